@@ -1,0 +1,51 @@
+# Every target does all its own set-up in .venv; `make demo` and `make test` are the two to know.
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
+# One torch thread a process: two threads on two busy cores make a step 10-100 times slower (docs/LOG.md).
+ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+
+.PHONY: demo test bench lint docs clean
+
+demo: .venv/.demo
+	$(ONE_THREAD) $(BIN)/python examples/demo.py
+
+test: .venv/.dev
+	$(ONE_THREAD) $(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+
+bench: .venv/.bench
+	@for each in benchmarks/[a-z]*.py; do echo; echo "== $$each"; $(ONE_THREAD) $(BIN)/python $$each || exit 1; done
+
+lint: .venv/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+docs: .venv/.docs
+	$(BIN)/mkdocs build --strict --quiet
+	@echo "docs are in site/index.html"
+
+.venv/.made:
+	$(PYTHON) -c 'import sys; sys.exit("rekindle needs Python 3.11 or newer; set PYTHON=...") if sys.version_info < (3, 11) else None'
+	$(PYTHON) -m venv .venv
+	$(PIP) torch==2.13.0
+	touch $@
+
+.venv/.demo: .venv/.made pyproject.toml constraints.txt
+	$(PIP) -e '.[lab]'
+	touch $@
+
+.venv/.dev: .venv/.made pyproject.toml constraints.txt
+	$(PIP) -e '.[dev]'
+	touch $@
+
+.venv/.bench: .venv/.made pyproject.toml constraints.txt
+	$(PIP) -e '.[bench]'
+	touch $@
+
+.venv/.docs: .venv/.made pyproject.toml constraints.txt
+	$(PIP) -e '.[docs]'
+	touch $@
+
+clean:
+	rm -rf .venv site build src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
