@@ -1,6 +1,76 @@
-"""rekindle: tells whether a network has lost its plasticity, and gives it back."""
+"""rekindle: tells whether a network has lost its plasticity, and gives it back.
 
-from rekindle.isometry import Certificate, polar
+The public verbs, and nothing else. Each is imported when it is first used, so that `import rekindle` costs nothing.
+
+>>> import torch, rekindle
+>>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 3))
+>>> optimizer = torch.optim.Adam(model.parameters())
+>>> receipt = rekindle.fire(model, optimizer)
+>>> receipt.totals()["residual"] <= 1e-6
+True
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rekindle import methods
+    from rekindle.diagnosis import Health, health
+    from rekindle.guide import FIREConfig, FIREReinitializer, ReinitStats
+    from rekindle.isometry import Certificate, polar
+    from rekindle.monitor import Monitor
+    from rekindle.planning import Plan, plan
+    from rekindle.projection import fire
+    from rekindle.receipt import Receipt
+    from rekindle.triggers import Schedule
+    from rekindle.verdict import Thresholds
 
 __version__ = "0.1.0"
-__all__ = ["Certificate", "polar"]
+
+_HOME = {
+    "Certificate": "isometry",
+    "FIREConfig": "guide",
+    "FIREReinitializer": "guide",
+    "Health": "diagnosis",
+    "Monitor": "monitor",
+    "Plan": "planning",
+    "Receipt": "receipt",
+    "ReinitStats": "guide",
+    "Schedule": "triggers",
+    "Thresholds": "verdict",
+    "fire": "projection",
+    "health": "diagnosis",
+    "plan": "planning",
+    "polar": "isometry",
+}
+__all__ = [
+    "Certificate",
+    "FIREConfig",
+    "FIREReinitializer",
+    "Health",
+    "Monitor",
+    "Plan",
+    "Receipt",
+    "ReinitStats",
+    "Schedule",
+    "Thresholds",
+    "fire",
+    "health",
+    "methods",
+    "plan",
+    "polar",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "methods":
+        return import_module("rekindle.methods")
+    if name not in _HOME:
+        raise AttributeError(f"module 'rekindle' has no attribute {name!r}")
+    found = getattr(import_module(f"rekindle.{_HOME[name]}"), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -21,13 +21,15 @@ from rekindle.symmetric import norm2
 
 Solver = Literal["auto", "fast", "paper", "svd"]
 
-# Elements worked on at a time. On CPUs a million keeps the working set near the caches (8 million costs 30 % more time);
-# accelerators want more work a call.
+# Elements worked on at a time. On CPUs a million keeps the working set near the caches (8 million take 30 % more
+# time); accelerators want more work a call.
 CPU_CHUNK = 2**20
 ACCELERATOR_CHUNK = 2**24
 
 SVD_UP_TO = 16  # rows up to which batched LAPACK beats any iteration
 PRODUCTS_UP_TO = 64  # rows up to which products beat factorisations on a CPU
+ONE_STEP_FROM = 384  # rows from which on ten steps of the recipe leave so much that a single Halley step leaves less
+FLAT = 0.4  # mean σ² over σ_max² (a Gaussian has .25) from which on the recipe converges, and one step is not enough
 WIDE = 1.5  # m/n from which on working on the n×n side pays
 
 
@@ -38,8 +40,9 @@ class Certificate:
     `residual` is DfI/k of the factor in the arithmetic that it was computed in, before any cast. `completed` counts the
     directions in which the matrix was zero and that were filled from the seed (0 with `complete=False`, where
     `residual` is taken over the other directions). `converged` says whether `residual` is within the tolerance.
-    `norm` ‖W‖_F, `gram_norm` ‖WWᵀ‖_F on the smaller side and `spectral_norm` (σ_max to a few percent, by power
-    iteration) describe W; `nuclear` is tr(QᵀW), which is ‖W‖_* for the polar factor and less for any other isometry.
+    `norm` ‖W‖_F, `gram_norm` ‖WWᵀ‖_F on the smaller side and `spectral_norm` (σ_max by a short power iteration, from
+    below: up to 15 % low where the spectrum is flat) describe W; `nuclear` is tr(QᵀW), which is ‖W‖_* for the polar
+    factor and less for any other isometry.
     """
 
     residual: Tensor
@@ -177,12 +180,13 @@ def polar(
     sources = [
         Source((each.shape[:-2].numel(), *each.shape[-2:]), each.dtype, each.device, _reader(each)) for each in tensors
     ]
-    factors: list[Tensor] = [each for each in tensors]
+    factors = list(tensors)
     certificates: list[Certificate] = [None for _ in tensors]  # type: ignore[misc]
     for i, q, proof in _solve(sources, options):
         each = tensors[i]
         q = q.reshape(each.shape)
-        factors[i] = _Polar.apply(each, q) if each.requires_grad and torch.is_grad_enabled() else q.to(each.dtype)
+        tracked = each.requires_grad and torch.is_grad_enabled()
+        factors[i] = _Polar.apply(each, q) if tracked else q.to(each.dtype)  # type: ignore[no-untyped-call]
         if proof is not None:
             certificates[i] = proof.reshape(each.shape[:-2])
     if isinstance(w, Tensor):
@@ -283,46 +287,45 @@ def _solve_group(w: Tensor, seeds: list[int], options: _Options) -> tuple[Tensor
         norm=known.norm2.double().sqrt() * scale,
         gram_norm=gram2.double().sqrt() * scale.square(),
         spectral_norm=(known.sigma2.double() / solvers.HEADROOM).sqrt() * scale,
-        nuclear=(solved.x * w).sum((1, 2)).double() * scale,
+        nuclear=torch.linalg.vecdot(solved.x.flatten(1), w.flatten(1)).double() * scale,
     )
 
 
 def _by_route(w: Tensor, known: Start, seeds: Tensor, options: _Options) -> Solved:
-    """The one place that chooses: the cheapest route first, float64 for what it marks as hard, SVD if all else fails."""
+    """The one place that chooses: cheapest route first, float64 for what it marks as hard, SVD if all else fails."""
     _, n, m = w.shape
     if options.solver == "paper":
         solved = Solved.new(solvers.by_recipe(w, options.steps), options.steps)
-    elif options.solver == "fast":
-        solved = solvers.by_few_steps(w, known)
     elif options.solver == "svd" or n <= SVD_UP_TO:
-        solved = solvers.by_svd(w, complete=options.complete, seeds=seeds)
+        return solvers.by_svd(w, complete=options.complete, seeds=seeds)
     elif n <= PRODUCTS_UP_TO or (w.device.type != "cpu" and w.dtype == torch.float32):
         solved = solvers.by_products(w, known)
     elif m >= WIDE * n:
         solved = solvers.by_gram(w, known)
+    elif options.solver == "fast" and n >= ONE_STEP_FROM and not bool((known.norm2 > FLAT * n * known.sigma2).any()):
+        solved = solvers.by_one_step(w, known)
     else:
         solved = solvers.by_halley(w, known, solvers.FLOOR[w.dtype])
-
-    if options.solver in ("paper", "fast"):
+    if options.solver != "auto":
         if options.certificate:
             solvers.measure(solved)
         return solved
-    settings = {"tol": options.tol, "complete": options.complete, "exact": options.certificate}
-    if options.solver == "auto" and n > SVD_UP_TO:
-        solvers.settle(w, solved, known.sigma2, seeds=seeds, last=False, **settings)
-        hard = solved.hard.nonzero().flatten()
-        if len(hard):
-            some, sigma2 = w[hard], known.sigma2[hard]
-            if m >= 2 * n:
-                again = solvers.by_eigh(some)
-            else:
-                lifted = solvers.lift(some, sigma2).to(w.dtype)
-                again = solvers.by_halley(lifted, solvers.start(lifted), solvers.LIFTED)
-                again.hard[:] = False
-            solvers.settle(some, again, sigma2, seeds=seeds[hard.cpu()], last=True, **settings)
-            solved.put(hard, again)
+
+    settings: dict[str, Any] = {"tol": options.tol, "complete": options.complete, "exact": options.certificate}
+    solvers.settle(w, solved, known.sigma2, seeds=seeds, last=False, **settings)
+    hard = solved.hard.nonzero().flatten()
+    if len(hard):
+        some, sigma2 = w[hard], known.sigma2[hard]
+        if m >= 2 * n:
+            again = solvers.by_eigh(some)
+        else:
+            lifted = solvers.lift(some, sigma2).to(w.dtype)
+            again = solvers.by_halley(lifted, solvers.start(lifted), solvers.LIFTED)
+            again.hard[:] = False
+        solvers.settle(some, again, sigma2, seeds=seeds[hard.cpu()], last=True, **settings)
+        solved.put(hard, again)
     missed = (solved.residual > _reach(options.tol, w.dtype)).nonzero().flatten()
-    if len(missed) and options.solver == "auto":
+    if len(missed):
         solved.put(missed, solvers.by_svd(w[missed], complete=options.complete, seeds=seeds[missed.cpu()]))
     return solved
 

@@ -153,11 +153,13 @@ def by_halley(w: Tensor, known: Start, floor: float) -> Solved:
         taken += 1
     last = schedules.centred(schedules.cubic(step.reached))
     a = gram(x, mirror=True, out=a)
-    deficit = largest_deficit(a)
+    deficit = largest_deficit(a) if w.shape[1] >= WHOLE else None
     a.mul_(last.b)
     _diagonal(a).add_(last.a)
     solved = Solved.new(torch.bmm(a, x), taken + 1)
-    solved.hard, solved.deficit = near_zero > MANY * w.shape[1], deficit
+    solved.hard = near_zero > MANY * w.shape[1]
+    if deficit is not None:
+        solved.deficit = deficit
     return solved
 
 
@@ -211,25 +213,27 @@ def by_gram(w: Tensor, known: Start, floor: float = GRAM_FLOOR) -> Solved:
     return solved
 
 
-def by_few_steps(w: Tensor, known: Start) -> Solved:
-    """One or two steps, for `solver="fast"`: as little as leaves no more DfI than ten steps of the recipe.
+def by_one_step(w: Tensor, known: Start) -> Solved:
+    """A single Halley step, for `solver="fast"` on large square matrices: no more DfI than ten steps of the recipe.
 
-    Those multiply the smallest singular values by 1.5¹⁰/‖W‖_F. To be no worse where the spectrum is all spikes and
-    dust, ours must lift by as much, relative to σ_max; where it is flat, a gentler step leaves less.
+    Those multiply the smallest singular values by 1.5¹⁰/‖W‖_F; ours must lift by as much, relative to σ_max. A dense
+    spectrum, Gaussian or nearly so, keeps the recipe far from an isometry and one step suffices. Where many directions
+    lie near zero (and the others apart from them) the recipe does the others well, and a quintic step follows.
     """
-    n, m = w.shape[1:]
-    if m >= 1.5 * n:
-        return by_gram(w, known, FAST_FLOORS[-1])
-    if n < WHOLE:  # 1/‖W‖_F is so large here that ten steps come far; one Halley step and a cubic come further
-        step = schedules.halley(FAST_FLOORS[-1])
-        last = schedules.centred(schedules.cubic(step.reached))
-        return Solved.new(by_schedule(halley_step(w, known.a, step, known.sigma2)[0], (last,)), 2)
-    lift_needed = float((known.sigma2 / known.norm2.clamp_min(torch.finfo(w.dtype).tiny)).max().sqrt()) * 1.5**10
+    n = w.shape[1]
+    sigma2 = known.sigma2 / HEADROOM
+    lift_needed = float((sigma2 / known.norm2.clamp_min(torch.finfo(w.dtype).tiny)).max().sqrt()) * 1.5**10
     candidates = [schedules.halley(floor) for floor in FAST_FLOORS]
     step = next((each for each in candidates if each.shift + each.gain >= lift_needed), candidates[-1])
-    middle = 2 / (1 + step.reached)
-    step = step._replace(shift=step.shift * middle, gain=step.gain * middle)
-    return Solved.new(halley_step(w, known.a, step, known.sigma2)[0], 1)
+    x, near_zero = halley_step(w, known.a, step, known.sigma2)
+    solved = Solved.new(x, 1)
+    parted = (near_zero > 0.25 * n).nonzero().flatten()
+    if len(parted):
+        x[parted] = by_schedule(x[parted], (schedules.centred(schedules.quintic(step.reached)),))
+        solved.steps[parted] += 1
+    whole = (near_zero <= 0.25 * n).nonzero().flatten()
+    x[whole] *= 2 / (1 + step.reached)
+    return solved
 
 
 def by_eigh(w: Tensor) -> Solved:
@@ -279,47 +283,50 @@ def settle(
 ) -> None:
     """Repair what is not yet an isometry, and mark as hard what should rather be solved again in float64.
 
-    `exact` measures every matrix with a Gram matrix. Without it large matrices are trusted if the power iteration
-    before the last step found nothing that this step cannot finish. With `last` nothing is marked as hard any more.
+    A route that watched its largest deficit before the last step knows which matrices lack a direction. With `exact`
+    (and always where that is cheap) a Gram matrix measures every result, and what still falls short is repaired too.
+    With `last` no matrix is marked as hard because too much is missing.
     """
     n = w.shape[1]
-    trusting = not exact and n >= WHOLE and tol >= CLOSE and not last
-    if trusting:
-        # A cubic step leaves ¾e² of a deficit e; a handful of directions may stay at a tenth of the tolerance.
-        short = solved.deficit > (0.1 * tol * n) ** 0.25
-        solved.residual = torch.zeros_like(solved.deficit)
-    else:
-        measure(solved)
-        if n < WHOLE:
-            polish(solved, max(tol, CLOSE))
-        short = solved.residual > max(tol, CLOSE)
-    repaired = []
-    for i in (short & ~solved.hard).nonzero().flatten().tolist():
-        missing = int(solved.residual[i] * n)
-        better = None
-        if last or missing <= n // 4:
-            better = rebuild(
-                solved.x[i],
-                w[i],
-                sigma=float(sigma2[i].sqrt()),
-                expected=missing,
-                threshold=2e-3,
-                seed=int(seeds[i]),
-                complete=complete,
-            )
-        if better is None:
-            solved.hard[i] = True
-            continue
-        solved.x[i], solved.null[i] = better.x, better.null
-        repaired.append(i)
-    if trusting:
-        return
-    if repaired:
-        some = Solved.new(solved.x[repaired], 0)
-        some.null = solved.null[repaired]
-        measure(some, complete=complete)
-        solved.residual[repaired] = some.residual
+    # A cubic step leaves ¾e² of a deficit e; a handful of directions may stay at a tenth of the tolerance.
+    watched = ~solved.deficit.isnan()
+    short = watched & (solved.deficit > (0.1 * max(tol, CLOSE) * n) ** 0.25) & ~solved.hard
+    expected = torch.zeros_like(solved.steps)
+    for attempt in range(2):
+        for i in short.nonzero().flatten().tolist():
+            _repair(i, w, solved, sigma2, int(expected[i]), complete, int(seeds[i]), n if last else n // 4)
+        if not exact and n >= WHOLE and tol >= CLOSE and bool(watched.all()):
+            solved.residual = torch.zeros_like(solved.residual)
+            return
+        measure(solved, complete=complete)
+        polish(solved, max(tol, CLOSE), complete=complete)
+        short = (solved.residual > max(tol, CLOSE)) & ~solved.hard
+        expected = (solved.residual * n).int()
+        if attempt or not bool(short.any()):
+            break
     polish(solved, tol, complete=complete)
+
+
+def _repair(
+    i: int, w: Tensor, solved: Solved, sigma2: Tensor, expected: int, complete: bool, seed: int, most: int
+) -> None:
+    """Rebuild the missing directions of one matrix, or mark it as hard if there are more than `most`."""
+    repaired = None
+    if expected <= most:
+        repaired = rebuild(
+            solved.x[i],
+            w[i],
+            sigma=float(sigma2[i].sqrt()),
+            expected=expected,
+            most=most,
+            threshold=2e-3,
+            seed=seed,
+            complete=complete,
+        )
+    if repaired is None:
+        solved.hard[i] = True
+    else:
+        solved.x[i], solved.null[i] = repaired.x, repaired.null
 
 
 def polish(solved: Solved, tol: float, *, complete: bool = True) -> None:

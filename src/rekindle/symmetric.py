@@ -56,7 +56,7 @@ def norm2(a: Tensor) -> Tensor:
     True
     """
     n = a.shape[1]
-    total = torch.linalg.vector_norm(a, dim=(1, 2)).square()
+    total: Tensor = torch.linalg.vector_norm(a, dim=(1, 2)).square()
     if n < WHOLE:
         return total
     for top in range(0, n, BLOCK):
