@@ -1,0 +1,195 @@
+"""What a weight does in its network: its role, and which layer is the head.
+
+A role is a label for choosing targets and for printing; it never decides how matrices lie in a tensor, so here a
+name may speak. `Place` is where a parameter sits: the modules and their attribute names from the root down.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+_ATTENTION_ROLES = (
+    ("query", {"q", "query_proj", "w_q", "linear_q"}),
+    ("key", {"k", "key_proj", "w_k", "linear_k"}),
+    ("value", {"v", "value_proj", "w_v", "linear_v"}),
+    (
+        "attention-output",
+        {"o", "out_proj", "to_out", "linear_out", "wo", "w_o", "c_proj", "proj", "dense", "projection", "out"},
+    ),
+)
+_MLP_ROLES = (
+    ("mlp-out", {"down", "fc2", "c_proj", "wo", "lin2", "linear2", "w2", "out_proj"}),
+    ("mlp-gate", {"gate", "wi_0", "w1", "linear_gate"}),
+    ("mlp-in", {"up", "fc1", "wi", "wi_1", "lin1", "linear1", "w3", "in_proj", "dense"}),
+)
+
+# Names that mean one thing wherever they stand; the others need an attention or MLP module above them.
+_ANYWHERE = {
+    **dict.fromkeys(("q_proj", "query", "to_q", "wq", "q_lin", "q_attn", "q_proj_weight"), "query"),
+    **dict.fromkeys(("k_proj", "key", "to_k", "wk", "k_lin", "k_proj_weight"), "key"),
+    **dict.fromkeys(("v_proj", "value", "to_v", "wv", "v_lin", "v_proj_weight"), "value"),
+    **dict.fromkeys(("o_proj", "out_lin"), "attention-output"),
+    **dict.fromkeys(("up_proj", "c_fc", "dense_h_to_4h", "fc_in"), "mlp-in"),
+    "gate_proj": "mlp-gate",
+    **dict.fromkeys(("down_proj", "dense_4h_to_h", "fc_out"), "mlp-out"),
+}
+
+_ATTENTION = re.compile(r"att(n|ention)|^mha$", re.IGNORECASE)
+_MLP = re.compile(
+    r"mlp|ffn|feed_?forward|densereludense|densegated|denseact|expert|intermediate|^ff(_layer)?$", re.IGNORECASE
+)
+_ROUTER = re.compile(r"router|topk.*gate|gating", re.IGNORECASE)
+_ADAPTERS = ("lora_", "ia3_", "hada_", "vera_", "oft_", "boft_")
+_HEAD_NAMES = {"head", "heads", "lm_head", "classifier", "fc", "score", "qa_outputs", "cls", "logits", "output_layer"}
+_HEAD_NAMES |= {"embed_out", "decoder_head", "action_net", "value_net", "fc_out", "classification_head", "output"}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a parameter sits: clean attribute names and modules from the root to its owner, and its own name.
+
+    >>> model = nn.Sequential(nn.Linear(2, 2))
+    >>> Place(("0",), (model, model[0]), "weight").name
+    '0.weight'
+    """
+
+    names: tuple[str, ...]
+    modules: tuple[nn.Module, ...]
+    tensor: str
+
+    @property
+    def owner(self) -> nn.Module:
+        """The module that holds the parameter."""
+        return self.modules[-1]
+
+    @property
+    def name(self) -> str:
+        """The dotted name."""
+        return ".".join((*self.names, self.tensor))
+
+    @property
+    def module(self) -> str:
+        """The dotted name of the owner."""
+        return ".".join(self.names)
+
+
+def role(place: Place) -> str:
+    """The role that names and classes above the parameter suggest, "other" if none does.
+
+    >>> attention = nn.ModuleDict({"c_proj": nn.Linear(4, 4)})
+    >>> model = nn.ModuleDict({"attn": attention})
+    >>> role(Place(("attn", "c_proj"), (model, attention, attention["c_proj"]), "weight"))
+    'attention-output'
+    """
+    if is_adapter(place):
+        return "adapter"
+    if is_router(place):
+        return "router"
+    # `to_out.0` and `dense.base_layer` are named by the module above; a bare parameter names itself.
+    steps = [(n, type(m).__name__) for n, m in zip(place.names, place.modules[1:], strict=True)]
+    steps = [(n, c) for n, c in steps if not n.isdigit() and n != "base_layer"]
+    leaf = place.tensor
+    if leaf == "weight" and steps:
+        leaf, _ = steps.pop()
+    root = type(place.modules[0]).__name__
+    above = [root] if _ATTENTION.search(root) and len(place.modules) > 1 else []
+    return named_role(leaf.lower(), [*above, *(word for step in steps for word in step)])
+
+
+def named_role(leaf: str, above: Sequence[str]) -> str:
+    """The role of a layer called `leaf` under layers of these names and classes, outermost first.
+
+    >>> named_role("wo", ["layers", "0", "attention"]), named_role("wo", ["DenseReluDense"])
+    ('attention-output', 'mlp-out')
+    >>> named_role("fc1", []), named_role("q_proj", [])
+    ('other', 'query')
+    """
+    if leaf in _ANYWHERE:
+        return _ANYWHERE[leaf]
+    context = _context(above)
+    tables = _ATTENTION_ROLES if context == "attention" else _MLP_ROLES if context == "mlp" else ()
+    for name, leaves in tables:
+        if leaf in leaves:
+            return name
+    if not context and leaf == "dense" and "output" in above[-2:]:
+        return "mlp-out"  # BERT's layer.N.output.dense; its twin in the attention has the attention above it
+    return "other"
+
+
+def is_adapter(place: Place) -> bool:
+    """Whether the parameter belongs to a LoRA-like adapter rather than to the layer that it adapts."""
+    if any(
+        name.startswith(("lora_", "ia3_", "hada_", "vera_", "oft_", "boft_")) for name in (*place.names, place.tensor)
+    ):
+        return True
+    tuned = [i for i, m in enumerate(place.modules) if _is_tuner(m)]
+    if not tuned:
+        return False
+    below = place.names[tuned[-1] :]
+    return bool(below) and below[0] not in ("base_layer", "modules_to_save", "original_module")
+
+
+def is_router(place: Place) -> bool:
+    """Whether the parameter scores experts: a router class, or a gate beside experts."""
+    if any(_ROUTER.search(type(m).__name__) for m in place.modules[-1:]):
+        return True
+    if not place.names or len(place.modules) < 2:
+        return False
+    leaf, parent = place.names[-1], place.modules[-2]
+    if leaf in ("router", "shared_expert_gate"):
+        return True
+    return leaf in ("gate", "wg") and any("expert" in child for child, _ in parent.named_children())
+
+
+def output_layers(model: nn.Module) -> list[nn.Module]:
+    """The head as the model itself tells it: `get_output_embeddings()`, else children with a head's name.
+
+    The known names count directly under the model only (`fc`, `classifier`, `lm_head`, …); of a sequence the last
+    layer that has matrices is the head. Empty if nothing is told.
+
+    >>> net = nn.ModuleDict({"body": nn.Linear(2, 2), "classifier": nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))})
+    >>> output_layers(net) == [net["classifier"][1]]
+    True
+    """
+    for module in model.modules():
+        told = getattr(module, "get_output_embeddings", None)
+        if callable(told):
+            try:
+                layer = told()
+            except (NotImplementedError, AttributeError):
+                layer = None
+            if isinstance(layer, nn.Module):
+                return [layer]
+            break
+    found = []
+    for name, child in model.named_children():
+        if name in _HEAD_NAMES:
+            layers = [m for m in child.modules() if any(p.dim() > 1 for p in m.parameters(recurse=False))]
+            found += layers[-1:]
+    return found
+
+
+def is_backbone(model: nn.Module) -> bool:
+    """Whether a transformers model says that it is the body without a head.
+
+    >>> is_backbone(nn.Linear(2, 2))
+    False
+    """
+    return getattr(model, "base_model_prefix", None) is not None and getattr(model, "base_model", None) is model
+
+
+def _context(above: Sequence[str]) -> str:
+    for word in reversed(above):
+        if _ATTENTION.search(word):
+            return "attention"
+        if _MLP.search(word):
+            return "mlp"
+    return ""
+
+
+def _is_tuner(module: nn.Module) -> bool:
+    return any(c.__module__.split(".")[0] == "peft" and c.__name__ == "BaseTunerLayer" for c in type(module).__mro__)
