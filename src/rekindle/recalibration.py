@@ -1,0 +1,113 @@
+"""New statistics for BatchNorm layers after the weights before them changed.
+
+Only the BatchNorm layers that were training are re-estimated; everything else runs in eval mode, so dropout draws
+nothing and frozen layers stay frozen. Random states, modes and momenta are afterwards what they were before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+
+def recalibrate(model: nn.Module, batches: Iterable[Any]) -> tuple[str, ...]:
+    """Re-estimate the running statistics of the training BatchNorm layers of `model`; return their names.
+
+    Each batch (a tensor, a tuple whose first item is the input, or a dict for `model(**batch)`) counts the same.
+    A layer that no batch reaches keeps its statistics. If the forward raises, all statistics are put back.
+
+    >>> model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    >>> _ = nn.init.constant_(model[0].weight, 1.0), nn.init.zeros_(model[0].bias)
+    >>> recalibrate(model, [torch.ones(4, 2), 3 * torch.ones(4, 2)])
+    ('1',)
+    >>> model[1].running_mean
+    tensor([4., 4., 4.])
+    """
+    layers = training_layers(model)
+    if not layers:
+        return ()
+    device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
+    kept = {name: [buffer.clone() for buffer in layer.buffers(recurse=False)] for name, layer in layers.items()}
+    reached: tuple[str, ...] = ()
+    try:
+        with torch.no_grad(), _random_states_kept(), _only_training(model, layers.values()):
+            for layer in layers.values():
+                layer.reset_running_stats()
+            count = 0
+            for batch in batches:
+                _forward(model, batch, device)
+                count += 1
+            if not count:
+                raise ValueError("recalibrate= holds no batch: pass batches that can be iterated again")
+            reached = tuple(name for name, layer in layers.items() if layer.num_batches_tracked)
+    finally:
+        for name, layer in layers.items():
+            if name not in reached:
+                for buffer, value in zip(layer.buffers(recurse=False), kept[name], strict=True):
+                    buffer.copy_(value)
+    return reached
+
+
+def training_layers(model: nn.Module) -> dict[str, _BatchNorm]:
+    """The BatchNorm layers that are in training mode and keep running statistics, by name.
+
+    >>> list(training_layers(nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2).eval())))
+    ['0']
+    """
+    return {
+        name: layer
+        for name, layer in model.named_modules()
+        if isinstance(layer, _BatchNorm) and layer.training and layer.running_mean is not None
+    }
+
+
+@contextlib.contextmanager
+def _only_training(model: nn.Module, layers: Iterable[_BatchNorm]) -> Iterator[None]:
+    # Flags are set directly: a model may override train() to keep layers frozen.
+    modes = [(module, module.training) for module in model.modules()]
+    chosen = list(layers)
+    momenta = [layer.momentum for layer in chosen]
+    try:
+        for module, _ in modes:
+            module.training = False
+        for layer in chosen:
+            layer.training = True
+            layer.momentum = None  # the plain mean over batches
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+        for layer, momentum in zip(chosen, momenta, strict=True):
+            layer.momentum = momentum
+
+
+@contextlib.contextmanager
+def _random_states_kept() -> Iterator[None]:
+    # A DataLoader draws its base seed and a sampler its order from the global states.
+    python, numeric = random.getstate(), numpy.random.get_state()
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        random.setstate(python)
+        numpy.random.set_state(numeric)
+
+
+def _forward(model: nn.Module, batch: Any, device: torch.device) -> None:
+    # The module behind torch.compile: its graphs are specialised on the modes that are changed here.
+    model = getattr(model, "_orig_mod", model)
+    if isinstance(batch, Mapping):
+        model(**{key: _moved(value, device) for key, value in batch.items()})
+    else:
+        model(_moved(batch[0] if isinstance(batch, (tuple, list)) else batch, device))
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    return value.to(device) if isinstance(value, Tensor) else value
