@@ -1,0 +1,41 @@
+"""Muon as the comparison: an optimizer whose every step is orthogonalised, instead of the weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import AdamW, Optimizer
+
+from rekindle.methods.matrices import chosen_matrices
+from rekindle.targets import Targets
+
+
+def muon(
+    model: nn.Module,
+    lr: float = 1e-2,
+    *,
+    adam_lr: float = 1e-3,
+    targets: Targets = "auto",
+    weight_decay: float = 0.0,
+    adam: dict[str, Any] | None = None,
+    **options: Any,
+) -> list[Optimizer]:
+    """`torch.optim.Muon` (Jordan et al., 2024) for the 2-D weights among the targets, AdamW for everything else.
+
+    Muon takes 2-D parameters only, so convolutions go to AdamW. lr = 1e-2 as in FIRE's comparison. Both are to be
+    stepped together.
+
+    >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    >>> [type(optimizer).__name__ for optimizer in muon(model)]
+    ['Muon', 'AdamW']
+    """
+    picked, _ = chosen_matrices(model, targets)
+    weights = [p for c in picked for p in c.weight.parameters(c.found.name).values() if p.ndim == 2]
+    if not weights:
+        raise ValueError(f"targets={targets!r} hold no 2-D weight, which is all that torch.optim.Muon takes")
+    mine = {id(p) for p in weights}
+    rest = [p for p in model.parameters() if p.requires_grad and id(p) not in mine]
+    made: list[Optimizer] = [torch.optim.Muon(weights, lr=lr, weight_decay=weight_decay, **options)]
+    return [*made, AdamW(rest, lr=adam_lr, weight_decay=weight_decay, **(adam or {}))] if rest else made

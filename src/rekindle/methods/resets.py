@@ -1,0 +1,193 @@
+"""Resets of whole layers: everything, the head, chosen layers, or the normalisation layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from rekindle.blocks import find
+from rekindle.cost import Meter
+from rekindle.initial import clean_name
+from rekindle.methods.parameters import overwrite
+from rekindle.methods.remedy import FromStart
+from rekindle.receipt import Batch, Loss, Receipt
+
+_NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
+
+
+class FullReset(FromStart):
+    """Every parameter and buffer back to a start: the strongest baseline for plasticity, and it keeps nothing.
+
+    `start="fresh"` draws by the model's own scheme, `start="init"` goes to the stored start.
+
+    >>> model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    >>> _ = model(torch.randn(8, 2))
+    >>> receipt = FullReset()(model)
+    >>> len(receipt.changed), model[1].running_mean.tolist()
+    (4, [0.0, 0.0, 0.0])
+    """
+
+    name = "full-reset"
+
+    def __init__(
+        self,
+        start: Literal["fresh", "init"] = "fresh",
+        *,
+        initial: Mapping[str, Tensor] | None = None,
+        fresh: Callable[[], nn.Module] | None = None,
+        optimizer_state: str = "fresh",
+        seed: int = 0,
+    ) -> None:
+        if start not in ("fresh", "init"):
+            raise ValueError(f"start={start!r} is neither 'fresh' nor 'init'")
+        super().__init__(initial=initial, fresh=fresh, seed=seed)
+        self.start, self.optimizer_state = start, optimizer_state
+
+    def chosen(self, model: nn.Module) -> list[str]:
+        """The clean names of all tensors to reset, buffers included."""
+        return [clean_name(name) for name, _ in [*model.named_parameters(), *model.named_buffers()]]
+
+    def __call__(
+        self,
+        model: nn.Module,
+        optimizer: Any = None,
+        *,
+        batches: Iterable[Batch] | None = None,
+        loss: Loss | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Receipt:
+        """Write the start into the chosen tensors."""
+        meter = Meter()
+        names = self.chosen(model)
+        values = self.stored(model, names) if self.start == "init" else self.drawn(model, names, self.draws(generator))
+        parameters = {clean_name(name) for name, _ in model.named_parameters()}
+        return overwrite(
+            self.name,
+            model,
+            {name: value for name, value in values.items() if name in parameters},
+            optimizer,
+            policy=self.optimizer_state,
+            buffers={name: value for name, value in values.items() if name not in parameters},
+            settings=self.settings(),
+            meter=meter,
+        )
+
+
+class LayerReset(FullReset):
+    """The parameters and buffers of chosen layers back to a start (Nikishin et al., 2022, reset the last ones).
+
+    `layers` are globs of module names; `last` instead counts weight matrices from the end.
+
+    >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 1))
+    >>> LayerReset(last=2)(model).changed
+    ('2.weight', '2.bias', '4.weight', '4.bias')
+    """
+
+    name = "layer-reset"
+
+    def __init__(
+        self,
+        layers: Sequence[str] | str = (),
+        *,
+        last: int | None = None,
+        start: Literal["fresh", "init"] = "fresh",
+        initial: Mapping[str, Tensor] | None = None,
+        fresh: Callable[[], nn.Module] | None = None,
+        optimizer_state: str = "fresh",
+        seed: int = 0,
+    ) -> None:
+        super().__init__(start, initial=initial, fresh=fresh, optimizer_state=optimizer_state, seed=seed)
+        if bool(layers) == (last is not None):
+            raise ValueError("give either layers=, globs of module names, or last=, a number of layers from the end")
+        self.layers, self.last = (layers,) if isinstance(layers, str) else tuple(layers), last
+
+    def chosen(self, model: nn.Module) -> list[str]:
+        """The tensors of the chosen layers."""
+        if self.last is not None:
+            owners = list(dict.fromkeys(f.module for f in find(model) if f.blocks))
+            last = owners[-self.last :]
+            return self.inside(model, lambda module: module in last)
+        return self.inside(model, lambda module: any(fnmatchcase(module, glob) for glob in self.layers))
+
+    def inside(self, model: nn.Module, matches: Callable[[str], bool]) -> list[str]:
+        """The tensors at or below modules whose name matches."""
+        found = []
+        for name in super().chosen(model):
+            parts = name.split(".")[:-1]
+            if any(matches(".".join(parts[:depth])) for depth in range(len(parts) + 1)):
+                found.append(name)
+        if not found:
+            modules = ", ".join(clean_name(name) for name, _ in model.named_modules() if name)
+            raise ValueError(f"{type(self).__name__} matches no module; there are: {modules}")
+        return found
+
+
+class HeadReset(LayerReset):
+    """The output layer back to a start, found as in `rekindle.plan` or named by `heads`.
+
+    >>> HeadReset()(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))).changed
+    ('2.weight', '2.bias')
+    """
+
+    name = "head-reset"
+
+    def __init__(
+        self,
+        heads: Sequence[str] | str | None = None,
+        *,
+        start: Literal["fresh", "init"] = "fresh",
+        initial: Mapping[str, Tensor] | None = None,
+        fresh: Callable[[], nn.Module] | None = None,
+        optimizer_state: str = "fresh",
+        seed: int = 0,
+    ) -> None:
+        super().__init__("*", start=start, initial=initial, fresh=fresh, optimizer_state=optimizer_state, seed=seed)
+        self.heads = heads
+
+    def chosen(self, model: nn.Module) -> list[str]:
+        """The tensors of the modules that hold a head."""
+        found = [f for f in find(model, heads=self.heads) if "head" in f.marks]
+        if not found:
+            raise ValueError("no output layer was found: name it with heads=")
+        tied = [f.name for f in found if f.also]
+        if tied:
+            raise ValueError(f"the head is tied to {tied[0]!r}: resetting it would reset the embedding too")
+        modules = {f.module for f in found}
+        return self.inside(model, lambda module: module in modules)
+
+
+class LayerNormReset(LayerReset):
+    """Normalisation layers back to weight 1, bias 0 and empty statistics; all other weights stay.
+
+    >>> model = nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3))
+    >>> _ = nn.init.constant_(model[1].weight, 5.0)
+    >>> _ = LayerNormReset()(model)
+    >>> model[1].weight.tolist()
+    [1.0, 1.0, 1.0]
+    """
+
+    name = "layer-norm-reset"
+
+    def __init__(self, *, optimizer_state: str = "fresh", seed: int = 0) -> None:
+        super().__init__("*", optimizer_state=optimizer_state, seed=seed)
+
+    def chosen(self, model: nn.Module) -> list[str]:
+        """The tensors of normalisation layers, known by class or by a class name that ends in Norm."""
+        norms = {
+            clean_name(name)
+            for name, module in model.named_modules()
+            if isinstance(module, _NORMS) or (type(module).__name__.endswith("Norm") and hasattr(module, "weight"))
+        }
+        if not norms:
+            raise ValueError("the model has no normalisation layer")
+        return self.inside(model, lambda module: module in norms)
+
+    def drawn(self, model: nn.Module, names: Any, generator: torch.Generator) -> dict[str, Tensor]:
+        """Ones, zeros and empty statistics: every normalisation layer starts so."""
+        tensors = {clean_name(n): t for n, t in [*model.named_parameters(), *model.named_buffers()]}
+        ones = ("weight", "running_var")
+        return {name: torch.full_like(tensors[name], 1 if name.split(".")[-1] in ones else 0) for name in names}

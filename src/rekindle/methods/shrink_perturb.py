@@ -1,0 +1,78 @@
+"""Shrink and perturb: part of the way back to a start."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from rekindle.cost import Meter
+from rekindle.methods.parameters import chosen, overwrite
+from rekindle.methods.remedy import FromStart
+from rekindle.receipt import Batch, Loss, Receipt
+from rekindle.targets import Targets
+
+
+class ShrinkPerturb(FromStart):
+    """θ ← (1 − coefficient)·θ + coefficient·start (Ash & Adams, 2020).
+
+    `noise="init"` takes the stored initial weights as the start, which is what released code of several later
+    papers does; `noise="fresh"` draws new ones by the model's own scheme, as the original does. `sigma` replaces
+    the start's factor, for the original's two-parameter form θ ← λ·θ + σ·draw. The default keeps a fifth of the
+    old weights. All trainable parameters are changed; buffers are left alone.
+
+    >>> model = nn.Linear(2, 2)
+    >>> before = model.weight.detach().clone()
+    >>> method = ShrinkPerturb(coefficient=0.5)
+    >>> method.remember(model)
+    >>> _ = nn.init.ones_(model.weight)
+    >>> _ = method(model)
+    >>> torch.allclose(model.weight, 0.5 + 0.5 * before)
+    True
+    """
+
+    name = "shrink-perturb"
+
+    def __init__(
+        self,
+        coefficient: float = 0.8,
+        noise: Literal["init", "fresh"] = "init",
+        *,
+        sigma: float | None = None,
+        targets: Targets = "trainable",
+        initial: Mapping[str, Tensor] | None = None,
+        fresh: Callable[[], nn.Module] | None = None,
+        optimizer_state: str = "fresh",
+        seed: int = 0,
+    ) -> None:
+        if not 0 <= coefficient <= 1:
+            raise ValueError(f"coefficient={coefficient} must lie between 0 (keep all) and 1 (keep nothing)")
+        if noise not in ("init", "fresh"):
+            raise ValueError(f"noise={noise!r} is neither 'init' nor 'fresh'")
+        super().__init__(initial=initial, fresh=fresh, seed=seed)
+        self.coefficient, self.noise, self.sigma = coefficient, noise, sigma
+        self.targets, self.optimizer_state = targets, optimizer_state
+
+    def __call__(
+        self,
+        model: nn.Module,
+        optimizer: Any = None,
+        *,
+        batches: Iterable[Batch] | None = None,
+        loss: Loss | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Receipt:
+        """Mix every targeted parameter with its start."""
+        meter = Meter()
+        old = chosen(model, self.targets)
+        if self.noise == "init":
+            start = self.stored(model, old)
+        else:
+            start = self.drawn(model, old, self.draws(generator))
+        share = self.coefficient if self.sigma is None else self.sigma
+        new = {n: (1 - self.coefficient) * p.detach() + share * start[n] for n, p in old.items()}
+        return overwrite(
+            self.name, model, new, optimizer, policy=self.optimizer_state, settings=self.settings(), meter=meter
+        )

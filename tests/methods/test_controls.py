@@ -1,0 +1,78 @@
+"""The controls: each differs from FIRE, or from a reset, in exactly one thing."""
+
+import pytest
+import torch
+from torch import nn
+
+import zoo_models
+from rekindle.blocks import find
+from rekindle.initial import draw
+from rekindle.methods import FIRE, FreshAtNorm, RandomIsometry, Rescale
+from rekindle.planning import plan
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 6, 3), nn.ReLU(), nn.Conv2d(6, 4, 1), nn.Flatten(), nn.Linear(36, 8), nn.ReLU(), nn.Linear(8, 2)
+    ).double()
+
+
+def blocks(model):
+    selected = {e.name: e.blocks for e in plan(model).selected}
+    parameters = dict(model.named_parameters())
+    return {(n, i): b.read(parameters[n]).clone() for n, bs in selected.items() for i, b in enumerate(bs)}
+
+
+@pytest.mark.parametrize("scale", ["paper", "nearest", "norm", 0.7])
+def test_random_isometry_is_an_isometry_at_fires_scale_and_far_from_the_old_weights(scale):
+    model, fired = net(), net()
+    old = blocks(model)
+    RandomIsometry(scale)(model)
+    FIRE(scale=scale)(fired)
+    for key, mine, theirs in zip(old, blocks(model).values(), blocks(fired).values(), strict=True):
+        for q, nearest, w in zip(mine, theirs, old[key], strict=True):
+            values = torch.linalg.svdvals(q)
+            torch.testing.assert_close(values, torch.linalg.svdvals(nearest), rtol=1e-5, atol=1e-8)
+            assert values.max() - values.min() < 1e-6 * values.max()
+            if min(w.shape) > 2:
+                assert (q - w).norm() > (nearest - w).norm()  # FIRE's is the nearest
+
+
+@pytest.mark.parametrize("scale", ["paper", "nearest", 0.7])
+def test_rescale_has_fires_norm_and_the_old_direction(scale):
+    model, fired = net(), net()
+    old = blocks(model)
+    Rescale(scale)(model)
+    FIRE(scale=scale)(fired)
+    for key, mine, theirs in zip(old, blocks(model).values(), blocks(fired).values(), strict=True):
+        for w, new, nearest in zip(old[key], mine, theirs, strict=True):
+            torch.testing.assert_close(new / new.norm(), w / w.norm())
+            assert new.norm().item() == pytest.approx(nearest.norm().item(), rel=1e-5)
+
+
+def test_fresh_at_norm_is_a_draw_with_the_old_norm_of_each_matrix():
+    model = net()
+    for parameter in model.parameters():
+        parameter.data.mul_(3)
+    old = blocks(model)
+    start = draw(model, generator=torch.Generator().manual_seed(2))
+    FreshAtNorm()(model, generator=torch.Generator().manual_seed(2))
+    selected = {e.name: e.blocks for e in plan(model).selected}
+    for (name, index), new in blocks(model).items():
+        drawn = selected[name][index].read(start[name])
+        for w, d, n in zip(old[name, index], drawn, new, strict=True):
+            torch.testing.assert_close(n, d * w.norm() / d.norm())
+
+
+@pytest.mark.parametrize("make", [RandomIsometry, Rescale, FreshAtNorm])
+def test_controls_touch_what_fire_touches_and_leave_zero_matrices(make):
+    model = zoo_models.build("gpt2")
+    with torch.no_grad():
+        model.transformer.h[0].mlp.c_proj.weight.zero_()
+    receipt = make()(model)
+    assert set(receipt.changed) == {e.name for e in plan(zoo_models.build("gpt2")).selected}
+    assert model.transformer.h[0].mlp.c_proj.weight.abs().max() == 0
+    parts = [r.part for r in receipt.records if "c_attn" in r.name]
+    assert parts == ["query", "key", "value"] * 2
+    assert all(f.role != "embedding" for f in find(model) if f.name in receipt.changed)

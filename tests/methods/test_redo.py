@@ -1,0 +1,135 @@
+"""ReDo: who is dormant, and that recycling the dead changes no output."""
+
+import pytest
+import torch
+from torch import nn
+
+import zoo_models
+from rekindle.methods import ReDo
+from rekindle.wiring import WiringError
+
+
+def mlp():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 3)).double()
+
+
+def data(n=64):
+    return torch.randn(n, 4, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+
+
+def test_scores_are_mean_activity_over_the_layers_mean():
+    model, x = mlp(), data()
+    method = ReDo()
+    method.look(model, [x[:20], x[20:]])
+    scores = method.scores(model)
+    h1 = torch.relu(model[0](x)).detach()
+    h2 = torch.relu(model[2](h1)).detach()
+    for name, h in (("0", h1), ("2", h2)):
+        mean = torch.tensor([sum(abs(float(v)) for v in h[:, i]) / len(h) for i in range(h.shape[1])])
+        torch.testing.assert_close(scores[name].float(), (mean / mean.mean()).float(), rtol=1e-5, atol=1e-7)
+
+
+def test_at_tau_zero_the_output_on_the_data_does_not_change():
+    model, x = mlp(), data()
+    with torch.no_grad():
+        model[0].bias[[1, 5]] = -100
+        model[2].bias[2] = -100
+    before = model(x)
+    receipt = ReDo(tau=0)(model, batches=[x])
+    assert torch.equal(model(x), before)
+    assert receipt.totals()["counts"] == {"neurons": 3, "rows": 3, "columns": 3}
+    method = ReDo()
+    method.look(model, [x])
+    assert (method.scores(model)["0"] > 0).sum() >= 7  # and they live again
+
+
+def test_convolutions_behind_a_flatten_and_batch_norm():
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(16, 5), nn.ReLU(),
+        nn.Linear(5, 2),
+    ).double()  # fmt: skip
+    model[5].bias.data.fill_(1.0)
+    model[1].bias.data[2] = -100
+    model[5].bias.data[1] = -100
+    model.eval()
+    x = torch.randn(16, 1, 6, 6, dtype=torch.float64)
+    before = model(x)
+    receipt = ReDo(tau=0)(model, batches=[x])
+    torch.testing.assert_close(model(x), before, rtol=0, atol=1e-12)
+    assert receipt.totals()["counts"] == {"neurons": 2, "rows": 2, "columns": 4 + 1}
+    assert (model[1].weight[2], model[1].bias[2], model[1].running_var[2]) == (1, 0, 1)
+
+
+def test_a_wholly_silent_layer_is_wholly_dormant_and_nan_free():
+    model, x = mlp(), data()
+    with torch.no_grad():
+        model[2].bias.fill_(-1000)
+    receipt = ReDo(tau=0)(model, batches=[x])
+    rows = {r.name: r.counts.get("rows") for r in receipt.records if "rows" in r.counts}
+    assert rows["2.weight"] == 6
+
+
+def test_observing_while_training_gives_the_same_scores_as_looking():
+    model, x = mlp(), data()
+    method = ReDo()
+    with method.observe(model):
+        model(x)
+        with torch.no_grad():
+            model(x * 100)  # evaluation passes do not count
+    observed = method.scores(model)
+    method.forget()
+    method.look(model, [x])
+    for name, score in method.scores(model).items():
+        torch.testing.assert_close(observed[name], score)
+    model(x)
+    torch.testing.assert_close(method.scores(model)["0"], observed["0"])  # hooks are gone
+
+
+def test_not_measured_is_an_error_never_zero():
+    model = mlp()
+    with pytest.raises(ValueError, match="no activity of '0' was recorded"):
+        ReDo()(model)
+
+    class Skips(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.use = nn.Linear(2, 3), nn.Linear(3, 1), False
+
+        def forward(self, x):
+            return self.b(torch.relu(self.a(x))) if self.use else x
+
+    skips = Skips()
+    method = ReDo(consumers={"a": "b"})
+    with pytest.raises(WiringError, match="not measured"):
+        method(skips, batches=[torch.ones(2, 2)])
+
+
+def test_gelu_and_unhooked_functionals_are_measured():
+    # Ports that hook nn.ReLU report no dormant neuron in a GPT; here a dead one is found behind a functional.
+    model = zoo_models.build("nanogpt").eval()
+    with torch.no_grad():
+        model.h[0].mlp["c_fc"].bias[7] = -1000
+    receipt = ReDo(tau=0)(model, batches=[zoo_models.batch("nanogpt")])
+    assert receipt.totals()["counts"]["neurons"] == 1
+    assert model.h[0].mlp["c_proj"].weight[:, 7].abs().max() == 0
+
+
+def test_targets_narrow_and_refusals_are_in_the_receipt():
+    model = zoo_models.build("resnet")
+    receipt = ReDo(tau=10, targets="layer2.*")(model, batches=[zoo_models.batch("resnet")])
+    assert set(receipt.changed) == {"layer2.conv1.weight", "layer2.conv2.weight"}
+    assert receipt.skipped["layer1.conv1"] == "not among the targets"
+    assert "residual" in receipt.skipped["layer1.conv2"]
+    with pytest.raises(WiringError, match="nope"):
+        ReDo(targets="nope")(model, batches=[zoo_models.batch("resnet")])
+
+
+def test_state_continues():
+    model, x = mlp(), data()
+    method, again = ReDo(), ReDo()
+    method.look(model, [x])
+    again.load_state_dict(method.state_dict())
+    for name, score in method.scores(model).items():
+        assert torch.equal(score, again.scores(model)[name])
