@@ -174,10 +174,10 @@ def halley_step(x: Tensor, a: Tensor, step: schedules.Halley, sigma2: Tensor | N
     a.mul_((step.c / scale)[:, None, None])
     _diagonal(a).add_(1)
     factor(a, size)
-    y = x.clone()
-    solve_lower(a, y, size)
-    near_zero = x.shape[1] - step.c / scale * torch.linalg.vector_norm(y, dim=(1, 2)).square()
-    solve_upper(a, y, size)
+    y, z = x.clone(), torch.empty_like(x)
+    solve_lower(a, y, z, size)
+    near_zero = x.shape[1] - step.c / scale * torch.linalg.vector_norm(z, dim=(1, 2)).square()
+    solve_upper(a, z, y, size)
     root = scale.rsqrt()[:, None, None]
     return y.mul_(step.gain * root).addcmul_(x, step.shift * root), near_zero
 

@@ -109,28 +109,28 @@ def factor(a: Tensor, size: int) -> None:
     factor(last, size)
 
 
-def solve_lower(factored: Tensor, x: Tensor, size: int) -> None:
-    """x ← L⁻¹x in place, for `factored` as `factor` left it."""
+def solve_lower(factored: Tensor, x: Tensor, out: Tensor, size: int) -> None:
+    """out ← L⁻¹x for `factored` as `factor` left it; x is used up, so that nothing needs to be copied."""
     n = factored.shape[-1]
     if n <= size:
-        x.copy_(torch.bmm(factored, x))
+        torch.bmm(factored, x, out=out)
         return
     h = _half(n, size)
-    solve_lower(factored[:, :h, :h], x[:, :h], size)
-    x[:, h:].baddbmm_(factored[:, h:, :h], x[:, :h], alpha=-1)
-    solve_lower(factored[:, h:, h:], x[:, h:], size)
+    solve_lower(factored[:, :h, :h], x[:, :h], out[:, :h], size)
+    x[:, h:].baddbmm_(factored[:, h:, :h], out[:, :h], alpha=-1)
+    solve_lower(factored[:, h:, h:], x[:, h:], out[:, h:], size)
 
 
-def solve_upper(factored: Tensor, x: Tensor, size: int) -> None:
-    """x ← L⁻ᵀx in place, for `factored` as `factor` left it."""
+def solve_upper(factored: Tensor, x: Tensor, out: Tensor, size: int) -> None:
+    """out ← L⁻ᵀx for `factored` as `factor` left it; x is used up."""
     n = factored.shape[-1]
     if n <= size:
-        x.copy_(torch.bmm(factored.mT, x))
+        torch.bmm(factored.mT, x, out=out)
         return
     h = _half(n, size)
-    solve_upper(factored[:, h:, h:], x[:, h:], size)
-    x[:, :h].baddbmm_(factored[:, h:, :h].mT, x[:, h:], alpha=-1)
-    solve_upper(factored[:, :h, :h], x[:, :h], size)
+    solve_upper(factored[:, h:, h:], x[:, h:], out[:, h:], size)
+    x[:, :h].baddbmm_(factored[:, h:, :h].mT, out[:, h:], alpha=-1)
+    solve_upper(factored[:, :h, :h], x[:, :h], out[:, :h], size)
 
 
 def inverse(a: Tensor) -> Tensor:
