@@ -1,0 +1,225 @@
+"""What looking costs: the monitor's share of training, and spectra against WeightWatcher.
+
+    python benchmarks/health.py [--rounds 3]
+
+Both sides of every ratio run in this process on one thread, alternating, and are timed by processor time;
+the medians are compared. Needs weightwatcher (`pip install "rekindle[bench]"`) for the second part.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import io
+import logging
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from rekindle.blocks import find
+from rekindle.diagnosis import health
+from rekindle.monitor import Monitor
+
+EVERY = 100
+Draw = Callable[[], tuple[Tensor, Tensor]]
+
+
+class Attention(nn.Module):
+    """Causal self-attention."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.query, self.key, self.value = (nn.Linear(width, width) for _ in range(3))
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, tokens, width) → the same."""
+        b, t, w = x.shape
+        q, k, v = (part(x).view(b, t, self.heads, -1).transpose(1, 2) for part in (self.query, self.key, self.value))
+        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, t, w))
+
+
+class GPT(nn.Module):
+    """A plain pre-norm decoder."""
+
+    def __init__(self, layers: int, width: int, heads: int, vocabulary: int, context: int) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.positions = nn.Embedding(context, width)
+        self.layers = nn.ModuleList(
+            nn.ModuleList([nn.LayerNorm(width), Attention(width, heads), nn.LayerNorm(width), self._mlp(width)])
+            for _ in range(layers)
+        )
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+
+    @staticmethod
+    def _mlp(width: int) -> nn.Sequential:
+        return nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Token ids → scores."""
+        x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1]))
+        for norm1, attention, norm2, mlp in self.layers:
+            x = x + attention(norm1(x))
+            x = x + mlp(norm2(x))
+        return self.head(self.norm(x))
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
+
+
+class Residual(nn.Module):
+    """The basic block of a ResNet."""
+
+    def __init__(self, fan: int, out: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(fan, out, 3, stride, 1, bias=False)
+        self.norm1 = nn.BatchNorm2d(out)
+        self.conv2 = nn.Conv2d(out, out, 3, 1, 1, bias=False)
+        self.norm2 = nn.BatchNorm2d(out)
+        plain = stride == 1 and fan == out
+        self.skip = (
+            nn.Identity() if plain else nn.Sequential(nn.Conv2d(fan, out, 1, stride, bias=False), nn.BatchNorm2d(out))
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Two convolutions beside a shortcut."""
+        return F.relu(self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x))))) + self.skip(x))
+
+
+def resnet18() -> nn.Sequential:
+    layers: list[nn.Module] = [
+        nn.Conv2d(3, 64, 7, 2, 3, bias=False),
+        nn.BatchNorm2d(64),
+        nn.ReLU(),
+        nn.MaxPool2d(3, 2, 1),
+    ]
+    fan = 64
+    for out in (64, 128, 256, 512):
+        layers += [Residual(fan, out, 1 if out == 64 else 2), Residual(out, out, 1)]
+        fan = out
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 1000))
+
+
+def gpt2_small() -> nn.Module:
+    """The 12 layers of GPT-2-small; the vocabulary is short, since neither side is to look at the token table."""
+    from transformers import GPT2Config, GPT2Model
+
+    return GPT2Model(GPT2Config(vocab_size=64))
+
+
+def training_step(
+    model: nn.Module, batch: Callable[[], tuple[Tensor, Tensor]]
+) -> tuple[torch.optim.Optimizer, Callable[[], None]]:
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+
+    def step() -> None:
+        x, y = batch()
+        optimizer.zero_grad()
+        output = model(x)
+        F.cross_entropy(output.flatten(0, -2), y.flatten()).backward()
+        optimizer.step()
+
+    return optimizer, step
+
+
+def overhead(name: str, model: nn.Module, batch: Draw, rounds: int) -> None:
+    """In turn: steps without the monitor, steps with it that are not sampled, and one that is."""
+    optimizer, step = training_step(model, batch)
+    for _ in range(10):
+        step()
+    monitor = Monitor(model, optimizer, every=EVERY)
+    monitor.detach()
+    plain, waiting, sampled = [], [], []
+    for _ in range(rounds):
+        for _ in range(5):
+            plain.append(timed(step, collect=False))
+            with monitor:
+                monitor.steps = 0
+                waiting.append(timed(step, collect=False))
+        with monitor:
+            monitor.steps = EVERY - 1
+            sampled.append(timed(step, collect=False))
+    base, idle, full = (statistics.median(each) for each in (plain, waiting, sampled))
+    share = (full - idle) / base / EVERY
+    print(
+        f"{name}: step {base * 1e3:.2f} ms; a sample costs {(full - idle) / base:.2f} steps, "
+        f"{share:.2%} at one in {EVERY} "
+        f"(bar 3 %); between samples {idle / base - 1:+.2%} (the noise of the clock)",
+        flush=True,
+    )
+
+
+def timed(work: Callable[[], object], *, collect: bool = True) -> float:
+    if collect:
+        gc.collect()
+    began = time.process_time()
+    work()
+    return time.process_time() - began
+
+
+def weightwatcher(model: nn.Module) -> Callable[[], object]:
+    import weightwatcher as ww
+
+    logging.getLogger("weightwatcher").setLevel(logging.ERROR)
+
+    def analyze() -> object:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            watcher = ww.WeightWatcher(model=model)
+            layers = watcher.describe()
+            same = layers[layers.layer_type != "embedding"].layer_id.tolist()
+            return watcher.analyze(layers=same, plot=False)
+
+    return analyze
+
+
+def spectra(name: str, model: nn.Module, rounds: int) -> None:
+    """Both look at the same weights: convolutions tap by tap; rekindle reads the fused q/k/v as three matrices."""
+    matrices = sum(found.count for found in find(model) if found.blocks and found.role != "embedding")
+    theirs = weightwatcher(model)
+    times: dict[str, list[float]] = {"weightwatcher": [], "full": [], "cheap": []}
+    for _ in range(rounds):
+        times["weightwatcher"].append(timed(theirs))
+        times["full"].append(timed(lambda: health(model, mode="full")))
+        times["cheap"].append(timed(lambda: health(model, mode="cheap")))
+    ww, full, cheap = (statistics.median(times[each]) for each in ("weightwatcher", "full", "cheap"))
+    print(
+        f"{name} ({matrices} matrices): WeightWatcher {ww:.2f} s, "
+        f"full {full:.2f} s = {ww / full:.1f}× faster (bar 3×), "
+        f"cheap {cheap:.2f} s = {ww / cheap:.1f}× (bar 15×)",
+        flush=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--skip-weightwatcher", action="store_true")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+
+    images = torch.randn(128, 784), torch.randint(0, 10, (128,))
+    overhead("MLP 784-256-256-10, batch 128", mlp(), lambda: images, rounds=20 * options.rounds)
+    ids = torch.randint(0, 65, (8, 65))
+    shifted = ids[:, :-1], ids[:, 1:]
+    gpt = GPT(layers=4, width=128, heads=4, vocabulary=65, context=64)
+    overhead("GPT, 4 layers of width 128, 8×64 tokens", gpt, lambda: shifted, rounds=5 * options.rounds)
+    if options.skip_weightwatcher:
+        return
+    spectra("ResNet-18", resnet18(), options.rounds)
+    spectra("GPT-2-small", gpt2_small(), options.rounds)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""Running a model on a user's batches without leaving a trace.
+
+A batch is a tensor, a tuple or list (its first item is the input) or a dict (`model(**batch)`). Whatever
+happens inside `undisturbed`, an exception included, modes, gradients, buffers and random numbers are
+afterwards what they were before.
+
+>>> import torch
+>>> layer = torch.nn.Linear(2, 1)
+>>> with undisturbed(layer):
+...     shape = call(layer, (torch.zeros(3, 2), torch.zeros(3))).shape
+>>> shape, layer.training
+(torch.Size([3, 1]), True)
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+Batch: TypeAlias = "Tensor | Sequence[Any] | Mapping[str, Any] | Recorded"
+Batches: TypeAlias = "Iterable[Batch]"
+Loss: TypeAlias = "Callable[[nn.Module, Any], Tensor]"
+
+
+@dataclass(frozen=True, eq=False)
+class Recorded:
+    """A batch as a forward pass got it: positional and keyword arguments."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
+def call(model: nn.Module, batch: Batch) -> Any:
+    """The model's output on one batch.
+
+    >>> call(torch.nn.Flatten(), {"input": torch.zeros(2, 3, 4)}).shape
+    torch.Size([2, 12])
+    """
+    if isinstance(batch, Recorded):
+        return model(*batch.args, **batch.kwargs)
+    if isinstance(batch, Tensor):
+        return model(batch)
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    if isinstance(batch, Sequence) and not isinstance(batch, str) and len(batch):
+        return call(model, batch[0])
+    raise TypeError(
+        f"a batch is a tensor, a tuple whose first item is the input, or a dict; got {type(batch).__name__}"
+    )
+
+
+def padding_mask(batch: Batch) -> Tensor | None:
+    """Which tokens are real: `attention_mask` (batch, tokens) of a dict batch, None where nothing is masked.
+
+    >>> padding_mask({"input_ids": torch.ones(1, 2), "attention_mask": torch.tensor([[1, 0]])})
+    tensor([[ True, False]])
+    """
+    if isinstance(batch, Recorded):
+        batch = batch.kwargs
+    elif isinstance(batch, Sequence) and not isinstance(batch, Tensor) and len(batch):
+        batch = batch[0]
+    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+    if not isinstance(mask, Tensor) or mask.dim() != 2:
+        return None
+    return mask.bool()
+
+
+@contextmanager
+def undisturbed(model: nn.Module, *, training: bool = False) -> Iterator[None]:
+    """Evaluation mode, empty gradients and eager execution inside; everything as it was afterwards.
+
+    Mode flags are set directly rather than by `eval()`, because some models do work there (merging adapters).
+
+    >>> norm = torch.nn.BatchNorm1d(2)
+    >>> with undisturbed(norm, training=True):
+    ...     _ = norm(torch.ones(4, 2))
+    >>> norm.running_mean
+    tensor([0., 0.])
+    """
+    modules = list(model.modules())
+    modes = [module.training for module in modules]
+    grads = [(parameter, parameter.grad) for parameter in model.parameters()]
+    buffers = [
+        (module, name, buffer, None if buffer is None else buffer.detach().clone())
+        for module in modules
+        for name, buffer in module._buffers.items()
+    ]
+    fast_attention = torch.backends.mha.get_fastpath_enabled()
+    with ExitStack() as stack:
+        stack.enter_context(_same_random_numbers())
+        if "torch._dynamo" in sys.modules:
+            # A graph compiled before the hooks came would run without them.
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        try:
+            torch.backends.mha.set_fastpath_enabled(False)
+            for module in modules:
+                module.training = training
+            for parameter, _ in grads:
+                parameter.grad = None
+            yield
+        finally:
+            torch.backends.mha.set_fastpath_enabled(fast_attention)
+            for module, mode in zip(modules, modes, strict=True):
+                module.training = mode
+            for parameter, grad in grads:
+                parameter.grad = grad
+            for module, name, buffer, kept in buffers:
+                module._buffers[name] = buffer
+                if buffer is not None and kept is not None and not _same(buffer, kept):
+                    with torch.no_grad():
+                        buffer.copy_(kept)
+
+
+@contextmanager
+def _same_random_numbers() -> Iterator[None]:
+    numpy = sys.modules.get("numpy")
+    python, numbers = random.getstate(), numpy.random.get_state() if numpy else None
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
+    with torch.random.fork_rng(devices=devices):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            if numpy:
+                numpy.random.set_state(numbers)
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
