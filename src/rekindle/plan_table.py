@@ -61,7 +61,7 @@ def _lines(rows: Sequence[Sequence[str]], width: int) -> list[str]:
     widths[0] = max(min(_NAME, widths[0]), widths[0] - max(0, longest - width))
     lines = []
     for row in rows:
-        cells = [_elide(row[0], widths[0]), *row[1:-1]]
+        cells = [elide(row[0], widths[0]), *row[1:-1]]
         head = _GAP.join(cell.ljust(size) for cell, size in zip(cells, widths, strict=False))
         first, *more = textwrap.wrap(row[-1], max(_TEXT, width - len(head) - len(_GAP)), break_on_hyphens=False)
         lines.append(f"{head}{_GAP}{first}")
@@ -69,7 +69,7 @@ def _lines(rows: Sequence[Sequence[str]], width: int) -> list[str]:
     return lines
 
 
-def _elide(name: str, width: int) -> str:
+def elide(name: str, width: int) -> str:
     """Without its middle: dotted names differ at their end, and their start says where they are."""
     if len(name) <= width:
         return name

@@ -125,15 +125,19 @@ def _columns(rows: list[list[str]], width: int, most: int) -> list[str]:
         if row is None:
             lines.append(f"… {len(body) - most} more …")
             continue
-        cells = [_elide(row[0], widths[0]), *row[1:]]
+        cells = [elide(row[0], widths[0]), *row[1:]]
         lines.append(
             _GAP.join(cells[c].ljust(widths[c]) if c in _LEFT else cells[c].rjust(widths[c]) for c in kept).rstrip()
         )
     return lines
 
 
-def _elide(name: str, width: int) -> str:
-    # Without its middle: dotted names differ at their end, and their start says where they are.
+def elide(name: str, width: int) -> str:
+    """A name without its middle: dotted names differ at their end, and their start says where they are.
+
+    >>> elide("transformer.h.0.attn.c_attn.weight", 20)
+    'transf…c_attn.weight'
+    """
     if len(name) <= width:
         return name
     front = (width - 1) // 3

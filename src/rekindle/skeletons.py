@@ -128,7 +128,10 @@ def _bare_heads(found: list[Found], heads: Any) -> list[Found]:
     if heads is not None:
         return mark_heads(found, named_heads(found, heads))
     weights = [f for f in found if f.blocks and f.role != "embedding"]
-    if len(weights) < 2 or weights[-1].role != "other" or any("head" in f.marks for f in weights):
+    # Matrices that a bare file cannot explain (convolutions) count too: a single Linear behind them is the head.
+    unexplained = [f for f in found if not f.blocks and len(f.shape) > 1 and f.role != "embedding"]
+    alone = not weights or len(weights) + len(unexplained) < 2
+    if alone or weights[-1].role != "other" or any("head" in f.marks for f in weights):
         return found
     why = "last matrix of the file, taken for the output head (heads= tells otherwise)"
     return mark_heads(found, {weights[-1].name}, why)

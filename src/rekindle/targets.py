@@ -205,7 +205,7 @@ def _hint(term: Any, found: Sequence[Found]) -> str:
     text = f"Presets: {', '.join(PRESETS)}. Roles here: {', '.join(roles) or 'none'}."
     if isinstance(term, str):
         close = difflib.get_close_matches(term, [*PRESETS, *ROLES, *(f.name for f in weights)], 3)
-        text += f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
+        text += f" Did you mean {' or '.join(map(repr, dict.fromkeys(close)))}?" if close else ""
     names = [f.name for f in weights]
     shown = ", ".join(names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "")
     return f"{text} Weights with matrices: {shown or 'none'}."

@@ -1,0 +1,23 @@
+"""The same verb on a file: look at a checkpoint tensor by tensor, and project its weights without loading it.
+
+From top to bottom: `opening` finds out what a path holds; `safetensors_files`, `torch_files` and `dcp_files` know one
+format each; `firing` makes or matches the plan and hands a store that reads one file and writes another to
+`projection.execute`; `staging` and `journal` see to it that a crash loses nothing.
+
+>>> import tempfile, torch
+>>> from pathlib import Path
+>>> from safetensors.torch import save_file
+>>> with tempfile.TemporaryDirectory() as folder:
+...     old, new = Path(folder, "old.safetensors"), Path(folder, "new.safetensors")
+...     save_file({"a.weight": torch.randn(4, 4), "a.bias": torch.zeros(4), "b.weight": torch.randn(4, 4)}, old)
+...     receipt = fire_file(old, new)
+...     with open_checkpoint(new) as checkpoint:
+...         receipt.changed, checkpoint.names
+(('a.weight',), ('a.bias', 'a.weight', 'b.weight'))
+"""
+
+from rekindle.checkpoint.firing import fire_file
+from rekindle.checkpoint.opening import Checkpoint, open_checkpoint
+from rekindle.checkpoint.refusal import CheckpointError
+
+__all__ = ["Checkpoint", "CheckpointError", "fire_file", "open_checkpoint"]

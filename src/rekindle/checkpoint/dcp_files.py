@@ -1,0 +1,339 @@
+"""torch.distributed.checkpoint folders, read and written without a process group.
+
+A folder holds `.metadata` (a pickle that says which chunk of which tensor lies where) and `.distcp` files in which
+every chunk is a small torch file of its own. The pickle is read by an unpickler that knows the classes of this format
+and no others; chunks are overwritten where they lie.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from rekindle.checkpoint.mapping import MappedFile
+from rekindle.checkpoint.part import TensorMeta
+from rekindle.checkpoint.refusal import CheckpointError, clearly
+from rekindle.checkpoint.windows import Window
+from rekindle.checkpoint.zip_records import records, refresh_checksums
+
+LARGEST_METADATA = 1 << 30
+_CONTAINERS = ("model", "state_dict", "model_state_dict", "module", "net", "app")
+_METADATA = "torch.distributed.checkpoint.metadata"
+_ALLOWED = {
+    _METADATA: {
+        "Metadata",
+        "TensorStorageMetadata",
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "TensorProperties",
+        "_MEM_FORMAT_ENCODING",
+        "MetadataIndex",
+        "StorageMeta",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+    "collections": {"OrderedDict"},
+}
+_PATHS = {"PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath", "Path"}
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        value = getattr(torch, name, None) if module == "torch" else None
+        if value is torch.Size or isinstance(value, torch.dtype | torch.layout):
+            return value
+        if name in _ALLOWED.get(module, ()) or (module.partition(".")[0] == "pathlib" and name in _PATHS):
+            return super().find_class(module, name)
+        raise CheckpointError(f".metadata asks for {module}.{name}, which is no part of the format: refused")
+
+
+class _Place(NamedTuple):
+    """Where a chunk or an object lies: a piece of a file, holding a torch file."""
+
+    file: str
+    offset: int
+    length: int
+
+
+class _Chunk(NamedTuple):
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    place: _Place
+
+
+class _Stored(NamedTuple):
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    chunks: tuple[_Chunk, ...]
+
+
+class DcpPart:
+    """A DCP folder. `names` are those of the model, without the key that it was saved under."""
+
+    def __init__(self, folder: Path, *, writable: bool = False) -> None:
+        self.path, self._writable = folder, writable
+        self.metadata: Mapping[str, str] = {}
+        self.tied: Mapping[str, str] = {}
+        self._tensors: dict[str, _Stored] = {}
+        self._objects: dict[str, _Place] = {}
+        self._files: dict[str, MappedFile] = {}
+        self._written: dict[_Place, None] = {}
+        with clearly(folder / ".metadata", "reading it"):
+            paths = self._read_metadata(folder / ".metadata")
+        self._keys = _weights(folder, self._tensors, paths)
+        self.names = tuple(self._keys)
+        self._states = _state_keys(paths, {*self._tensors, *self._objects})
+
+    def meta(self, name: str) -> TensorMeta:
+        """Shape, dtype, bytes, and the file of the first chunk."""
+        stored = self._tensors[self._keys[name]]
+        size = torch.Size(stored.shape).numel() * stored.dtype.itemsize
+        return TensorMeta(stored.shape, stored.dtype, size, stored.chunks[0].place.file if stored.chunks else "")
+
+    def read(self, name: str) -> Tensor:
+        """One tensor, put together from its chunks."""
+        return self.read_key(self._keys[name])
+
+    def write(self, name: str, value: Tensor) -> None:
+        """Put a tensor back, chunk by chunk."""
+        self.write_key(self._keys[name], value)
+
+    def read_key(self, key: str) -> Tensor:
+        """A tensor by its full key."""
+        shape, dtype, chunks = self._tensors[key]
+        whole = torch.empty(shape, dtype=dtype)
+        for chunk in chunks:
+            flat, view, _ = self._open_chunk(key, chunk, dtype)
+            whole[_where(chunk)] = view
+            del flat
+        return whole
+
+    def write_key(self, key: str, value: Tensor) -> None:
+        """Put a tensor back by its full key."""
+        shape, dtype, chunks = self._tensors[key]
+        for chunk in chunks:
+            flat, view, start = self._open_chunk(key, chunk, dtype)
+            view.copy_(value.reshape(shape)[_where(chunk)])
+            self._file(chunk.place.file).put(start, flat)
+            self._written[chunk.place] = None
+
+    def read_object(self, key: str) -> Any:
+        """A plain value by its full key."""
+        return _loaded(self._window(self._objects[key]), f"{self.path}: {key!r}")
+
+    def files(self) -> tuple[Path, ...]:
+        """The metadata and every data file."""
+        places = [c.place for t in self._tensors.values() for c in t.chunks] + list(self._objects.values())
+        return (self.path / ".metadata", *(self.path / name for name in dict.fromkeys(place.file for place in places)))
+
+    def optimizers(self) -> list[Any]:
+        """The optimizer states of the folder."""
+        return [DcpStates(self, name, *found) for name, found in self._states.items()]
+
+    def staged_size(self, dtype: torch.dtype | None) -> int:
+        """Bytes that `stage` will write."""
+        return sum(path.stat().st_size for path in self.path.rglob("*") if path.is_file())
+
+    def stage(self, target: Path, changed: frozenset[str], dtype: torch.dtype | None) -> None:
+        """Copy the folder."""
+        if dtype is not None:
+            raise CheckpointError(f"{self.path}: a DCP folder keeps its dtypes: leave dtype= out")
+        shutil.copytree(self.path, target, ignore=shutil.ignore_patterns("*.rekindle-*"))
+
+    def finish(self, provenance: Mapping[str, Any]) -> None:
+        """Checksums of the chunks that were written."""
+        for place in self._written:
+            refresh_checksums(self._window(place))
+
+    def sync(self) -> None:
+        """Bring everything to the disk."""
+        for file in self._files.values():
+            file.sync()
+
+    def close(self) -> None:
+        """Unmap all files."""
+        for file in self._files.values():
+            file.close()
+        self._files = {}
+
+    @property
+    def restructured(self) -> bool:
+        """Never: a folder keeps its structure."""
+        return False
+
+    @restructured.setter
+    def restructured(self, value: bool) -> None:
+        raise CheckpointError(f"{self.path}: this optimizer's state cannot be reset in place: optimizer_state='none'")
+
+    def _file(self, name: str) -> MappedFile:
+        if name not in self._files:
+            self._files[name] = MappedFile(self.path / name, writable=self._writable)
+        return self._files[name]
+
+    def _window(self, place: _Place) -> IO[bytes]:
+        return cast("IO[bytes]", Window(self._file(place.file), place.offset, place.length))
+
+    def _open_chunk(self, key: str, chunk: _Chunk, dtype: torch.dtype) -> tuple[Tensor, Tensor, int]:
+        """(all numbers of the chunk's record, the chunk as a view of them, where the record begins in the file)."""
+        where = f"{self.path}: {key!r}"
+        window = self._window(chunk.place)
+        with clearly(self.path / chunk.place.file, f"reading {key!r}"):
+            data = [record for record in records(window) if "/data/" in record.name]
+        # The strides are in a pickle, which only torch reads safely; the numbers come from the mapped file.
+        value = _loaded(window, where)
+        if not isinstance(value, Tensor) or value.dtype != dtype or tuple(value.shape) != chunk.shape:
+            raise CheckpointError(f"{where}: a chunk is not what .metadata says")
+        if not value.numel():
+            return value, value, 0
+        if len(data) != 1 or value.layout != torch.strided:
+            raise CheckpointError(f"{where}: a chunk is not stored as one plain tensor")
+        stride, offset = value.stride(), value.storage_offset()
+        del value
+        start = chunk.place.offset + data[0].start
+        flat = self._file(chunk.place.file).tensor(start, (data[0].size // dtype.itemsize,), dtype)
+        return flat, flat.as_strided(chunk.shape, stride, offset), start
+
+    def _read_metadata(self, path: Path) -> dict[str, tuple[Any, ...]]:
+        if path.stat().st_size > LARGEST_METADATA:
+            raise CheckpointError(f"{path}: too large")
+        with path.open("rb") as file:
+            found = _MetadataUnpickler(file).load()
+        table, storage = found.state_dict_metadata, found.storage_data
+        if type(found).__name__ != "Metadata" or not isinstance(table, dict) or not isinstance(storage, dict):
+            raise CheckpointError(f"{path}: no table of tensors")
+        places: dict[tuple[str, tuple[int, ...] | None], _Place] = {}
+        for index, info in storage.items():
+            offset = None if index.offset is None else tuple(index.offset)
+            places[index.fqn, offset] = _place(self.path, info)
+        for key, entry in table.items():
+            if not isinstance(key, str):
+                raise CheckpointError(f"{path}: a key is not a text")
+            if type(entry).__name__ == "BytesStorageMetadata":
+                if (key, None) in places:
+                    self._objects[key] = places[key, None]
+                continue
+            self._tensors[key] = _stored(path, key, entry, places)
+        paths = found.planner_data if isinstance(found.planner_data, dict) else {}
+        return {key: tuple(paths[key]) if key in paths else (key,) for key in table}
+
+
+class DcpStates:
+    """The states of one optimizer in a DCP folder: read when asked for, put back slot by slot."""
+
+    def __init__(
+        self, part: DcpPart, name: str, slots: Mapping[Any, Mapping[str, str]], groups: Mapping[int, Mapping[str, str]]
+    ) -> None:
+        self.label, self._part, self._slots = f"{part.path.name}[{name!r}]", part, slots
+        table = [{key: part.read_object(full) for key, full in groups[i].items()} for i in sorted(groups)]
+        listed = [key for group in table if isinstance(group.get("params"), list) for key in group["params"]]
+        self.groups: Sequence[Mapping[str, Any]] = table
+        self.keys = tuple(listed or slots)
+
+    def read(self, key: Any) -> dict[str, Any]:
+        """The slots of one parameter."""
+        part = self._part
+        found = self._slots.get(key, {})
+        return {
+            s: part.read_key(full) if full in part._tensors else part.read_object(full) for s, full in found.items()
+        }
+
+    def write(self, key: Any, slots: Mapping[str, Any]) -> None:
+        """Put the tensors back."""
+        for slot, full in self._slots.get(key, {}).items():
+            if isinstance(slots.get(slot), Tensor):
+                self._part.write_key(full, slots[slot])
+
+
+def _place(folder: Path, info: Any) -> _Place:
+    name, offset, length = info.relative_path, info.offset, info.length
+    if not isinstance(name, str) or not name or set(name) & {"/", "\\", "\0", ":"} or name in (".", ".."):
+        raise CheckpointError(f"{folder}/.metadata: {name!r:.200} is no plain file name")
+    if getattr(info, "transform_descriptors", None):
+        raise CheckpointError(f"{folder}/.metadata: {name} is compressed or transformed, which is not supported")
+    file = folder / name
+    if not file.is_file():
+        raise CheckpointError(f"{folder}: {name} is missing")
+    if type(offset) is not int or type(length) is not int or min(offset, length) < 0:
+        raise CheckpointError(f"{folder}/.metadata: an offset is not a number")
+    if offset + length > file.stat().st_size:
+        raise CheckpointError(f"{file}: truncated: .metadata speaks of bytes up to {offset + length}")
+    return _Place(name, offset, length)
+
+
+def _stored(path: Path, key: str, entry: Any, places: Mapping[tuple[str, Any], _Place]) -> _Stored:
+    shape, dtype = tuple(entry.size), entry.properties.dtype
+    if not isinstance(dtype, torch.dtype) or not all(type(side) is int and side >= 0 for side in shape):
+        raise CheckpointError(f"{path}: {key!r} has no valid shape and dtype")
+    chunks = []
+    for chunk in entry.chunks:
+        start, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
+        fits = len(start) == len(sizes) == len(shape)
+        if not fits or any(a < 0 or n < 0 or a + n > side for a, n, side in zip(start, sizes, shape, strict=True)):
+            raise CheckpointError(f"{path}: a chunk of {key!r} lies outside the tensor")
+        place = places.get((key, start)) or places.get((key, None))
+        if place is None:
+            raise CheckpointError(f"{path}: a chunk of {key!r} is stored nowhere")
+        chunks.append(_Chunk(start, sizes, place))
+    if sum(torch.Size(chunk.shape).numel() for chunk in chunks) != torch.Size(shape).numel():
+        raise CheckpointError(f"{path}: the chunks of {key!r} do not make up the tensor")
+    solid = [chunk for chunk in chunks if torch.Size(chunk.shape).numel()]
+    if any(_overlap(one, other) for i, one in enumerate(solid) for other in solid[:i]):
+        raise CheckpointError(f"{path}: chunks of {key!r} overlap")
+    return _Stored(shape, dtype, tuple(chunks))
+
+
+def _weights(folder: Path, tensors: Mapping[str, _Stored], paths: Mapping[str, tuple[Any, ...]]) -> dict[str, str]:
+    """Name of a weight → its full key: the tensors of the model, or of a folder that is one state dict."""
+    for container in _CONTAINERS:
+        inside = {
+            ".".join(map(str, p[1:])): k for k, p in paths.items() if k in tensors and p[0] == container and p[1:]
+        }
+        if inside:
+            return inside
+    flat = {key: key for key in tensors if len(paths[key]) == 1}
+    if not flat:
+        tops = ", ".join(dict.fromkeys(str(path[0]) for path in paths.values()))
+        raise CheckpointError(f"{folder}: no model among its keys ({tops[:200]})")
+    return flat
+
+
+def _state_keys(
+    paths: Mapping[str, tuple[Any, ...]], known: set[str]
+) -> dict[str, tuple[dict[Any, Any], dict[int, Any]]]:
+    """For each optimizer: parameter → slot → key, and group → setting → key."""
+    found: dict[str, tuple[dict[Any, Any], dict[int, Any]]] = {}
+    for key, path in paths.items():
+        if key not in known:
+            continue
+        if len(path) == 4 and path[1] == "state":
+            found.setdefault(str(path[0]), ({}, {}))[0].setdefault(path[2], {})[str(path[3])] = key
+        elif len(path) == 4 and path[1] == "param_groups" and isinstance(path[2], int):
+            found.setdefault(str(path[0]), ({}, {}))[1].setdefault(path[2], {})[str(path[3])] = key
+        elif len(path) == 2 and isinstance(path[1], str) and path[1].startswith("state."):
+            name, _, slot = path[1].removeprefix("state.").rpartition(".")
+            found.setdefault(str(path[0]), ({}, {}))[0].setdefault(name, {})[slot] = key
+    return {name: tables for name, tables in found.items() if tables[0]}
+
+
+def _overlap(one: _Chunk, other: _Chunk) -> bool:
+    sides = zip(one.start, one.shape, other.start, other.shape, strict=True)
+    return all(a < b + m and b < a + n for a, n, b, m in sides)
+
+
+def _where(chunk: _Chunk) -> tuple[slice, ...]:
+    return tuple(slice(start, start + size) for start, size in zip(chunk.start, chunk.shape, strict=True))
+
+
+def _loaded(window: IO[bytes], where: str) -> Any:
+    window.seek(0)
+    try:
+        return torch.load(io.BytesIO(window.read()), map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise CheckpointError(f"{where}: cannot be read ({type(error).__name__}: {str(error)[:200]})") from error

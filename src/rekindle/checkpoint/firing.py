@@ -1,0 +1,309 @@
+"""fire_file(): FIRE from one checkpoint to another, without ever holding the model.
+
+The road: open and check the source, plan, match the plan to the file, stage a copy, carry the plan out batch by batch
+from the source into the staged copy, reset the optimizer states inside, publish. The source is never written; a batch
+that a crash cut short is simply done again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from rekindle.blocks import Block
+from rekindle.checkpoint import training_state
+from rekindle.checkpoint.assembly import assemble, staged_size
+from rekindle.checkpoint.journal import Journal, identify
+from rekindle.checkpoint.opening import Checkpoint, open_checkpoint
+from rekindle.checkpoint.planmatch import match_plan
+from rekindle.checkpoint.refusal import CheckpointError, clearly
+from rekindle.checkpoint.staging import Staging, allocated, check_space, check_target
+from rekindle.cost import Meter
+from rekindle.isometry import Solver, solve
+from rekindle.planning import Entry, Plan
+from rekindle.projection import execute
+from rekindle.receipt import Receipt, StateReset
+
+Progress = Callable[[int, int, str], None]
+
+# Numbers solved before the journal may note them. Batches are fixed by the plan alone, so that a resumed job computes
+# what an uninterrupted one does, bit for bit.
+BATCH = 1 << 22
+_SYNC_SECONDS = 5.0
+_LARGEST_SEED = 1 << 31
+
+
+def fire_file(
+    source: str | Path,
+    target: str | Path | None = None,
+    *,
+    plan: Plan | str | Path | None = None,
+    targets: Any = "auto",
+    scale: str | float = "paper",
+    strength: float = 1.0,
+    solver: Solver = "auto",
+    tol: float = 1e-6,
+    steps: int | None = None,
+    dtype: str | torch.dtype | None = None,
+    heads: Iterable[str] | str | None = None,
+    include: Any = (),
+    exclude: Any = (),
+    conv: Literal["taps", "flat"] = "taps",
+    split_heads: bool = False,
+    config: Any = None,
+    optimizer_state: str = "fresh",
+    force: bool = False,
+    in_place: bool = False,
+    resume: bool = False,
+    progress: Progress | None = None,
+) -> Receipt:
+    """Project the weights of the checkpoint `source` and write the result to `target`, in the same format.
+
+    The keywords up to `split_heads` are those of `rekindle.fire` and `rekindle.plan`; `plan` (or the path of a saved
+    one) is executed exactly instead.
+
+    dtype: store every floating tensor of the model in this dtype instead of its own.
+    config: a transformers config (or a model on the meta device); without it, the config.json beside the weights.
+    optimizer_state: what becomes of the states inside, see `rekindle.optimizers.reset`; "none" leaves them.
+    force: replace an existing output. in_place: replace the input.
+    resume: go on where a killed job with the same input and settings stopped, and keep what is done if this one is
+        interrupted. Without it an interrupted job leaves nothing behind.
+    progress: called with (parameters done, parameters in all, name).
+
+    Any failure is a `CheckpointError`, and leaves the input and an old output as they were.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     file = Path(folder, "model.pt")
+    ...     torch.save({"a.weight": torch.randn(4, 4), "b.weight": torch.randn(4, 4)}, file)
+    ...     fire_file(file, in_place=True).changed
+    ('a.weight',)
+    """
+    meter = Meter()
+    job = _Job(
+        strength=strength,
+        solving={"solver": solver, "tol": tol, "steps": steps},
+        dtype=_dtype(dtype),
+        policy=optimizer_state,
+        resume=resume,
+        progress=progress,
+    )
+    planning = {"targets": targets, "scale": scale, "heads": heads, "include": include, "exclude": exclude}
+    planning |= {"conv": conv, "split_heads": split_heads}
+    with clearly(source, "fire"), ExitStack() as stack:
+        if not 0 < strength <= 1:
+            raise CheckpointError(
+                f"strength={strength} is outside (0, 1]: 1 is the isometry, smaller keeps a share of W"
+            )
+        solve([], **job.solving)  # raises on options that do not go together
+        checkpoint = stack.enter_context(open_checkpoint(source))
+        if target is None and not in_place:
+            raise CheckpointError("no output: give one, or say in_place")
+        goal = Path(target) if target is not None else checkpoint.path
+        Staging(goal).recover()
+        check_target(checkpoint.path, goal, force=force, in_place=in_place)
+        drafted = _planned(checkpoint, plan, config, planning)
+        matched = match_plan(drafted, checkpoint)
+        receipt = job.run(checkpoint, matched, goal)
+    return replace(receipt, seconds=meter.seconds, memory=meter.memory)
+
+
+class FileStore:
+    """A store that reads a source checkpoint and writes a staged one; what was written is read back from there."""
+
+    def __init__(self, source: Checkpoint, output: Checkpoint) -> None:
+        self._source, self._output = source, output
+        self._begun: set[str] = set()
+
+    def read(self, entry: Entry) -> Tensor:
+        """The weight: as it is in the source, or as written so far."""
+        return (self._output if entry.key in self._begun else self._source).read(entry.key)
+
+    def write(self, entry: Entry, block: Block, matrices: Tensor) -> None:
+        """Write one block to the staged file; the first write of a weight brings the rest of it along."""
+        if entry.key in self._begun:
+            value = self._output.read(entry.key)
+        else:
+            value = self._output.read(entry.key)
+            if block.count * block.out * block.in_ < value.numel():
+                value.copy_(self._source.read(entry.key))
+        block.write(value, matrices)
+        self._output.write(entry.key, value)
+        self._begun.add(entry.key)
+
+
+@dataclass(frozen=True)
+class _Job:
+    strength: float
+    solving: dict[str, Any]
+    dtype: torch.dtype | None
+    policy: str
+    resume: bool
+    progress: Progress | None
+
+    def run(self, source: Checkpoint, plan: Plan, goal: Path) -> Receipt:
+        changed = frozenset(entry.key for entry in plan.selected)
+        state = training_state.prepare(source, changed, self.policy)
+        _check_finite(source, plan.selected)
+        staging = Staging(goal)
+        settings = {"strength": self.strength, **self.solving, "dtype": _name(self.dtype)}
+        settings |= {"optimizer_state": self.policy}
+        name = identify(source.files(), plan.to_dict(), settings, _version(), torch.get_num_threads())
+        staging.lock()
+        try:
+            journal = Journal.resume(staging.journal, name) if self.resume else None
+            if journal is not None and journal.published(goal):  # killed after the renaming: only tidying is left
+                receipt = self._receipt(plan, journal, source, state)
+                staging.clear()
+                return receipt
+            if journal is None or not (journal.staged and staging.partial.exists()):
+                staging.clear(journal=False)
+                check_space(goal.parent, staged_size(source, self.dtype))
+                journal = Journal.start(staging.journal, name)
+                assemble(source, staging.partial, changed, self.dtype)
+                journal.mark_staged()
+            else:
+                check_space(goal.parent, staged_size(source, self.dtype), allocated(staging.partial))
+            with open_checkpoint(staging.partial, writable=True) as output:
+                self._carry_out(source, output, plan, journal)
+                training_state.reset(output, changed, self.policy)
+                receipt = self._receipt(plan, journal, source, state)
+                provenance = _provenance(plan, receipt, name, settings)
+                for part in output.parts:
+                    part.finish(provenance)
+                    part.sync()
+            journal.mark_finished(staging.partial)
+            staging.publish()
+        except BaseException:
+            if not self.resume:
+                staging.clear()
+            raise
+        finally:
+            staging.release()
+        return receipt
+
+    def _carry_out(self, source: Checkpoint, output: Checkpoint, plan: Plan, journal: Journal) -> None:
+        store = FileStore(source, output)
+        total, done = len(plan.selected), 0
+        if self.progress is not None:
+            self.progress(0, total, "")
+        pending: dict[int, Receipt] = {}
+        synced = time.monotonic()
+        for number, entries in enumerate(batches(plan.selected)):
+            if number not in journal.done:
+                seed = number % _LARGEST_SEED
+                pending[number] = execute(
+                    replace(plan, entries=entries), store, strength=self.strength, seed=seed, **self.solving
+                )
+            done += len(entries)
+            if self.progress is not None:
+                self.progress(done, total, entries[-1].name)
+            if pending and (done == total or time.monotonic() - synced > _SYNC_SECONDS):
+                for part in output.parts:
+                    part.sync()
+                for index, receipt in pending.items():
+                    journal.add(index, receipt)
+                pending, synced = {}, time.monotonic()
+
+    def _receipt(self, plan: Plan, journal: Journal, source: Checkpoint, state: StateReset | None) -> Receipt:
+        parts = [journal.done[number] for number in sorted(journal.done)]
+        skipped = {entry.name: entry.reason for entry in plan.skipped if entry.reason is not None}
+        for part in parts:
+            skipped |= part.skipped
+        notes = [note for part in parts for note in part.notes]
+        notes += [source.config_note] if source.config_note else []
+        left = source.companions()[1]
+        if left:
+            notes.append(f"other weight files were not copied, they would be stale: {', '.join(left)}")
+        settings: Mapping[str, Any] = {
+            "targets": plan.targets,
+            "scale": str(plan.scale),
+            "strength": self.strength,
+            **self.solving,
+            "dtype": _name(self.dtype),
+            "optimizer_state": self.policy,
+        }
+        records = tuple(record for part in parts for record in part.records)
+        return Receipt("fire", records, skipped, settings, optimizer=state, notes=tuple(dict.fromkeys(notes)))
+
+
+def batches(entries: Iterable[Entry]) -> list[tuple[Entry, ...]]:
+    """Neighbouring entries in groups of about `BATCH` numbers."""
+    groups: list[list[Entry]] = [[]]
+    size = 0
+    for entry in entries:
+        count = torch.Size(entry.shape).numel()
+        if groups[-1] and size + count > BATCH:
+            groups.append([])
+            size = 0
+        groups[-1].append(entry)
+        size += count
+    return [tuple(group) for group in groups if group]
+
+
+def _planned(checkpoint: Checkpoint, plan: Plan | str | Path | None, config: Any, options: dict[str, Any]) -> Plan:
+    if plan is None:
+        return checkpoint.plan(config=config, **options)
+    if options["targets"] != "auto" or options["scale"] != "paper" or options["include"] or options["exclude"]:
+        raise CheckpointError("a plan already holds targets, scale and the like: give either the plan or those")
+    if isinstance(plan, Plan):
+        return plan
+    with clearly(plan, "reading the plan"):
+        return Plan.load(plan)
+
+
+def _check_finite(source: Checkpoint, entries: Iterable[Entry]) -> None:
+    # A job of hours should not fail at its end because of the last tensor; the look costs a per cent of it.
+    for entry in entries:
+        value = source.read(entry.key)
+        total = value.sum(dtype=value.dtype if value.dtype == torch.float64 else torch.float32)
+        if not bool(total.isfinite()) and not bool(value.isfinite().all()):
+            broken = int((~value.isfinite()).sum())
+            raise CheckpointError(
+                f"{source.path}: {entry.key!r} holds {broken} NaN or Inf of {value.numel()}; exclude it"
+            )
+
+
+def _provenance(plan: Plan, receipt: Receipt, job: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    totals = receipt.totals()
+    records = receipt.records
+    return {
+        "rekindle": _version(),
+        "method": "fire",
+        "job": job[:16],
+        "plan": {"targets": plan.targets[:500], "scale": str(plan.scale), "conv": plan.conv},
+        "settings": {**settings},
+        "parameters": totals["parameters"],
+        "matrices": totals["matrices"],
+        "residual": totals["residual"],
+        "residual_stored": totals["residual_stored"],
+        "converged": all(record.converged for record in records),
+        "completed": totals["completed"],
+        "fallback": totals["fallback"],
+    }
+
+
+def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
+    if isinstance(dtype, str):
+        names = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "fp64": "float64"}
+        dtype = getattr(torch, names.get(dtype, dtype), dtype)
+    if dtype is None or dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        return dtype
+    raise CheckpointError(f"dtype={dtype!r} is not one of float16, bfloat16, float32, float64")
+
+
+def _name(dtype: torch.dtype | None) -> str | None:
+    return None if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def _version() -> str:
+    import rekindle
+
+    return str(rekindle.__version__)

@@ -1,0 +1,116 @@
+"""A file as memory: tensors that are views of its bytes, so that nothing is loaded and writing is a copy.
+
+Pages of a mapped file belong to the page cache, not to the process: a checkpoint larger than memory can be walked
+through tensor by tensor.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from rekindle.checkpoint.refusal import CheckpointError, clearly
+
+_COPY_CHUNK = 1 << 23
+
+
+class MappedFile:
+    """One file, mapped for reading (writes stay private and never reach it) or for writing through.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = Path(folder, "numbers")
+    ...     _ = path.write_bytes(bytes(16))
+    ...     file = MappedFile(path, writable=True)
+    ...     _ = file.tensor(8, (2,), torch.float32).fill_(1.0)
+    ...     file.sync()
+    ...     MappedFile(path).tensor(0, (4,), torch.float32).tolist()
+    [0.0, 0.0, 1.0, 1.0]
+    """
+
+    def __init__(self, path: Path, *, writable: bool = False) -> None:
+        self.path, self.writable = path, writable
+        with clearly(path), path.open("r+b" if writable else "rb") as file:
+            self.size = os.fstat(file.fileno()).st_size
+            if not self.size:
+                raise CheckpointError(f"{path}: the file is empty")
+            if writable:
+                self.map = mmap.mmap(file.fileno(), self.size)
+            elif hasattr(mmap, "MAP_NORESERVE"):
+                # torch wants a writable buffer. Private pages do not count against memory until they are written,
+                # but without NORESERVE the kernel refuses a mapping larger than memory.
+                flags = mmap.MAP_PRIVATE | mmap.MAP_NORESERVE
+                self.map = mmap.mmap(file.fileno(), self.size, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+            else:
+                self.map = mmap.mmap(file.fileno(), self.size, access=mmap.ACCESS_COPY)
+
+    def bytes(self, offset: int, length: int) -> Tensor:
+        """The bytes of a range as a view."""
+        if offset < 0 or length < 0 or offset + length > self.size:
+            raise CheckpointError(f"{self.path}: bytes {offset}…{offset + length} lie outside the file ({self.size})")
+        if not length:
+            return torch.empty(0, dtype=torch.uint8)
+        return torch.frombuffer(self.map, dtype=torch.uint8, count=length, offset=offset)
+
+    def tensor(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A tensor that starts at a byte: a view, or a copy where the offset is not aligned for its dtype."""
+        count = 1
+        for side in shape:
+            count *= side
+        raw = self.bytes(offset, count * dtype.itemsize)
+        if not count:
+            return torch.empty(shape, dtype=dtype)
+        if raw.data_ptr() % dtype.itemsize:
+            raw = raw.clone()
+        return raw.view(dtype).reshape(shape)
+
+    def put(self, offset: int, value: Tensor) -> None:
+        """Copy a tensor to a byte offset; nothing happens if it is the view of that place."""
+        flat = value.contiguous()
+        if not flat.numel():
+            return
+        place = self.bytes(offset, flat.numel() * flat.element_size())
+        if flat.data_ptr() != place.data_ptr():
+            place.copy_(flat.reshape(-1).view(torch.uint8))
+
+    def sync(self) -> None:
+        """Bring everything written to the disk."""
+        if self.writable:
+            self.map.flush()
+            with self.path.open("rb") as file:
+                os.fsync(file.fileno())
+
+    def close(self) -> None:
+        """Unmap, unless tensors that are views of the file are still in use: then it happens with the last one."""
+        with suppress(BufferError):
+            self.map.close()
+
+
+def copy_range(source: int, target: int, start: int, length: int, to: int) -> None:
+    """Copy bytes between two open files, inside the kernel where it can."""
+    in_kernel = hasattr(os, "copy_file_range")
+    while length:
+        if in_kernel:
+            try:
+                done = os.copy_file_range(source, target, length, start, to)
+            except OSError:
+                in_kernel = False
+                continue
+        else:
+            done = os.pwrite(target, os.pread(source, min(length, _COPY_CHUNK), start), to)
+        if not done:
+            raise CheckpointError("a file became shorter while it was copied")
+        start, to, length = start + done, to + done, length - done
+
+
+def reserve(path: Path, size: int) -> None:
+    """Create a file of this size whose space is really there: a write to a mapped hole on a full disk kills."""
+    with path.open("w+b") as file:
+        file.truncate(size)
+        if size and hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(file.fileno(), 0, size)

@@ -1,0 +1,237 @@
+"""open_checkpoint(): what a path holds, whatever its format."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rekindle.checkpoint.folders import OPTIMIZER_FILES, Weights, check_index, companions, find_weights, read_json
+from rekindle.checkpoint.part import Part, TensorMeta
+from rekindle.checkpoint.refusal import CheckpointError, clearly
+from rekindle.checkpoint.safetensors_files import SafetensorsPart
+from rekindle.planning import Entry, Plan
+from rekindle.planning import plan as make_plan
+
+_DCP = ".metadata"
+
+
+class Checkpoint:
+    """A checkpoint of any format, read one tensor at a time; use it in a `with` statement.
+
+    `names` are in file order. `config` is the content of the Hugging Face config.json beside the weights, `metadata`
+    the safetensors metadata, `tied` maps a name to the one it shares memory with, `optimizer` sums up the optimizer
+    states inside (None without any).
+    """
+
+    def __init__(
+        self, path: Path, kind: str, parts: list[Part], folder: Path | None = None, weights: Weights | None = None
+    ) -> None:
+        self.path, self.format, self.parts, self.folder, self.weights = path, kind, parts, folder, weights
+        self._owner = {name: part for part in parts for name in part.names}
+        self.names = tuple(self._owner)
+        self.metadata: dict[str, str] = {k: v for part in reversed(parts) for k, v in part.metadata.items()}
+        self.tied = {name: owner for part in parts for name, owner in part.tied.items()}
+        # safetensors sorts its tensors, DCP merges what ranks send: only a single torch file keeps a model's order.
+        self.registration_order = kind in ("torch", "lightning") and sum(bool(part.names) for part in parts) == 1
+        self.config_note: str | None = None
+        self.unread_state: str | None = None
+        self.config = _config(folder if folder is not None else path.parent)
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let all files go."""
+        for part in self.parts:
+            part.close()
+
+    def meta(self, name: str) -> TensorMeta:
+        """(shape, dtype, bytes, shard) of a tensor, without reading it."""
+        return self._part(name).meta(name)
+
+    def read(self, name: str) -> Tensor:
+        """One tensor; mostly a view of the mapped file, so clone it before changing it."""
+        with clearly(self.path, f"reading {name!r}"):
+            return self._part(name).read(name)
+
+    def write(self, name: str, value: Tensor) -> None:
+        """Put a tensor into a checkpoint that was opened for writing."""
+        self._part(name).write(name, value)
+
+    def meta_tensors(self) -> dict[str, Tensor]:
+        """Every tensor on the meta device, once if it is tied: what `rekindle.plan` needs, without any bytes."""
+        return {
+            name: torch.empty(self.meta(name).shape, dtype=self.meta(name).dtype, device="meta")
+            for name in self.names
+            if name not in self.tied
+        }
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Every tensor, read when it is asked for: for `rekindle.plan` with measures."""
+        return _Reading(self)
+
+    def plan(self, *, config: Any = None, measure: bool = False, **options: Any) -> Plan:
+        """The plan for this checkpoint, laid out by `config` or, without one, by its own.
+
+        A config that describes another model, or that transformers does not know, is left aside if it is the
+        checkpoint's own and refused if it was given. `config_note` says so.
+        """
+        tensors = self.tensors() if measure else self.meta_tensors()
+        self.config_note = None
+        given = config is not None
+        config = config if given else self.own_config()
+        try:
+            drafted = make_plan(tensors, config=config, measure=measure, **options)
+        except Exception as error:
+            if given or config is None or isinstance(error, CheckpointError):
+                raise CheckpointError(f"{self.path}: {error}") from error
+            try:
+                drafted = make_plan(tensors, measure=measure, **options)
+            except Exception as second:
+                raise CheckpointError(f"{self.path}: {error}; and without the config: {second}") from second
+            self.config_note = f"config.json was not used ({str(error)[:300]})"
+        return replace(drafted, entries=(*drafted.entries, *self._tied_entries(drafted)))
+
+    @property
+    def optimizer(self) -> dict[str, Any] | None:
+        """What optimizer states the file holds: how many, of which class, and how they are matched to weights."""
+        from rekindle.checkpoint.training_state import summary
+
+        return summary(self)
+
+    def files(self) -> tuple[Path, ...]:
+        """Every file that holds tensors."""
+        return tuple(file for part in self.parts for file in part.files())
+
+    def companions(self) -> tuple[list[Path], list[str]]:
+        """Files of the folder that are copied along, and other weight files that stay behind."""
+        if self.folder is None or self.format == "dcp":
+            return [], []
+        own = [part.path for part in self.parts]
+        index = self.weights.listing if self.weights is not None else None
+        return companions(self.folder, [*own, *([index] if index is not None else [])])
+
+    def _part(self, name: str) -> Part:
+        if name not in self._owner:
+            raise CheckpointError(f"{self.path}: there is no tensor {name!r}")
+        return self._owner[name]
+
+    def own_config(self) -> dict[str, Any] | None:
+        """The folder's config if it names a model and asks for nothing unreasonable."""
+        if self.config is None or "model_type" not in self.config:
+            return None
+        # A hostile config could ask for a billion layers, which takes forever even on the meta device.
+        for key, value in self.config.items():
+            if isinstance(value, int) and "layer" in key and value > max(64, len(self.names)):
+                return None
+        return self.config
+
+    def _tied_entries(self, drafted: Plan) -> Iterator[Entry]:
+        known = {entry.name: entry for entry in drafted.entries}
+        for name, owner in self.tied.items():
+            if name in self._owner and name not in known and owner in known:
+                reason = f"tied to {owner}, treated there"
+                yield replace(known[owner], name=name, key=name, blocks=(), reason=reason, scales=(), references=())
+
+
+def open_checkpoint(path: str | Path, *, writable: bool = False) -> Checkpoint:
+    """Open safetensors (single, sharded, Hugging Face folder), torch (.pt, .pth, .bin, .ckpt) or DCP checkpoints.
+
+    Everything about the file is checked before a tensor can be read; a broken or hostile one is a `CheckpointError`.
+    Pickles are read with `weights_only=True` only.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     file = Path(folder, "model.pt")
+    ...     torch.save({"a.weight": torch.ones(2, 3)}, file)
+    ...     with open_checkpoint(file) as checkpoint:
+    ...         checkpoint.format, checkpoint.names, checkpoint.read("a.weight").sum().item()
+    ('torch', ('a.weight',), 6.0)
+    """
+    path = Path(path)
+    with clearly(path, "opening it"):
+        if path.name.endswith(".index.json"):
+            path = path.parent
+        if path.is_dir():
+            return _open_folder(path, writable)
+        if not path.exists():
+            raise CheckpointError(f"{path}: there is no such file or folder")
+        if not path.is_file():
+            raise CheckpointError(f"{path}: neither a file nor a folder")
+        part = _open_file(path, writable)
+        return Checkpoint(path, _kind(part), [part])
+
+
+def _open_folder(folder: Path, writable: bool) -> Checkpoint:
+    if (folder / _DCP).is_file():
+        from rekindle.checkpoint.dcp_files import DcpPart
+
+        return Checkpoint(folder, "dcp", [DcpPart(folder, writable=writable)], folder)
+    weights = find_weights(folder)
+    parts: list[Part] = [_open_file(path, writable) for path in weights.files]
+    check_index(weights, parts)
+    unread = None
+    for path in (folder / name for name in OPTIMIZER_FILES if (folder / name).is_file()):
+        from rekindle.checkpoint.torch_files import TorchPart
+
+        try:
+            parts.append(TorchPart(path, writable=writable, weights=False))
+        except CheckpointError as error:
+            unread = str(error)
+    checkpoint = Checkpoint(folder, _kind(parts[0]), parts, folder, weights)
+    checkpoint.unread_state = unread
+    return checkpoint
+
+
+def _open_file(path: Path, writable: bool) -> Part:
+    with path.open("rb") as file:
+        head = file.read(9)
+    if head[:4] == b"PK\x03\x04" or (head[:1] == b"\x80" and head[8:9] != b"{"):
+        from rekindle.checkpoint.torch_files import TorchPart
+
+        return TorchPart(path, writable=writable)
+    if path.suffix == ".safetensors" or head[8:9] == b"{":
+        return SafetensorsPart(path, writable=writable)
+    raise CheckpointError(f"{path}: neither a safetensors nor a torch file (it begins with {head[:8]!r})")
+
+
+def _kind(part: Part) -> str:
+    return "safetensors" if isinstance(part, SafetensorsPart) else getattr(part, "kind", "torch")
+
+
+def _config(folder: Path) -> dict[str, Any] | None:
+    file = folder / "config.json"
+    if not file.is_file():
+        return None
+    try:
+        return read_json(file)
+    except CheckpointError:
+        return None  # a config beside a file is a hint; a broken one is as good as none
+
+
+class _Reading(Mapping[str, Tensor]):
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self._names = [name for name in checkpoint.names if name not in checkpoint.tied]
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._checkpoint._owner:
+            raise KeyError(name)
+        return self._checkpoint.read(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)

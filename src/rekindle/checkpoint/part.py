@@ -1,0 +1,81 @@
+"""What every file format offers: names, shapes, one tensor at a time, and a staged copy to write to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+
+class TensorMeta(NamedTuple):
+    """What is known of a tensor without reading it. `bytes` is its size in the file, `shard` the file's name."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    bytes: int
+    shard: str
+
+
+class Part(Protocol):
+    """One file (or DCP folder) of tensors. `read` may return a view of the mapped file."""
+
+    path: Path
+    names: tuple[str, ...]
+    metadata: Mapping[str, str]
+    tied: Mapping[str, str]
+
+    def meta(self, name: str) -> TensorMeta:
+        """Shape, dtype, bytes in the file, and the file."""
+        ...
+
+    def read(self, name: str) -> Tensor:
+        """One tensor."""
+        ...
+
+    def write(self, name: str, value: Tensor) -> None:
+        """Put a tensor into a part that was opened for writing."""
+        ...
+
+    def files(self) -> tuple[Path, ...]:
+        """Every file that it consists of."""
+        ...
+
+    def optimizers(self) -> list[Any]:
+        """The optimizer state dicts inside; their tensors are views, as those of `read`."""
+        ...
+
+    def staged_size(self, dtype: torch.dtype | None) -> int:
+        """Bytes that `stage` will write."""
+        ...
+
+    def stage(self, target: Path, changed: frozenset[str], dtype: torch.dtype | None) -> None:
+        """Make a copy at `target` in which the tensors `changed` need not be filled yet.
+
+        With a dtype, every floating tensor is stored in it.
+        """
+        ...
+
+    def finish(self, provenance: Mapping[str, Any]) -> None:
+        """The last word on a staged part, after all tensors were written: checksums, provenance."""
+        ...
+
+    def sync(self) -> None:
+        """Bring everything to the disk."""
+        ...
+
+    def close(self) -> None:
+        """Let the file go."""
+        ...
+
+
+def stored_as(dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+    """The dtype a tensor gets: floating ones the wanted one, integers and 8-bit floats stay.
+
+    >>> stored_as(torch.bfloat16, torch.float32), stored_as(torch.int64, torch.float32)
+    (torch.float32, torch.int64)
+    """
+    plain = dtype.is_floating_point and dtype.itemsize > 1
+    return wanted if wanted is not None and plain else dtype

@@ -1,0 +1,162 @@
+"""Writing beside and renaming at the end, so that no crash leaves half a checkpoint under its final name.
+
+A job on `model.safetensors` writes `.model.safetensors.rekindle-partial` (a folder if the checkpoint is one) and
+`.model.safetensors.rekindle-journal` next to it. The partial is renamed when everything in it is on the disk.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import IO
+
+from rekindle.checkpoint.refusal import CheckpointError
+
+_SPARE = 1 << 20
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+
+
+class Staging:
+    """The places of one job, and the lock that keeps a second job for the same output away.
+
+    >>> Staging(Path("out/model.safetensors")).partial.name
+    '.model.safetensors.rekindle-partial'
+    """
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+        self.partial = target.with_name(f".{target.name}.rekindle-partial")
+        self.journal = target.with_name(f".{target.name}.rekindle-journal")
+        self.replaced = target.with_name(f".{target.name}.rekindle-replaced")
+        self._lock: IO[bytes] | None = None
+
+    def lock(self) -> None:
+        """Take the job; a lock dies with its process, so that a killed one does not block the next."""
+        try:
+            import fcntl
+        except ImportError:  # Windows
+            return
+        self._lock = self.journal.open("ab")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._lock.close()
+            self._lock = None
+            raise CheckpointError(f"{self.target}: another rekindle is writing this output right now") from None
+
+    def release(self) -> None:
+        """Give the job back."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def clear(self, *, journal: bool = True) -> None:
+        """Remove what this job, or a killed one before it, has left."""
+        remove(self.partial)
+        if self.target.exists():  # else it is the only copy: see `publish`
+            remove(self.replaced)
+        if journal:
+            remove(self.journal)
+
+    def recover(self) -> None:
+        """Put an old output back that a kill between the two renames of `publish` has left aside."""
+        if self.replaced.exists() and not self.target.exists():
+            self.lock()  # another job may be between its two renames right now
+            try:
+                if self.replaced.exists() and not self.target.exists():
+                    os.replace(self.replaced, self.target)
+            finally:
+                self.release()
+
+    def publish(self) -> None:
+        """Give the finished partial its final name; an old output stays until the new one is in its place."""
+        sync_tree(self.partial)
+        if not self.target.is_dir():
+            os.replace(self.partial, self.target)
+        elif not _exchange(self.partial, self.target):
+            os.replace(self.target, self.replaced)
+            os.replace(self.partial, self.target)
+        sync_folder(self.target.parent)
+        self.clear()
+
+
+def check_target(source: Path, target: Path, *, force: bool, in_place: bool) -> None:
+    """Refuse an output that would destroy something, before anything is written."""
+    if not target.name or target.name in (".", ".."):
+        raise CheckpointError(f"{target}: give the output a name")
+    if in_place:
+        if not target.exists() or not os.path.samefile(source, target):
+            raise CheckpointError("in_place writes to the input itself: leave the output out, or leave in_place out")
+        if target.is_symlink():
+            raise CheckpointError(f"{target}: a symbolic link; in place would replace the link: give the real path")
+        return
+    if target.exists():
+        if os.path.samefile(source, target):
+            raise CheckpointError(f"{target}: output and input are the same; say --in-place (in_place=True) to mean it")
+        if not force:
+            raise CheckpointError(f"{target}: exists already; --force (force=True) replaces it")
+        if target.is_dir() != source.is_dir():
+            kind = "folder" if target.is_dir() else "file"
+            raise CheckpointError(f"{target}: is a {kind} and the input is not: choose another output")
+        if target.is_symlink():
+            raise CheckpointError(f"{target}: is a symbolic link: give the real path")
+    if not target.parent.is_dir():
+        raise CheckpointError(f"{target.parent}: there is no such folder to write to")
+    real_source, real_target = source.resolve(), target.resolve()
+    if real_source.is_dir() and (real_source in real_target.parents or real_target in real_source.parents):
+        raise CheckpointError(f"{target}: output and input folder lie inside each other")
+
+
+def check_space(folder: Path, needed: int, already: int = 0) -> None:
+    """Refuse a job that the disk cannot hold."""
+    free = shutil.disk_usage(folder).free
+    if needed + _SPARE > free + already:
+        raise CheckpointError(f"{folder}: {needed / 1e9:.2f} GB are needed, {free / 1e9:.2f} GB are free on this disk")
+
+
+def allocated(path: Path) -> int:
+    """Bytes on the disk that a file or folder takes, 0 if it is not there."""
+    files: Iterable[Path] = path.rglob("*") if path.is_dir() else [path]
+    return sum(file.stat().st_blocks * 512 for file in files if file.is_file())
+
+
+def remove(path: Path) -> None:
+    """Delete a file or folder if it is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def sync_tree(path: Path) -> None:
+    """Bring a file, or a folder with all in it, to the disk."""
+    if path.is_dir():
+        for inner in path.iterdir():
+            sync_tree(inner)
+        sync_folder(path)
+    else:
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Bring the names in a folder to the disk."""
+    if os.name == "nt":
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Swap two names in one step, where the system can (Linux): a folder cannot be renamed over another."""
+    try:
+        swap = ctypes.CDLL(None, use_errno=True).renameat2
+    except (OSError, AttributeError, TypeError):
+        return False
+    return bool(swap(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0)

@@ -1,0 +1,285 @@
+"""Optimizer states inside a training checkpoint: which weight each belongs to, and their reset.
+
+A state dict of torch.optim knows its parameters as 0, 1, 2, …. Where the optimizer was given names they are stored and
+used; else every parameter's place and shape must agree with the weights of the file; else the job is refused, because
+a reset of the wrong slots would go unnoticed.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from rekindle import optimizers
+from rekindle.checkpoint.refusal import CheckpointError
+from rekindle.optimizer_slots import slots
+from rekindle.receipt import StateReset
+
+if TYPE_CHECKING:
+    from rekindle.checkpoint.opening import Checkpoint
+
+_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
+_CLASSES: tuple[type[Optimizer], ...] = (
+    torch.optim.AdamW,
+    torch.optim.Adam,
+    torch.optim.SGD,
+    torch.optim.RMSprop,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.Adamax,
+    torch.optim.Adagrad,
+    torch.optim.Adadelta,
+    torch.optim.Adafactor,
+    torch.optim.Muon,
+    torch.optim.Rprop,
+    torch.optim.ASGD,
+    torch.optim.SparseAdam,
+    torch.optim.LBFGS,
+)
+
+
+class States(Protocol):
+    """One optimizer's states in a file, parameter by parameter."""
+
+    label: str
+    groups: Sequence[Mapping[str, Any]]
+    keys: tuple[Any, ...]
+
+    def read(self, key: Any) -> dict[str, Any]:
+        """The slots of one parameter."""
+        ...
+
+    def write(self, key: Any, slots: Mapping[str, Any]) -> None:
+        """Put changed slots back."""
+        ...
+
+
+class TreeStates:
+    """The states of a torch.optim state dict; its tensors are views of the mapped file, so nothing is to put back.
+
+    >>> weight = Parameter(torch.ones(2))
+    >>> adam = torch.optim.Adam([("weight", weight)])
+    >>> weight.sum().backward(); adam.step()
+    >>> states = TreeStates("run.ckpt", adam.state_dict())
+    >>> states.keys, list(states.read(0)), states.groups[0]["param_names"]
+    ((0,), ['step', 'exp_avg', 'exp_avg_sq'], ['weight'])
+    """
+
+    def __init__(self, label: str, table: Mapping[str, Any]) -> None:
+        self.label, self.state = label, table["state"]
+        groups = table["param_groups"]
+        valid = isinstance(groups, list) and all(isinstance(g, Mapping) for g in groups)
+        if not valid or not all(isinstance(group.get("params"), list) for group in groups):
+            raise CheckpointError(f"{label}: param_groups is not what torch.optim writes")
+        if not all(isinstance(slots, Mapping) for slots in self.state.values()):
+            raise CheckpointError(f"{label}: state is not what torch.optim writes")
+        self.groups: Sequence[Mapping[str, Any]] = groups
+        self.keys = tuple(key for group in groups for key in group["params"])
+
+    def read(self, key: Any) -> dict[str, Any]:
+        """The slots of one parameter, views of the file."""
+        found: dict[str, Any] = self.state.get(key, {})
+        return found
+
+    def write(self, key: Any, slots: Mapping[str, Any]) -> None:
+        """Nothing: the views were written."""
+
+
+def summary(checkpoint: Checkpoint) -> dict[str, Any] | None:
+    """How many optimizers, of which classes, with how many slots, and how they are matched to weights."""
+    tables = _tables(checkpoint)
+    if not tables:
+        return None
+    found: dict[str, Any] = {"optimizers": [_class(table).__name__ for table in tables]}
+    found["parameters"] = sum(len(table.keys) for table in tables)
+    found["slots"] = sum(len(table.read(key)) for table in tables for key in table.keys)
+    try:
+        found["matched_by"] = match(checkpoint, tables)[1]
+    except CheckpointError as error:
+        found["matched_by"], found["reason"] = None, str(error)
+    return found
+
+
+def match(checkpoint: Checkpoint, tables: Sequence[States]) -> tuple[list[dict[Any, str]], str]:
+    """For each optimizer its keys' weights, and how they were found: by names, or by order and shapes."""
+    if all(isinstance(key, str) for table in tables for key in table.keys):
+        return [{key: _known(checkpoint, table, key) for key in table.keys} for table in tables], "names"
+    if all(isinstance(group.get("param_names"), list) for table in tables for group in table.groups):
+        named = []
+        for table in tables:
+            pairs = [(k, n) for g in table.groups for k, n in zip(g["params"], g["param_names"], strict=False)]
+            if len(pairs) != len(table.keys):
+                raise CheckpointError(f"{table.label}: param_names and params differ in length")
+            names = {key: _known(checkpoint, table, name) for key, name in pairs}
+            for key, name in names.items():
+                if not _agrees(table.read(key), checkpoint.meta(name).shape):
+                    raise CheckpointError(f"{table.label}: the state of {name!r} has another shape than the weight")
+            named.append(names)
+        return named, "param_names"
+    return _by_order(checkpoint, tables), "order and shapes"
+
+
+def prepare(checkpoint: Checkpoint, changed: frozenset[str], policy: str) -> StateReset | None:
+    """Check that the states of `changed` can be reset, and count; None without any state in the file.
+
+    What cannot be changed in place (an integer step count, a slot that a fresh optimizer does not have) is changed in
+    the tree that the part will then save anew.
+    """
+    if policy not in ("fresh", "moments", "step", "none"):
+        raise CheckpointError(f"optimizer_state={policy!r} is not one of 'fresh', 'moments', 'step', 'none'")
+    if checkpoint.unread_state is not None and policy != "none":
+        raise CheckpointError(f"{checkpoint.unread_state}; optimizer_state='none' leaves it as it is")
+    total: StateReset | None = None
+    for part, table, names in _jobs(checkpoint, changed, policy):
+        count = StateReset(policy, (_class(table).__name__,), parameters=len(names))
+        for key, name in names.items():
+            state = table.read(key)
+            stand_in = {slot: torch.zeros(()) if isinstance(v, Tensor) else v for slot, v in state.items()}
+            before = dict(stand_in)
+            done = _reset(table, key, name, stand_in, torch.zeros(()), policy)
+            count += StateReset(policy, (), 0, done.matched, done.reset, done.masters, done.without_state, done.dropped)
+            for slot, old in before.items():
+                if slot not in stand_in:
+                    del state[slot]
+                elif not isinstance(old, Tensor) and stand_in[slot] != old:
+                    state[slot] = stand_in[slot]
+                else:
+                    continue
+                part.restructured = True
+        total = count if total is None else total + count
+    return total
+
+
+def reset(output: Checkpoint, changed: frozenset[str], policy: str) -> None:
+    """Reset the states of `changed` in a staged checkpoint, in place and one parameter at a time."""
+    for _, table, names in _jobs(output, changed, policy):
+        for key, name in names.items():
+            state = table.read(key)
+            if state:
+                _reset(table, key, name, state, output.read(name), policy)
+                table.write(key, state)
+
+
+def _tables(checkpoint: Checkpoint) -> list[States]:
+    return [table for part in checkpoint.parts for table in part.optimizers()]
+
+
+def _jobs(checkpoint: Checkpoint, changed: frozenset[str], policy: str) -> Iterator[tuple[Any, States, dict[Any, str]]]:
+    parts = [(part, table) for part in checkpoint.parts for table in part.optimizers()]
+    tables = [table for _, table in parts]
+    if not any(table.read(key) for table in tables for key in table.keys):
+        return
+    try:
+        matched, _ = match(checkpoint, tables)
+    except CheckpointError as error:
+        if policy == "none":  # master copies cannot be found either, and the user said to leave all
+            return
+        raise CheckpointError(f"{error}; optimizer_state='none' (--optimizer-state none) leaves it as it is") from error
+    owners = {checkpoint.tied.get(name, name) for name in changed}
+    held = {checkpoint.tied.get(name, name) for names in matched for name in names.values()}
+    stray = sorted(owners - held)
+    if stray and policy != "none":
+        raise CheckpointError(
+            f"{tables[0].label}: {stray[0]!r} changes but is in none of the optimizers of this file: exclude it if it "
+            "is frozen, or say optimizer_state='none'"
+        )
+    for (part, table), names in zip(parts, matched, strict=True):
+        chosen = {k: name for k, name in names.items() if checkpoint.tied.get(name, name) in owners}
+        if chosen and _class(table) is torch.optim.LBFGS:  # one history for all, kept under the first parameter
+            chosen = {key: name for key, name in names.items() if table.read(key)}
+        yield part, table, chosen
+
+
+def _reset(table: States, key: Any, name: str, state: dict[str, Any], weight: Tensor, policy: str) -> StateReset:
+    """Let `optimizers.reset` do it, on an optimizer made around this one state."""
+    kind = _class(table)
+    group = next((g for g in table.groups if key in g.get("params", ())), {})
+    parameter = Parameter(weight, requires_grad=weight.is_floating_point())
+    optimizer = object.__new__(kind)
+    optimizer.defaults = dict(group)
+    optimizer.param_groups = [{**group, "params": [parameter], "fused": False}]
+    optimizer.state = {parameter: state}  # type: ignore[assignment]
+    try:
+        return optimizers.reset(optimizer, {name: parameter}, policy=policy)
+    except (ValueError, KeyError) as error:
+        raise CheckpointError(f"{table.label}: {error}") from error
+
+
+def _class(table: States) -> type[Optimizer]:
+    """The optimizer class that writes such slots and settings; a state dict does not name it."""
+    settings = {name for group in table.groups for name in group} - {"params", "param_names", "initial_lr"}
+    stepped = next((state for state in (table.read(key) for key in table.keys) if state), {})
+    best: type[Optimizer] = Optimizer
+    for kind in _CLASSES:
+        accepted = set(inspect.signature(kind.__init__).parameters) | {"decoupled_weight_decay"}
+        if settings <= accepted and (not stepped or _fits(kind, stepped)):
+            if kind is torch.optim.AdamW and any(g.get("decoupled_weight_decay") is False for g in table.groups):
+                continue
+            best = kind
+            break
+    return best
+
+
+def _fits(kind: type[Optimizer], state: Mapping[str, Any]) -> bool:
+    if kind is torch.optim.LBFGS:
+        return "func_evals" in state
+    parameter = Parameter(torch.zeros(()))
+    optimizer = object.__new__(kind)
+    optimizer.state = {parameter: dict(state)}  # type: ignore[assignment]
+    try:
+        slots(optimizer, parameter)
+    except KeyError:
+        return False
+    return True
+
+
+def _known(checkpoint: Checkpoint, table: States, name: Any) -> str:
+    if not isinstance(name, str) or name not in checkpoint.names:
+        raise CheckpointError(f"{table.label}: its parameter {name!r} is not among the weights of the file")
+    return name
+
+
+def _by_order(checkpoint: Checkpoint, tables: Sequence[States]) -> list[dict[Any, str]]:
+    labels = ", ".join(table.label for table in tables)
+    if not checkpoint.registration_order:
+        raise CheckpointError(f"{labels}: parameters have no names, and these weights are not in the model's order")
+    weights = [
+        name
+        for name in checkpoint.names
+        if name not in checkpoint.tied
+        and checkpoint.meta(name).dtype.is_floating_point
+        and name.rpartition(".")[2] not in _BUFFERS
+    ]
+    keys = sum(len(table.keys) for table in tables)
+    if keys != len(weights):
+        raise CheckpointError(f"{labels}: {keys} parameters without names cannot be matched to {len(weights)} weights")
+    matched, place = [], 0
+    for table in tables:
+        names = dict(zip(table.keys, weights[place:], strict=False))
+        place += len(table.keys)
+        for key, name in names.items():
+            if not _agrees(table.read(key), checkpoint.meta(name).shape):
+                raise CheckpointError(
+                    f"{table.label}: parameters have no names, and the state of number {key} does not have the shape "
+                    f"of {name!r}: the order differs"
+                )
+        matched.append(names)
+    return matched
+
+
+def _agrees(state: Mapping[str, Any], shape: tuple[int, ...]) -> bool:
+    """Whether the tensors of a state belong to a weight of this shape; factored ones (Adafactor) span it together."""
+    if "func_evals" in state:  # LBFGS keeps vectors over all parameters
+        return True
+    tensors = [tuple(value.shape) for value in state.values() if isinstance(value, Tensor) and value.numel() > 1]
+    if not tensors:
+        return True
+    if any(len(each) != len(shape) for each in tensors):
+        return False
+    return tuple(max(sides) for sides in zip(*tensors, strict=True)) == shape

@@ -1,0 +1,1 @@
+"""The laboratory: streams, networks, training and studies that compare remedies fairly."""

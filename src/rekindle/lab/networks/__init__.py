@@ -1,0 +1,1 @@
+"""Networks that the laboratory studies, one a file."""

@@ -1,0 +1,242 @@
+"""From a result to what the page shows: one row a layer, the verdict in words, reasons counted.
+
+A result is a dict with any of `health`, `after`, `changes`, `receipt`, `plan`, `spectra`, `source`, `target`; each
+is what the object of that name gives as `to_dict()`. What is missing is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rekindle.report.words import number, plural
+
+Numbers = Mapping[str, Any]
+_LEVELS = ("healthy", "watch", "act")
+_DIFFERENCES = {
+    "only_A": "only in A",
+    "only_B": "only in B",
+    "shape": "another shape in B",
+    "dtype": "another dtype in B",
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One block: its numbers before and after (A and B in a comparison), and what is said about it."""
+
+    name: str
+    role: str = ""
+    shape: str = ""
+    before: Numbers = field(default_factory=dict)
+    after: Numbers = field(default_factory=dict)
+    change: Numbers = field(default_factory=dict)
+    record: Numbers = field(default_factory=dict)
+    curves: Mapping[str, Any] = field(default_factory=dict)
+    findings: tuple[Numbers, ...] = ()
+
+    @property
+    def level(self) -> str:
+        """The worst of its findings."""
+        return max((f["level"] for f in self.findings), key=_LEVELS.index, default="")
+
+    @property
+    def smaller(self) -> int | None:
+        """k, the number of singular values."""
+        sides = self.shape.rpartition("·")[2].split("×")
+        return min(map(int, sides)) if len(sides) == 2 and all(side.isdigit() for side in sides) else None
+
+    def rank_share(self, which: str) -> float | None:
+        """Effective rank ÷ k, for `before` or `after`."""
+        numbers: Numbers = getattr(self, which)
+        rank = numbers.get("effective_rank", numbers.get("participation_rank"))
+        return rank / self.smaller if rank is not None and self.smaller else None
+
+
+@dataclass(frozen=True)
+class Headline:
+    """The first thing to read."""
+
+    level: str
+    word: str
+    sentence: str
+    more: tuple[str, ...] = ()
+
+
+def rows(data: Mapping[str, Any]) -> list[Row]:
+    """One row for every block that any part of the result speaks about, in the order of the file.
+
+    >>> rows({"health": {"weights": {"a.weight": {"norm": 2.0}}, "about": {"a.weight": {"role": "query"}}}})[0].role
+    'query'
+    """
+    health, after = data.get("health") or {}, data.get("after") or {}
+    records = {_block_name(r): r for r in (data.get("receipt") or {}).get("records", ())}
+    changes = {c["name"]: c for c in data.get("changes") or ()}
+    spectra = data.get("spectra") or {}
+    judged = after if data.get("command") == "compare" else health
+    findings: dict[str, list[Numbers]] = {}
+    for finding in judged.get("findings", ()):
+        findings.setdefault(finding["layer"], []).append(finding)
+    broken = {**health.get("broken", {}), **after.get("broken", {})}
+    names = dict.fromkeys((*health.get("weights", {}), *after.get("weights", {}), *records, *changes, *broken))
+    found = []
+    for name in names:
+        about = {**health.get("about", {}).get(name, {}), **after.get("about", {}).get(name, {})}
+        record = records.get(name, {})
+        found.append(
+            Row(
+                name,
+                about.get("role") or record.get("role", ""),
+                about.get("shape") or _shape(record),
+                health.get("weights", {}).get(name) or _recorded(record, "before"),
+                after.get("weights", {}).get(name) or _recorded(record, "after"),
+                changes.get(name, {}),
+                record,
+                {k: v for k, v in (spectra.get(name) or {}).items() if v},
+                tuple(findings.get(name, ())),
+            )
+        )
+    return found
+
+
+def sides(data: Mapping[str, Any]) -> dict[str, str]:
+    """What the two columns of numbers are called.
+
+    >>> sides({"command": "compare"})
+    {'before': 'A', 'after': 'B'}
+    """
+    return {"before": "A", "after": "B"} if data.get("command") == "compare" else {"before": "before", "after": "after"}
+
+
+def headline(data: Mapping[str, Any], table: Sequence[Row]) -> Headline:
+    """What the page says first.
+
+    >>> headline({"plan": {"entries": [{"reason": None}, {"reason": "bias"}]}}, []).sentence
+    '1 of 2 parameters would be projected.'
+    """
+    health, after, receipt = data.get("health"), data.get("after"), data.get("receipt")
+    if data.get("changes") is not None and after:
+        moved = sum(1 for row in table if row.change.get("sfe"))
+        tired = (data.get("tired") or {}).get("text", "")
+        said = f"{moved} of {plural(len(data['changes']), 'block')} changed. {_sentence(tired)}"
+        return Headline(after["verdict"], f"B: {after['verdict']}", said, (f"B judged against A: {after['rule']}.",))
+    if receipt:
+        return _done(receipt, health, after)
+    if health:
+        more = (
+            []
+            if health.get("sure")
+            else ["There was no earlier checkpoint to compare with, so only absolute rules could fire."]
+        )
+        return Headline(health["verdict"], health["verdict"], _judged(health, table), tuple(more))
+    if data.get("plan"):
+        entries = data["plan"]["entries"]
+        chosen = sum(entry["reason"] is None for entry in entries)
+        return Headline("plan", "plan", f"{chosen} of {plural(len(entries), 'parameter')} would be projected.")
+    return Headline("plan", "empty", "This result holds nothing to show.")
+
+
+def reasons(data: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
+    """Why tensors were left alone or not measured: each reason with the names that it holds for, most first.
+
+    >>> reasons({"receipt": {"skipped": {"a": "bias", "b": "head", "c": "bias"}}})
+    [('bias', ['a', 'c']), ('head', ['b'])]
+    """
+    grouped: dict[str, list[str]] = {}
+    skipped = (data.get("receipt") or {}).get("skipped", {})
+    planned = {e["name"]: e["reason"] for e in (data.get("plan") or {}).get("entries", ()) if e["reason"]}
+    unmeasured = {}
+    if not skipped and not planned:
+        unmeasured = {u["name"] if "name" in u else u["layer"]: u["reason"] for u in _unmeasured(data)}
+    for name, reason in {**planned, **skipped, **unmeasured}.items():
+        grouped.setdefault(reason, []).append(name)
+    for kind, names in (data.get("differences") or {}).items():
+        if names:
+            grouped[_DIFFERENCES.get(kind, kind)] = list(names)
+    return sorted(grouped.items(), key=lambda item: -len(item[1]))
+
+
+def signs(table: Sequence[Row], findings: Sequence[Numbers]) -> list[dict[str, Any]]:
+    """Findings put together by their sign: what was seen, in how many layers, and what helps, worst first."""
+    grouped: dict[str, list[Numbers]] = {}
+    for finding in findings:
+        grouped.setdefault(finding["sign"], []).append(finding)
+    listed = [
+        {
+            "sign": sign,
+            "level": max((f["level"] for f in group), key=_LEVELS.index),
+            "layers": [f["layer"] for f in group if f["layer"]],
+            "text": group[0]["text"],
+            "rule": group[0]["rule"],
+            "remedy": group[0]["remedy"],
+        }
+        for sign, group in grouped.items()
+    ]
+    return sorted(listed, key=lambda item: (-_LEVELS.index(item["level"]), -len(item["layers"])))
+
+
+def _done(receipt: Mapping[str, Any], health: Mapping[str, Any] | None, after: Mapping[str, Any] | None) -> Headline:
+    totals = receipt.get("totals", {})
+    missed = [r for r in receipt.get("records", ()) if r.get("converged") is False]
+    count = totals.get("matrices", 0)
+    exact = receipt.get("settings", {}).get("strength", 1) in (1, 1.0)
+    said = f"{plural(count, 'matrix', 'matrices')} of {plural(totals.get('parameters', 0), 'parameter')} "
+    if receipt.get("method") != "fire":
+        said += f"changed by {receipt.get('method')}."
+    elif missed:
+        said += f"projected; {len(missed)} blocks missed the tolerance."
+    else:
+        said += "replaced by their nearest isometries." if exact else "pulled towards their nearest isometries."
+    more = []
+    if totals.get("dfi_before") is not None and totals.get("dfi_after") is not None:
+        more.append(
+            f"Deviation from isometry {number(totals['dfi_before'])} → {number(totals['dfi_after'])}, "
+            f"at a relative change (SFE) of {number(totals.get('sfe_relative'))}."
+        )
+    if health and after:
+        more.append(f"Verdict from the weights alone: {health['verdict']} before, {after['verdict']} after.")
+    return Headline("watch" if missed else "done", "watch" if missed else "done", said, tuple(more))
+
+
+def _judged(health: Mapping[str, Any], table: Sequence[Row]) -> str:
+    count = len(health.get("weights", {}))
+    marked = sum(bool(row.findings) for row in table)
+    if health["verdict"] == "healthy":
+        return f"None of {plural(count, 'block')} shows a sign of lost plasticity in its weights."
+    return f"{plural(marked, 'layer')} of {count} show signs: {health['rule']}."
+
+
+def _unmeasured(data: Mapping[str, Any]) -> list[Numbers]:
+    listed = (data.get("health") or {}).get("unmeasured", ())
+    return [u for u in listed if u.get("name", u.get("layer"))]
+
+
+def _sentence(words: str) -> str:
+    return words[:1].upper() + words[1:] + "." * (bool(words) and not words.endswith("."))
+
+
+def _block_name(record: Mapping[str, Any]) -> str:
+    return f"{record['name']}[{record['part']}]" if record.get("part") else str(record["name"])
+
+
+def _shape(record: Mapping[str, Any]) -> str:
+    if not record.get("out"):
+        return ""
+    several = f"{record['count']}·" if record.get("count", 1) > 1 else ""
+    return f"{several}{record['out']}×{record['in_']}"
+
+
+def _recorded(record: Mapping[str, Any], when: str) -> dict[str, Any]:
+    """The numbers of a receipt under the names of health, for a result that holds nothing else."""
+    values = record.get("values", {})
+    found = {
+        "dfi_per_dimension": record.get(f"dfi_{when}_per_dimension"),
+        "dfi_scale_free": record.get(f"dfi_free_{when}"),
+        "norm": record.get(f"norm_{when}"),
+        "spectral_norm": record.get(f"spectral_{when}"),
+        "effective_rank": values.get(f"effective_rank_{when}"),
+        "stable_rank": values.get(f"stable_rank_{when}"),
+        "condition_number": values.get(f"condition_number_{when}"),
+    }
+    return {key: value for key, value in found.items() if value is not None}

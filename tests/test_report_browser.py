@@ -1,0 +1,342 @@
+"""The page in a real Chromium: loads in silence, sorts, filters, opens a layer, follows dark mode, runs no name."""
+
+import functools
+import http.server
+import json
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rekindle.report import render, words
+
+selenium = pytest.importorskip("selenium", reason="pip install selenium")
+
+from selenium import webdriver  # noqa: E402
+from selenium.webdriver.chrome.service import Service  # noqa: E402
+from selenium.webdriver.common.by import By  # noqa: E402
+from selenium.webdriver.common.keys import Keys  # noqa: E402
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+CHROMEDRIVER = shutil.which("chromedriver")
+FLAGS = (
+    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
+    "--disable-component-update --disable-sync"
+)
+EVIL = "model.layers.0.<script>window.hacked=1</script><img src=x onerror=window.hacked=1>.weight"
+
+pytestmark = pytest.mark.skipif(
+    not (CHROMIUM and CHROMEDRIVER), reason="needs a browser: apt-get install chromium chromium-driver"
+)
+Driver = Any
+
+
+def result(layers: int) -> dict[str, Any]:
+    """Made-up numbers in the form of `rekindle fire --html`; the first layer has a hostile name and a finding."""
+    generator = torch.Generator().manual_seed(0)
+    parts = ("q_proj", "k_proj", "v_proj", "o_proj")
+    names = [EVIL] + [f"model.layers.{i // 4}.self_attn.{parts[i % 4]}.weight" for i in range(1, layers)]
+    values = torch.rand(layers, len(words.MEASURES), generator=generator)
+    curve = {"k": 64, "count": 1, "mean": torch.linspace(3, 0, 48).tolist()}
+    flat = {"k": 64, "count": 4, "mean": [1.0] * 48, "low": [0.9] * 48, "high": [1.1] * 48}
+    finding = {"layer": EVIL, "sign": "dead weights", "level": "watch", "text": EVIL, "rule": EVIL, "remedy": EVIL}
+    health = {
+        "weights": {
+            n: dict(zip(words.MEASURES, row, strict=True)) for n, row in zip(names, values.tolist(), strict=True)
+        },
+        "about": {
+            n: {"role": ("query", "key", "value", "attention-output")[i % 4], "shape": "64×64"}
+            for i, n in enumerate(names)
+        },
+        "verdict": "watch",
+        "rule": EVIL,
+        "sure": False,
+        "findings": [finding],
+        "unmeasured": [{"name": EVIL, "what": "weight", "reason": EVIL}],
+    }
+    return {
+        "command": "inspect",
+        "source": {"name": EVIL, "format": EVIL, "tensors": 9, "numbers": 9, "bytes": 9, "dtypes": [EVIL]},
+        "health": health,
+        "after": {**health, "findings": []},
+        "spectra": {n: {"before": curve, "after": flat} for n in names},
+        "made": {"versions": {"rekindle": EVIL}, "line": EVIL, "platform": EVIL, "threads": 1},
+    }
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Driver]:
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM
+    for flag in FLAGS.split():
+        options.add_argument(flag)
+    options.add_argument(f"--user-data-dir={tmp_path_factory.mktemp('profile')}")
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    browser = webdriver.Chrome(options=options, service=Service(CHROMEDRIVER))
+    browser.set_page_load_timeout(30)
+    yield browser
+    browser.quit()
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, list[str]]]:
+    """The page over HTTP, with every request that reached the server: a fetch of anything else would show."""
+    folder = tmp_path_factory.mktemp("page")
+    (folder / "report.html").write_text(render(result(40)))
+    asked: list[str] = []
+
+    class Handler(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, format: str, *args: object) -> None:
+            asked.append(self.path)
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Handler, directory=str(folder)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_address[1]}/report.html", asked
+    server.shutdown()
+
+
+@pytest.fixture
+def page(driver: Driver, served: tuple[str, list[str]]) -> Driver:
+    driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+    driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+    driver.get(served[0])
+    return driver
+
+
+def names(page: Driver) -> list[str]:
+    script = "return [...document.querySelectorAll('tr[data-row]:not(.gone) .open')].map(b => b.textContent)"
+    found: list[str] = page.execute_script(script)
+    return found
+
+
+def column(page: Driver, heading: str) -> list[float]:
+    return [
+        float(value)
+        for value in page.execute_script(
+            "const heads = [...document.querySelectorAll('#table>thead th')];"
+            "const at = heads.findIndex(h => h.textContent === arguments[0]);"
+            "return [...document.querySelectorAll('tr[data-row]')].map(r => r.cells[at].dataset.v)",
+            heading,
+        )
+    ]
+
+
+def sort_button(page: Driver, heading: str) -> Any:
+    return next(
+        b for b in page.find_elements(By.CSS_SELECTOR, "th button[data-sort]") if b.text.strip(" ↑↓") == heading
+    )
+
+
+def test_loads_without_a_message_or_a_request(page: Driver, served: tuple[str, list[str]]) -> None:
+    assert page.get_log("browser") == []
+    assert set(served[1]) == {"/report.html"}
+    sent = [json.loads(entry["message"])["message"] for entry in page.get_log("performance")]
+    urls = {m["params"]["request"]["url"] for m in sent if m["method"] == "Network.requestWillBeSent"}
+    assert {url for url in urls if not url.startswith(("data:", "chrome:"))} == {served[0]}
+
+
+def test_opens_from_a_file(driver: Driver, tmp_path: Path) -> None:
+    (tmp_path / "report.html").write_text(render(result(4)))
+    driver.get_log("browser")
+    driver.get((tmp_path / "report.html").as_uri())
+    assert len(names(driver)) == 4
+    assert driver.get_log("browser") == []
+
+
+def test_names_are_harmless(page: Driver) -> None:
+    for button in page.find_elements(By.CSS_SELECTOR, ".open")[:2]:
+        page.execute_script("arguments[0].click()", button)
+    assert page.execute_script("return window.hacked") is None
+    assert page.find_elements(By.TAG_NAME, "img") == []
+    assert len(page.find_elements(By.TAG_NAME, "script")) == 2
+    assert names(page)[0] == EVIL
+    # Even markup that got in would not run: the policy of the page allows one script.
+    page.execute_script(
+        "const s = document.createElement('script'); s.textContent = 'window.hacked = 2'; document.body.append(s)"
+    )
+    assert page.execute_script("return window.hacked") is None
+    page.get_log("browser")
+
+
+def test_sorts_by_a_column_and_back(page: Driver) -> None:
+    stored = names(page)
+    sort_button(page, "scale-free").click()
+    values = column(page, "scale-free")
+    assert values == sorted(values, reverse=True)
+    assert len(set(values)) > 30
+    head = sort_button(page, "scale-free").find_element(By.XPATH, "..")
+    assert head.get_attribute("aria-sort") == "descending"
+    sort_button(page, "scale-free").click()
+    assert column(page, "scale-free") == sorted(values)
+    sort_button(page, "scale-free").click()
+    assert names(page) == stored
+    assert head.get_attribute("aria-sort") == "none"
+
+
+def test_names_sort_by_number(page: Driver) -> None:
+    sort_button(page, "Layer").click()
+    layers = [int(name.split(".")[2]) for name in names(page)]
+    assert layers == sorted(layers)
+
+
+def test_filters_by_name_glob_role_and_finding(page: Driver) -> None:
+    box = page.find_element(By.ID, "filter")
+    box.send_keys("layers.3.")
+    assert len(names(page)) == 4
+    assert page.find_element(By.ID, "count").text == "4 of 40 layers"
+    box.clear()
+    box.send_keys("*.q_proj.weight")
+    assert len(names(page)) == 9
+    box.clear()
+    box.send_keys("no such layer")
+    assert names(page) == []
+    box.clear()
+    box.send_keys(" ")
+    page.find_element(By.CSS_SELECTOR, "#role option:nth-child(2)").click()
+    assert len(names(page)) == 10
+    page.find_element(By.CSS_SELECTOR, "#role option:nth-child(1)").click()
+    page.find_element(By.ID, "marked").click()
+    assert names(page) == [EVIL]
+
+
+def test_opens_a_layer_by_keyboard(page: Driver) -> None:
+    assert page.find_elements(By.CSS_SELECTOR, "tr.detail") == []
+    button = page.find_elements(By.CSS_SELECTOR, ".open")[1]
+    page.execute_script("arguments[0].focus()", button)
+    button.send_keys(Keys.ENTER)
+    assert button.get_attribute("aria-expanded") == "true"
+    detail = page.find_element(By.ID, button.get_attribute("aria-controls"))
+    chart = detail.find_element(By.CSS_SELECTOR, ".chart svg")
+    assert "before from 3 down to 0, after from 1 down to 1" in chart.get_attribute("aria-label")
+    assert {p.get_attribute("class") for p in chart.find_elements(By.TAG_NAME, "path")} == {
+        "before",
+        "band after",
+        "after",
+    }
+    assert "effective rank" in detail.text
+    linear = chart.find_element(By.CSS_SELECTOR, "path.before").get_attribute("d")
+    detail.find_element(By.CSS_SELECTOR, ".chart button").click()
+    assert detail.find_element(By.CSS_SELECTOR, "path.before").get_attribute("d") != linear
+    button.send_keys(Keys.SPACE)
+    assert button.get_attribute("aria-expanded") == "false"
+    assert not detail.is_displayed()
+
+
+def test_a_cell_of_the_heat_map_leads_to_its_layer(page: Driver) -> None:
+    page.find_element(By.ID, "filter").send_keys("nothing")
+    cell = page.find_element(By.CSS_SELECTOR, 'rect[data-layer="model.layers.7.self_attn.k_proj.weight"]')
+    page.execute_script("arguments[0].dispatchEvent(new MouseEvent('click', {bubbles: true}))", cell)
+    active = page.switch_to.active_element
+    assert active.text.replace("\n", "") == "model.layers.7.self_attn.k_proj.weight"
+    assert active.get_attribute("aria-expanded") == "true"
+
+
+def brightness(page: Driver) -> float:
+    colour = page.execute_script("return getComputedStyle(document.body).backgroundColor")
+    return sum(int(part) for part in colour.strip("rgb()").split(",")) / 3
+
+
+def test_dark_mode_follows_the_system_and_the_button(page: Driver) -> None:
+    assert brightness(page) > 200
+    page.find_element(By.ID, "theme").click()
+    assert brightness(page) < 50
+    page.refresh()
+    page.execute_cdp_cmd(
+        "Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": "dark"}]}
+    )
+    assert brightness(page) < 50
+    page.find_element(By.ID, "theme").click()
+    assert brightness(page) > 200
+
+
+CONTRAST = """
+const parse = c => c.match(/[\\d.]+/g).map(Number);
+const linear = v => v <= .03928 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4;
+const light = c => { const [r, g, b] = parse(c).map(v => linear(v / 255));
+  return .2126 * r + .7152 * g + .0722 * b };
+const under = e => { for (; e; e = e.parentElement) { const c = getComputedStyle(e).backgroundColor;
+  if (parse(c).length < 4 || parse(c)[3] > .9) return c; } return 'rgb(255,255,255)' };
+const all = [...document.querySelectorAll('p,td,th,dt,dd,summary,b,span,button,label')];
+const texts = e => [...e.childNodes].some(n => n.nodeType === 3 && n.textContent.trim());
+return all.filter(e => e.offsetParent && texts(e)).map(e => {
+  const a = light(getComputedStyle(e).color), b = light(under(e));
+  return [(Math.max(a, b) + .05) / (Math.min(a, b) + .05), e.outerHTML.slice(0, 80)] })
+  .filter(([ratio]) => ratio < 4.5)
+"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_is_readable(page: Driver, scheme: str) -> None:
+    page.execute_cdp_cmd(
+        "Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+    )
+    page.execute_script("document.querySelector('.open').click()")
+    assert page.execute_script(CONTRAST) == []
+
+
+def test_every_control_has_a_name(page: Driver) -> None:
+    page.execute_cdp_cmd("Accessibility.enable", {})
+    nodes = page.execute_cdp_cmd("Accessibility.getFullAXTree", {})["nodes"]
+    for node in nodes:
+        if not node["ignored"] and node["role"]["value"] in (
+            "button",
+            "searchbox",
+            "combobox",
+            "checkbox",
+            "img",
+            "table",
+        ):
+            named = node.get("name", {}).get("value", "").strip()
+            assert named or node["role"]["value"] == "table", node
+    kinds = {node["role"]["value"] for node in nodes if not node["ignored"]}
+    assert {"columnheader", "rowheader", "row", "cell", "heading", "main"} <= kinds
+
+
+@pytest.mark.parametrize("width", [320, 390, 768])
+def test_nothing_sticks_out_on_a_phone(page: Driver, width: int) -> None:
+    page.execute_cdp_cmd(
+        "Emulation.setDeviceMetricsOverride",
+        {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": width < 700},
+    )
+    page.refresh()
+    page.execute_script("document.querySelectorAll('.open')[1].click()")
+    assert page.execute_script("return document.documentElement.scrollWidth") <= width
+    assert page.find_element(By.CSS_SELECTOR, "tr.detail svg").is_displayed()
+
+
+def test_prints_with_everything_open(page: Driver) -> None:
+    printed = page.execute_cdp_cmd("Page.printToPDF", {"printBackground": True})["data"]
+    assert len(printed) > 20_000
+    page.execute_script("dispatchEvent(new Event('beforeprint'))")
+    assert page.find_elements(By.CSS_SELECTOR, "details:not([open])") == []
+    page.execute_script("dispatchEvent(new Event('afterprint'))")
+    assert page.find_elements(By.CSS_SELECTOR, "details[open]") == []
+
+
+def test_500_layers_are_quick(driver: Driver, tmp_path: Path) -> None:
+    """Loading, sorting, filtering and scrolling; bounds are ten times what was measured on two busy cores."""
+    file = tmp_path / "large.html"
+    file.write_text(render(result(500)))
+    assert file.stat().st_size < 5e6
+    driver.get(file.as_uri())
+    timing = driver.execute_script(
+        "const n = performance.getEntriesByType('navigation')[0]; const t = performance.now();"
+        "document.querySelector('th button[data-sort=\"4\"]').click(); document.body.offsetHeight;"
+        "const s = performance.now();"
+        "const f = document.getElementById('filter'); f.value = 'q_proj'; f.dispatchEvent(new Event('input'));"
+        "document.body.offsetHeight; return [n.domComplete - n.responseEnd, s - t, performance.now() - s]"
+    )
+    loading, sorting, filtering = timing
+    assert loading < 5000
+    assert sorting < 1500
+    assert filtering < 1000
+    frames = driver.execute_async_script(
+        "const done = arguments[0], box = document.querySelector('.wide'), times = []; let last = performance.now();"
+        "const step = () => { const now = performance.now(); times.push(now - last); last = now; box.scrollTop += 300;"
+        "times.length < 30 ? requestAnimationFrame(step) : done(times) }; requestAnimationFrame(step)"
+    )
+    assert sorted(frames)[len(frames) // 2] < 50, "half of the frames take longer than 50 ms"
