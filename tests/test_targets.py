@@ -72,7 +72,7 @@ class TestPresets:
         drawn = plan(build("gpt_neox"), targets="attention.qk")
         assert all([b.role for b in e.blocks] == ["query", "key"] for e in drawn.selected)
         assert drawn.selected[0].left == ("value",)
-        assert "project query, key; value left" in str(drawn)
+        assert "project query, key; value left" in drawn.table(120)
 
 
 class TestTargets:

@@ -129,8 +129,8 @@ def _bare_heads(found: list[Found], heads: Any) -> list[Found]:
         return mark_heads(found, named_heads(found, heads))
     weights = [f for f in found if f.blocks and f.role != "embedding"]
     # Matrices that a bare file cannot explain (convolutions) count too: a single Linear behind them is the head.
-    unexplained = [f for f in found if not f.blocks and len(f.shape) > 1 and f.role != "embedding"]
-    alone = not weights or len(weights) + len(unexplained) < 2
+    matrices = [f for f in found if len(f.shape) > 1 and f.role != "embedding"]
+    alone = not weights or len(matrices) < 2 or (len(weights) < 2 and matrices[-1] is not weights[-1])
     if alone or weights[-1].role != "other" or any("head" in f.marks for f in weights):
         return found
     why = "last matrix of the file, taken for the output head (heads= tells otherwise)"
