@@ -15,7 +15,6 @@ from torch import Tensor
 from rekindle import schedules
 from rekindle.completion import fill, rebuild
 from rekindle.symmetric import (
-    WHOLE,
     factor,
     gram,
     inverse,
@@ -36,6 +35,7 @@ GRAM_REACHED = 0.46  # σ² that its first step must lift all directions to: the
 FAST_FLOORS = (0.03, 0.02, 0.014, 0.01, 0.007)  # the first leaves DfI/n at .09 on Gaussians, half of the recipe's
 HEADROOM = 1.2  # on the estimate of σ_max², which comes from below; Halley steps do not mind if it is too much
 MANY = 0.3  # share of directions near zero from which on float64 is the shorter way
+WATCHED_FROM = 192  # rows from which on a power iteration is cheaper than a Gram matrix
 CLOSE = 1e-6  # DfI/n that every route reaches before any polishing
 ROUNDING = {torch.float32: 1e-11, torch.float64: 1e-25}  # DfI/n that rounding alone may leave
 
@@ -153,7 +153,7 @@ def by_halley(w: Tensor, known: Start, floor: float) -> Solved:
         taken += 1
     last = schedules.centred(schedules.cubic(step.reached))
     a = gram(x, mirror=True, out=a)
-    deficit = largest_deficit(a) if w.shape[1] >= WHOLE else None
+    deficit = largest_deficit(a) if w.shape[1] >= WATCHED_FROM else None
     a.mul_(last.b)
     _diagonal(a).add_(last.a)
     solved = Solved.new(torch.bmm(a, x), taken + 1)
@@ -288,14 +288,14 @@ def settle(
     With `last` no matrix is marked as hard because too much is missing.
     """
     n = w.shape[1]
-    # A cubic step leaves ¾e² of a deficit e; a handful of directions may stay at a tenth of the tolerance.
+    # A cubic step leaves ¾e² of a deficit e; one direction may take up a third of the tolerance.
     watched = ~solved.deficit.isnan()
-    short = watched & (solved.deficit > (0.1 * max(tol, CLOSE) * n) ** 0.25) & ~solved.hard
+    short = watched & (0.75 * solved.deficit.square() > (0.3 * max(tol, CLOSE) * n) ** 0.5) & ~solved.hard
     expected = torch.zeros_like(solved.steps)
     for attempt in range(2):
         for i in short.nonzero().flatten().tolist():
             _repair(i, w, solved, sigma2, int(expected[i]), complete, int(seeds[i]), n if last else n // 4)
-        if not exact and n >= WHOLE and tol >= CLOSE and bool(watched.all()):
+        if not exact and n >= WATCHED_FROM and tol >= CLOSE and bool(watched.all()):
             solved.residual = torch.zeros_like(solved.residual)
             return
         measure(solved, complete=complete)
