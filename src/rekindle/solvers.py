@@ -227,12 +227,14 @@ def by_one_step(w: Tensor, known: Start) -> Solved:
     step = next((each for each in candidates if each.shift + each.gain >= lift_needed), candidates[-1])
     x, near_zero = halley_step(w, known.a, step, known.sigma2)
     solved = Solved.new(x, 1)
-    parted = (near_zero > 0.25 * n).nonzero().flatten()
+    # A few spikes over a dense bulk make the bulk look small, which is not the same as being parted from it.
+    spiked = (known.norm2 < 0.1 * n * sigma2) & (near_zero < 0.5 * n)
+    apart = (near_zero > 0.25 * n) & ~spiked
+    parted = apart.nonzero().flatten()
     if len(parted):
         x[parted] = by_schedule(x[parted], (schedules.centred(schedules.quintic(step.reached)),))
         solved.steps[parted] += 1
-    whole = (near_zero <= 0.25 * n).nonzero().flatten()
-    x[whole] *= 2 / (1 + step.reached)
+    x[~apart] *= 2 / (1 + step.reached)
     return solved
 
 
