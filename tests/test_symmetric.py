@@ -35,7 +35,6 @@ def test_gram(n: int, extra: int) -> None:
     torch.testing.assert_close(half.tril(), expected.tril())
     torch.testing.assert_close(norm2(half), expected.square().sum((1, 2)))
     torch.testing.assert_close(mirrored(half), expected)
-    torch.testing.assert_close(norm2(expected), norm2(gram(x, mirror=False))) if n < 384 else None
 
 
 @pytest.mark.parametrize("n", SIZES)

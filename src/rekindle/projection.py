@@ -201,7 +201,9 @@ def _write(
         raise ValueError(f"{entry.name!r} is {before.dtype} and cannot hold a scale of {float(scale.max()):.3g}")
     kept = certificate.norm < plan.min_norm
     lossy = before.dtype != factors.dtype or strength != 1 or bool(kept.any()) or entry.parametrized
-    old = block.read(before)
+    old = factors.new_empty(0)  # reading the matrices of a convolution copies them: only where they are needed
+    if measuring == "full" or strength != 1 or bool(kept.any()):
+        old = block.read(before)
     if measuring == "full":
         old = old.clone()
     factor_norm = torch.linalg.vector_norm(factors, dim=(1, 2))
@@ -251,15 +253,22 @@ def _source(store: Store, entry: Entry, block: Block) -> Source:
         matrices = block.read(store.read(entry))
         if turned:
             return matrices.mT
-        # One matrix at a time: torch transposes 2-D tensors twice as fast as batches of one.
-        return matrices[0].contiguous()[None] if block.count == 1 else matrices
+        if block.count > 1:
+            return matrices
+        # The solver wants the smaller side first, which may be how the weight lies. If not, one matrix is moved here:
+        # torch transposes 2-D tensors twice as fast as batches of one.
+        wide = matrices[0] if block.out <= block.in_ else matrices[0].mT
+        wide = wide.contiguous()
+        return (wide if block.out <= block.in_ else wide.mT)[None]
 
     return Source((block.count, block.out, block.in_), weight.dtype, weight.device, read)
 
 
 def _turned(block: Block, weight: Tensor) -> bool:
+    if block.out != block.in_ or block.count > 1:
+        return False
     strides = block.read(weight).stride()
-    return block.out == block.in_ and strides[-2] < strides[-1]
+    return strides[-2] < strides[-1]
 
 
 def _by_svd(

@@ -135,7 +135,7 @@ def by_products(w: Tensor, known: Start) -> Solved:
     Polynomials blow up beyond 1, so σ_max needs a rigorous bound and not an estimate: λ_max(A) ≤ ‖A²‖_F^½.
     """
     a = mirrored(known.a)
-    bound = norm2(torch.bmm(a, a)).pow(0.125) * (1 + 1e-4)
+    bound = torch.linalg.vector_norm(torch.bmm(a, a), dim=(1, 2)).pow(0.25) * (1 + 1e-4)
     x = w / torch.where(known.norm2 > 0, bound, 1.0)[:, None, None]
     steps = schedules.products(FLOOR[torch.float32])
     return Solved.new(by_schedule(x, steps), len(steps))

@@ -159,9 +159,8 @@ class LiveStore:
         """Write one block to the model, then what the model now holds to the mirrors."""
         weight = self._weights[entry.name]
         weight.write(block, matrices)
-        stored = block.read(weight.read())
         for copy in self._copies[entry.name]:
-            copy.write(block, stored)
+            copy.write(block, block.read(weight.read()))
 
     def zero_biases(self, names: Iterable[str]) -> None:
         """Zero the trainable biases of these entries, in the mirrors too; those of other blocks of a weight stay."""
