@@ -251,7 +251,8 @@ def _measure(w: Tensor, scale: Tensor, mode: Mode, tau: float) -> dict[str, Tens
         if mode == "full":
             # cos² > τ² without a division; no cosine of a dead row exceeds infinity.
             least = torch.where(live, tau * norms, math.inf)
-            found["similar_pairs"] = (apart > least[..., :, None] * least[..., None, :]).sum((-2, -1)) / pairs
+            similar = torch.count_nonzero(apart > least[..., :, None] * least[..., None, :], dim=(-2, -1))
+            found["similar_pairs"] = similar / pairs
     elif mode == "full":
         # Pairs of rows are not in this Gram matrix: another product, which cheap mode does without.
         found["mean_squared_cosine"] = mean_squared_cosine(w)

@@ -72,7 +72,7 @@ def similar_pairs(w: Tensor, tau: float = 0.8) -> Tensor:
     strip = max(1, min(neurons, _STRIP // max(1, neurons * max(1, count.numel()))))
     for start in range(0, neurons, strip):
         cosines = rows[..., start : start + strip, :] @ rows.mT
-        found += (cosines.abs() > tau).sum((-2, -1))
+        found += torch.count_nonzero(cosines.abs() > tau, dim=(-2, -1))
     # Each live neuron met itself once.
     return (found - count * (tau < 1)).to(rows.dtype) / pairs_or_nan(count)
 
