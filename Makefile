@@ -10,7 +10,7 @@ BENCHMARKS ?= polar fire health methods
 .PHONY: demo test bench evidence lint docs clean
 
 demo: .venv/.demo
-	$(ONE_THREAD) $(BIN)/python examples/demo.py
+	$(ONE_THREAD) $(BIN)/rekindle demo
 
 test: .venv/.dev
 	$(ONE_THREAD) $(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)

@@ -24,30 +24,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from rekindle.lab.networks import network
 from rekindle.projection import fire
 
 BARS = {"ResNet-18": 2.3, "GPT-2-small": 4.0}
 MEMORY_BAR = 60.0
 
 
-class BasicBlock(nn.Module):
-    """Two convolutions and a shortcut; only the shapes matter here."""
-
-    def __init__(self, into: int, out: int, stride: int) -> None:
-        super().__init__()
-        self.conv1, self.bn1 = nn.Conv2d(into, out, 3, stride, 1, bias=False), nn.BatchNorm2d(out)
-        self.conv2, self.bn2 = nn.Conv2d(out, out, 3, 1, 1, bias=False), nn.BatchNorm2d(out)
-        if stride != 1:
-            self.shortcut = nn.Conv2d(into, out, 1, stride, bias=False)
-
-
 def resnet18() -> nn.Module:
-    layers: list[nn.Module] = [nn.Conv2d(3, 64, 3, 1, 1, bias=False), nn.BatchNorm2d(64)]
-    into = 64
-    for out, stride in ((64, 1), (128, 2), (256, 2), (512, 2)):
-        layers += [BasicBlock(into, out, stride), BasicBlock(out, out, 1)]
-        into = out
-    return nn.Sequential(*layers, nn.Linear(512, 10))
+    return network("resnet18", shape=(3, 32, 32), classes=10, seed=0)
 
 
 def gpt2(blocks: int) -> nn.Module:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from rekindle.blocks import find
 from rekindle.diagnosis import health
+from rekindle.lab.networks import network
 from rekindle.monitor import Monitor
 
 EVERY = 100
@@ -77,37 +78,8 @@ def mlp() -> nn.Sequential:
     return nn.Sequential(nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
 
 
-class Residual(nn.Module):
-    """The basic block of a ResNet."""
-
-    def __init__(self, fan: int, out: int, stride: int) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(fan, out, 3, stride, 1, bias=False)
-        self.norm1 = nn.BatchNorm2d(out)
-        self.conv2 = nn.Conv2d(out, out, 3, 1, 1, bias=False)
-        self.norm2 = nn.BatchNorm2d(out)
-        plain = stride == 1 and fan == out
-        self.skip = (
-            nn.Identity() if plain else nn.Sequential(nn.Conv2d(fan, out, 1, stride, bias=False), nn.BatchNorm2d(out))
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Two convolutions beside a shortcut."""
-        return F.relu(self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x))))) + self.skip(x))
-
-
-def resnet18() -> nn.Sequential:
-    layers: list[nn.Module] = [
-        nn.Conv2d(3, 64, 7, 2, 3, bias=False),
-        nn.BatchNorm2d(64),
-        nn.ReLU(),
-        nn.MaxPool2d(3, 2, 1),
-    ]
-    fan = 64
-    for out in (64, 128, 256, 512):
-        layers += [Residual(fan, out, 1 if out == 64 else 2), Residual(out, out, 1)]
-        fan = out
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 1000))
+def resnet18() -> nn.Module:
+    return network("resnet18", shape=(3, 224, 224), classes=1000, seed=0, stem="imagenet")
 
 
 def gpt2_small() -> nn.Module:

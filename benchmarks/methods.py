@@ -21,37 +21,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from rekindle import methods
+from rekindle.lab.networks import network
 from rekindle.methods.remedy import Remedy
-
-
-class Block(nn.Module):
-    """Two convolutions and a shortcut."""
-
-    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
-        super().__init__()
-        self.conv1, self.bn1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False), nn.BatchNorm2d(outputs)
-        self.conv2, self.bn2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False), nn.BatchNorm2d(outputs)
-        self.shortcut: nn.Module = nn.Identity()
-        if stride != 1 or inputs != outputs:
-            self.shortcut = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
-
-    def forward(self, x: Tensor) -> Tensor:  # noqa: D102
-        y = self.bn2(self.conv2(functional.relu(self.bn1(self.conv1(x)))))
-        return functional.relu(y + self.shortcut(x))
-
-
-class ResNet18(nn.Module):
-    """ResNet-18 for small images."""
-
-    def __init__(self, width: int = 16) -> None:
-        super().__init__()
-        self.stem, self.norm = nn.Conv2d(3, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width)
-        sizes = [(width, width, 1), (width, 2 * width, 2), (2 * width, 4 * width, 2), (4 * width, 8 * width, 2)]
-        self.stages = nn.Sequential(*(nn.Sequential(Block(i, o, s), Block(o, o, 1)) for i, o, s in sizes))
-        self.fc = nn.Linear(8 * width, 10)
-
-    def forward(self, x: Tensor) -> Tensor:  # noqa: D102
-        return self.fc(self.stages(functional.relu(self.norm(self.stem(x)))).mean((2, 3)))
 
 
 class GPTBlock(nn.Module):
@@ -95,7 +66,8 @@ def token_loss(model: nn.Module, batch: Any) -> Tensor:
 def setting(name: str) -> tuple[nn.Module, Any, Callable[[nn.Module, Any], Tensor]]:
     torch.manual_seed(0)
     if name == "resnet":
-        return ResNet18(), (torch.randn(32, 3, 32, 32), torch.randint(0, 10, (32,))), image_loss
+        model = network("resnet18", shape=(3, 32, 32), classes=10, seed=0, width=16)
+        return model, (torch.randn(32, 3, 32, 32), torch.randint(0, 10, (32,))), image_loss
     tokens = torch.randint(0, 256, (16, 65))
     return GPT(), (tokens[:, :-1], tokens[:, 1:]), token_loss
 

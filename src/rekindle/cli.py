@@ -1,4 +1,4 @@
-"""The command line: `rekindle inspect | plan | fire | compare | polar | report | doctor`."""
+"""The command line: `rekindle inspect | plan | fire | compare | polar | report | doctor | demo | lab`."""
 
 from __future__ import annotations
 

@@ -156,8 +156,8 @@ class _Job:
         settings = {"strength": self.strength, **self.solving, "dtype": _name(self.dtype)}
         settings |= {"optimizer_state": self.policy}
         name = identify(source.files(), plan.to_dict(), settings, _version(), torch.get_num_threads())
-        staging.lock()
         try:
+            staging.lock()
             journal = Journal.resume(staging.journal, name) if self.resume else None
             if journal is not None and journal.published(goal):  # killed after the renaming: only tidying is left
                 receipt = self._receipt(plan, journal, source, state)
@@ -182,7 +182,7 @@ class _Job:
             journal.mark_finished(staging.partial)
             staging.publish()
         except BaseException:
-            if not self.resume:
+            if staging.locked and not self.resume:
                 staging.clear()
             raise
         finally:

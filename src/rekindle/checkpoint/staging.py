@@ -31,6 +31,7 @@ class Staging:
         self.partial = target.with_name(f".{target.name}.rekindle-partial")
         self.journal = target.with_name(f".{target.name}.rekindle-journal")
         self.replaced = target.with_name(f".{target.name}.rekindle-replaced")
+        self.locked = False  # whether the job is ours, and so is what lies about
         self._lock: IO[bytes] | None = None
 
     def lock(self) -> None:
@@ -38,17 +39,19 @@ class Staging:
         try:
             import fcntl
         except ImportError:  # Windows
+            self.locked = True
             return
-        self._lock = self.journal.open("ab")
+        file = self.journal.open("ab")
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._lock, self.locked = file, True
         except OSError:
-            self._lock.close()
-            self._lock = None
+            file.close()
             raise CheckpointError(f"{self.target}: another rekindle is writing this output right now") from None
 
     def release(self) -> None:
         """Give the job back."""
+        self.locked = False
         if self._lock is not None:
             self._lock.close()
             self._lock = None

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from inspect import cleandoc
 from typing import Annotated
 
 import typer
 
 import rekindle
+from rekindle.commands import lab
 from rekindle.commands.compare import compare
+from rekindle.commands.demo import demo
 from rekindle.commands.doctor import doctor
 from rekindle.commands.fire import fire
 from rekindle.commands.inspect import inspect
@@ -28,6 +31,12 @@ A checkpoint goes in, a checkpoint comes out; no script is needed:
   [bold]rekindle fire[/] ./my-model -o ./rekindled [dim]· project onto isometries, certified[/]
 
   [bold]rekindle compare[/] ./my-model ./rekindled --html report.html [dim]· what changed[/]
+
+Or see it first, and compare remedies on streams of your own:
+
+  [bold]rekindle demo[/] [dim]· plasticity is lost; six remedies, live[/]
+
+  [bold]rekindle lab run[/] random-labels --seeds 5 [dim]· the laboratory[/]
 
 Exit codes: 0 fine, 1 findings (with --fail-on), 2 bad input. Results go to stdout, messages to stderr.
 """
@@ -57,6 +66,36 @@ def rekindle_(
     """The options that stand before a command."""
 
 
-for command in (inspect, plan, fire, compare, polar, report, doctor):
-    # A sentence that the source breaks over two lines is one line of help.
-    app.command(help=re.sub(r"(?<!\n)\n(?!\n) *", " ", cleandoc(command.__doc__ or "")))(command)
+_LAB_HELP = """Compare remedies fairly: the same data, start, optimizer and budget for all, on streams of tasks.
+
+A study is every arm on every seed in every setting. It can be killed and resumed, uses all cores or a Ray
+cluster, and reports paired differences with intervals.
+
+  [bold]rekindle lab list[/] [dim]· settings, arms, data[/]
+
+  [bold]rekindle lab run[/] random-labels --methods main --seeds 5 [dim]· or mine.yaml, or mine.py[/]
+
+  [bold]rekindle lab report[/] results/lab/random-labels --html report.html [dim]· the page[/]
+"""
+
+
+def _taught(words: str | None) -> str:
+    """A sentence that the source breaks over two lines is one line of help."""
+    return re.sub(r"(?<!\n)\n(?!\n) *", " ", cleandoc(words or ""))
+
+
+laboratory = typer.Typer(help=_taught(_LAB_HELP), rich_markup_mode="rich", no_args_is_help=True)
+_COMMANDS: tuple[Callable[..., None], ...] = (inspect, plan, fire, compare, polar, report, doctor, demo)
+_LABORATORY: dict[str, Callable[..., None]] = {
+    "list": lab.lab_list,
+    "run": lab.run,
+    "resume": lab.resume,
+    "show": lab.lab_show,
+    "report": lab.lab_report,
+    "fetch": lab.fetch,
+}
+for command in _COMMANDS:
+    app.command(help=_taught(command.__doc__))(command)
+for name, command in _LABORATORY.items():
+    laboratory.command(name, help=_taught(command.__doc__))(command)
+app.add_typer(laboratory, name="lab")

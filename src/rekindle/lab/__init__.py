@@ -1,1 +1,82 @@
-"""The laboratory: streams, networks, training and studies that compare remedies fairly."""
+"""The laboratory: streams, networks, training and studies that compare remedies fairly.
+
+    from rekindle import lab
+
+    study = lab.Study.load("random-labels", methods=["main", "controls"], seeds=5)
+    study.run()
+    print(study.results().table())
+
+`lab.stream`, `lab.network` and `lab.arm` register your own. Each name is imported when it is first used.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rekindle.lab.arms import ARMS, GROUPS, Arm
+    from rekindle.lab.arms import register as arm
+    from rekindle.lab.networks import register as network
+    from rekindle.lab.protocols import SETTINGS
+    from rekindle.lab.results import Results
+    from rekindle.lab.settings import Setting, setting
+    from rekindle.lab.sources import Examples, Stream, Task, Text, replay
+    from rekindle.lab.streams import STREAMS
+    from rekindle.lab.streams import register as stream
+    from rekindle.lab.study import Study
+    from rekindle.lab.train import Run, execute
+
+_HOME = {
+    "ARMS": "arms",
+    "GROUPS": "arms",
+    "SETTINGS": "protocols",
+    "STREAMS": "streams",
+    "Arm": "arms",
+    "Examples": "sources",
+    "Results": "results",
+    "Run": "train",
+    "Setting": "settings",
+    "Stream": "sources",
+    "Study": "study",
+    "Task": "sources",
+    "Text": "sources",
+    "arm": "arms.register",
+    "execute": "train",
+    "network": "networks.register",
+    "replay": "sources",
+    "setting": "settings",
+    "stream": "streams.register",
+}
+__all__ = [
+    "ARMS",
+    "GROUPS",
+    "SETTINGS",
+    "STREAMS",
+    "Arm",
+    "Examples",
+    "Results",
+    "Run",
+    "Setting",
+    "Stream",
+    "Study",
+    "Task",
+    "Text",
+    "arm",
+    "execute",
+    "network",
+    "replay",
+    "setting",
+    "stream",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'rekindle.lab' has no attribute {name!r}")
+    home, _, attribute = _HOME[name].partition(".")
+    found = getattr(import_module(f"rekindle.lab.{home}"), attribute or name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -2,34 +2,24 @@
 
 Everything that matters is plain HTML, so that it is there without scripts and on paper; the script sorts, filters
 and draws the large spectrum of a layer when it is opened. Names only ever become text: they are escaped here, set
-as textContent there, and the content policy of the page runs no script but ours and fetches nothing.
+as textContent there.
 """
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import json
 import math
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from typing import Any
 
 from rekindle.report.charts import DFI_BOUNDS, DRIFT_BOUNDS, RANK_BOUNDS, heat_map
+from rekindle.report.frame import banner, document, header
 from rekindle.report.sections import findings, glossary, numbers, plan, reasons, receipt, reproduce
 from rekindle.report.table import layer_table
-from rekindle.report.view import Headline, Row, headline, rows, sides
-from rekindle.report.words import CHANGES, MEASURES, RECORD, number, plural, size, text
+from rekindle.report.view import Row, headline, rows, sides
+from rekindle.report.words import CHANGES, MEASURES, RECORD, number, plural, size
 
 _TITLES = {"inspect": "Health of {}", "fire": "FIRE on {}", "compare": "{} against {}"}
-_FLAME = "M12 2c1 4 6 6 6 12a6 6 0 0 1-12 0c0-3 2-4 2-7 2 1 3 2 3 4 1-2 2-5 1-9z"
-_ICONS = {
-    "healthy": "M5 13l4 4L19 7",
-    "done": "M5 13l4 4L19 7",
-    "watch": "M12 6v8M12 18v.5",
-    "act": "M7 7l10 10M17 7L7 17",
-    "plan": "M6 8h12M6 12h12M6 16h8",
-}
 
 
 def render(data: Mapping[str, Any]) -> str:
@@ -42,17 +32,9 @@ def render(data: Mapping[str, Any]) -> str:
     table = rows(data)
     first = headline(data, table)
     title = _title(data)
-    style, script = (files("rekindle.report").joinpath(name).read_text() for name in ("style.css", "script.js"))
-    # Only a script with this digest runs, whatever a name in the data holds.
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    policy = (
-        f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; img-src data:; base-uri 'none'"
-    )
     body = "".join(
         (
-            _header(data, title),
-            '<main id="main">',
-            _verdict(first),
+            banner(first.level, first.word, first.sentence, first.more),
             numbers(data, table),
             findings(data, table),
             layer_table(data, table),
@@ -62,23 +44,14 @@ def render(data: Mapping[str, Any]) -> str:
             reasons(data),
             reproduce(data),
             glossary(data),
-            "</main>",
         )
     )
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
-        '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        '<meta name="color-scheme" content="light dark">'
-        f'<link rel="icon" href="data:,"><title>{text(title)} · rekindle</title><style>{style}</style></head>'
-        f'<body><a class="skip" href="#main">Skip to the result</a>{body}'
-        f'<script type="application/json" id="data">{_embedded(data, table)}</script>'
-        f"<script>{script}</script></body></html>"
-    )
+    script = files("rekindle.report").joinpath("script.js").read_text()
+    return document(title, header(title, _facts(data)), body, script=script, data=_embedded(data, table))
 
 
-def _embedded(data: Mapping[str, Any], table: Sequence[Row]) -> str:
-    """What the script needs to show a layer that is opened; no `<` survives, so nothing can end the element."""
+def _embedded(data: Mapping[str, Any], table: Sequence[Row]) -> dict[str, Any]:
+    """What the script needs to show a layer that is opened."""
     layers = [
         {
             "name": row.name,
@@ -92,8 +65,7 @@ def _embedded(data: Mapping[str, Any], table: Sequence[Row]) -> str:
         for row in table
     ]
     words = {"measures": MEASURES, "changes": CHANGES, "record": RECORD, "sides": sides(data)}
-    packed = json.dumps({"layers": layers, "words": words}, separators=(",", ":"), allow_nan=False)
-    return packed.replace("<", "\\u003c").replace("&", "\\u0026")
+    return {"layers": layers, "words": words}
 
 
 def _known(numbers: Mapping[str, Any]) -> dict[str, Any]:
@@ -114,7 +86,7 @@ def _title(data: Mapping[str, Any]) -> str:
     return _TITLES.get(str(data.get("command")), "Report on {}").format(source or "a model")
 
 
-def _header(data: Mapping[str, Any], title: str) -> str:
+def _facts(data: Mapping[str, Any]) -> list[str]:
     facts = []
     for key in ("source", "target") if data.get("command") == "compare" else ("source",):
         about = data.get(key)
@@ -124,23 +96,7 @@ def _header(data: Mapping[str, Any], title: str) -> str:
                 f"{which}{about['name']}: {about['format']}, {plural(about['tensors'], 'tensor')}, "
                 f"{plural(about['numbers'], 'number')} ({', '.join(about['dtypes'])}), {size(about['bytes'])}"
             )
-    lines = "".join(f"<p>{text(fact)}</p>" for fact in facts)
-    return (
-        '<header><div class="top"><span class="mark"><svg viewBox="0 0 24 24" aria-hidden="true">'
-        f'<path d="{_FLAME}"/></svg>rekindle</span>'
-        '<button type="button" id="theme" hidden>Dark</button></div>'
-        f"<h1>{text(title)}</h1>{lines}</header>"
-    )
-
-
-def _verdict(first: Headline) -> str:
-    more = "".join(f"<p>{text(line)}</p>" for line in first.more)
-    return (
-        f'<section class="verdict {text(first.level)}" aria-label="Verdict">'
-        f'<svg viewBox="0 0 24 24" aria-hidden="true"><path d="{_ICONS.get(first.level, _ICONS["plan"])}"/></svg>'
-        f'<div><p class="word">{text(first.word)}</p>'
-        f'<p class="said">{text(first.sentence)}</p>{more}</div></section>'
-    )
+    return facts
 
 
 def _maps(data: Mapping[str, Any], table: Sequence[Row]) -> str:

@@ -1,0 +1,273 @@
+"""The arms of a comparison: a remedy with its options and when it is applied. Every arm is a small dataclass.
+
+An arm names a method of `rekindle.methods` (or one that `register` added), so that a run can be written down, hashed
+and sent to another machine; `build` makes the method itself.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from rekindle import methods, optimizers
+from rekindle.cost import Meter
+from rekindle.lab.settings import Setting
+from rekindle.methods.parameters import chosen
+from rekindle.methods.remedy import Remedy
+from rekindle.receipt import Batch, Loss, Receipt
+
+Factory = Callable[..., Any]
+F = TypeVar("F", bound=Factory)
+
+# What touches weight matrices block by block takes the setting's targets, so that all touch the same ones.
+_MATRIX = ("FIRE", "RandomIsometry", "Rescale", "FreshAtNorm", "SingularClip")
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A remedy as a study sees it.
+
+    method: a class in `rekindle.methods` or a registered name; None does nothing.
+    when: "boundary" (at the start of every task but the first), "epoch" (at the start of every epoch but the
+        first) or a number of steps; methods that act at every step or through the loss do so whatever this says.
+    lr: multiplies the setting's learning rate. optimizer, optimizer_options: instead of the setting's own.
+    tuning: what may be tried instead, as changes of this arm's fields; `options` there are added to its own.
+
+    >>> Arm("gentle fire", "FIRE", {"strength": 0.5}).build().settings()
+    {'recalibrate': False, 'strength': 0.5}
+    """
+
+    name: str
+    method: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    when: str | int = "boundary"
+    lr: float | None = None
+    optimizer: str | None = None
+    optimizer_options: Mapping[str, Any] = field(default_factory=dict)
+    tuning: tuple[Mapping[str, Any], ...] = ()
+    about: str = ""
+
+    def __post_init__(self) -> None:
+        if self.when not in ("boundary", "epoch") and not (isinstance(self.when, int) and self.when > 0):
+            raise ValueError(f'arm {self.name!r}: when={self.when!r} is neither "boundary", "epoch" nor a step count')
+        object.__setattr__(self, "tuning", tuple(self.tuning))
+
+    def within(self, setting: Setting) -> Arm:
+        """The arm with the options that the setting has for it; the arm's own options win."""
+        options = {**setting.coefficients.get(self.name, {}), **self.options}
+        if self.method in _MATRIX:
+            options.setdefault("targets", setting.matrices())
+        return replace(self, options=options)
+
+    def build(self) -> Any:
+        """The method, new; None for an arm that does nothing."""
+        if self.method is None:
+            return None
+        try:
+            return factory(self.method)(**self.options)
+        except TypeError as error:
+            raise ValueError(f"arm {self.name!r}: {self.method} does not take {dict(self.options)}: {error}") from error
+
+    def variants(self) -> list[Arm]:
+        """The arm and what may be tried instead: the budget that tuning has, which is the same for every arm.
+
+        >>> [arm.options for arm in Arm("s&p", "ShrinkPerturb", tuning=({"options": {"coefficient": 0.5}},)).variants()]
+        [{}, {'coefficient': 0.5}]
+        """
+        found = [self]
+        for change in self.tuning:
+            merged = {**change, "options": {**self.options, **change.get("options", {})}}
+            found.append(replace(self, **merged))
+        return found
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields, as JSON holds them."""
+        return {**asdict(self), "tuning": [dict(each) for each in self.tuning]}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Arm:
+        """An arm from what `to_dict` gave."""
+        unknown = set(data) - {f.name for f in fields(cls)}
+        if unknown:
+            raise ValueError(f"an arm has no field {sorted(unknown)[0]!r}; it has {[f.name for f in fields(cls)]}")
+        return cls(**data)
+
+
+class OptimizerReset(Remedy):
+    """A control for every remedy that comes with a new optimizer: all weights stay, all optimizer state is dropped.
+
+    >>> model = nn.Linear(2, 1)
+    >>> adam = torch.optim.Adam(model.parameters())
+    >>> model(torch.ones(1, 2)).sum().backward(); adam.step()
+    >>> OptimizerReset()(model, adam).optimizer.parameters
+    2
+    """
+
+    name = "optimizer-reset"
+
+    def __call__(
+        self,
+        model: nn.Module,
+        optimizer: Any = None,
+        *,
+        batches: Iterable[Batch] | None = None,
+        loss: Loss | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Receipt:
+        """Start every slot afresh."""
+        meter = Meter()
+        done = optimizers.reset(optimizer, chosen(model, "trainable"), policy="fresh")
+        return Receipt(self.name, (), {}, {}, done, seconds=meter.seconds, memory=meter.memory)
+
+
+_own: dict[str, Factory] = {"OptimizerReset": OptimizerReset}
+
+
+def factory(name: str) -> Factory:
+    """What makes the method of this name."""
+    if name in _own:
+        return _own[name]
+    if name in methods.__all__ and inspect.isclass(getattr(methods, name)):
+        found: Factory = getattr(methods, name)
+        return found
+    known = [each for each in (*methods.__all__, *_own) if each != "muon"]
+    close = difflib.get_close_matches(name, known, 1)
+    hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(known)}"
+    raise ValueError(f"there is no method {name!r}; {hint}")
+
+
+def register(name: str, **fields: Any) -> Callable[[F], F]:
+    """Add an own arm: a class or function whose call gives a method; fields are those of `Arm`.
+
+    A method is anything that `rekindle.receipt.Method` describes; `moment`, `remember` and `observe` are used where
+    it has them.
+
+    >>> @register("zeroed", about="all weights become zero")
+    ... class Zeroed(Remedy):
+    ...     def __call__(self, model, optimizer=None, **_):
+    ...         for parameter in model.parameters():
+    ...             parameter.data.zero_()
+    ...         return Receipt("zeroed")
+    >>> arms("zeroed")[0].build()
+    Zeroed()
+    """
+
+    def keep(made: F) -> F:
+        _own[name] = made
+        ARMS[name] = Arm(name, name, **fields)
+        return made
+
+    return keep
+
+
+def arms(names: str | Arm | Iterable[str | Arm]) -> list[Arm]:
+    """The arms that these names mean, groups spread out, each once.
+
+    >>> [arm.name for arm in arms(["nothing", "solvers"])]
+    ['nothing', 'fire', 'fire-10', 'fire-5']
+    """
+    found: dict[str, Arm] = {}
+    for name in [names] if isinstance(names, str | Arm) else names:
+        if isinstance(name, Arm):
+            found[name.name] = name
+            continue
+        inside = list(ARMS) if name == "all" else GROUPS.get(name, [name])
+        for each in inside:
+            if each not in ARMS:
+                close = difflib.get_close_matches(each, [*ARMS, *GROUPS, "all"], 1)
+                hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join((*ARMS, *GROUPS, 'all'))}"
+                raise ValueError(f"there is no arm or group {each!r}; {hint}")
+            found.setdefault(each, ARMS[each])
+    return list(found.values())
+
+
+def _options(name: str, *values: Any) -> tuple[Mapping[str, Any], ...]:
+    return tuple({"options": {name: value}} for value in values)
+
+
+_HALF = {"lr": 0.5}
+_STRONG = _options("coefficient", 1e-4, 1e-2)
+
+ARMS: dict[str, Arm] = {
+    arm.name: arm
+    for arm in (
+        Arm("nothing", tuning=(_HALF, {"lr": 0.25}, {"lr": 2.0}), about="train on"),
+        Arm("full-reset", "FullReset", tuning=(_HALF, {"lr": 0.25}, {"lr": 2.0}), about="all weights drawn anew"),
+        Arm("shrink-perturb", "ShrinkPerturb", tuning=(_HALF, *_options("coefficient", 0.5, 0.95))),
+        Arm("shrink-perturb-fresh", "ShrinkPerturb", {"noise": "fresh"}, tuning=_options("coefficient", 0.5, 0.95)),
+        Arm("dash", "DASH", tuning=(_HALF, *_options("lam", 0.0, 0.3))),
+        Arm("redo", "ReDo", when="epoch", tuning=(_HALF, *_options("tau", 0.0, 0.1))),
+        Arm("regrama", "ReGraMa", when="epoch", tuning=(_HALF, *_options("tau", 0.0, 0.1))),
+        Arm("continual-backprop", "ContinualBackprop", tuning=(_HALF, *_options("replacement_rate", 1e-5, 1e-3))),
+        Arm("self-normalized-reset", "SelfNormalizedReset", tuning=(_HALF, *_options("percentile", 0.96, 0.92))),
+        Arm("l2-init", "L2Init", tuning=(_HALF, *_STRONG)),
+        Arm("parseval", "Parseval", tuning=(_HALF, *_STRONG)),
+        Arm("spectral", "SpectralRegulariser", tuning=(_HALF, *_STRONG)),
+        Arm("isometry-loss", "IsometryLoss", tuning=(_HALF, *_STRONG)),
+        Arm(
+            "weight-decay",
+            optimizer="adamw",
+            optimizer_options={"weight_decay": 0.1},
+            tuning=(_HALF, {"optimizer_options": {"weight_decay": 1.0}}, {"optimizer_options": {"weight_decay": 0.01}}),
+        ),
+        Arm("weight-clip", "WeightClip", tuning=(_HALF, *_options("kappa", 1.0, 3.0))),
+        Arm("normalize-project", "NormalizeAndProject", tuning=(_HALF, {"lr": 0.25}, {"lr": 2.0})),
+        Arm("upgd", "UPGD", tuning=(_HALF, {"lr": 0.25}, {"lr": 2.0})),
+        Arm("hare-tortoise", "HareTortoise", tuning=(_HALF, *_options("momentum", 0.99, 0.9999))),
+        Arm("injection", "PlasticityInjection", tuning=(_HALF, {"lr": 0.25}, {"lr": 2.0})),
+        Arm("layer-norm-reset", "LayerNormReset", about="normalisation layers start again"),
+        Arm("muon", optimizer="muon", optimizer_options={"lr": 1e-2}, tuning=(_HALF, {"lr": 0.25}, {"lr": 2.0})),
+        Arm("fire", "FIRE", tuning=(_HALF, *_options("scale", "nearest", "norm"))),
+        Arm("optimizer-reset", "OptimizerReset", about="the weights stay, the optimizer starts again"),
+        Arm("rescale", "Rescale", about="the old directions at FIRE's norm"),
+        Arm("random-isometry", "RandomIsometry", tuning=(_HALF, *_options("scale", "nearest", "norm"))),
+        Arm("random-isometry-nearest", "RandomIsometry", {"scale": "nearest"}),
+        Arm("fresh-at-norm", "FreshAtNorm", about="new directions at the old norm"),
+        Arm("head-reset", "HeadReset", about="only the output layer is drawn anew"),
+        Arm("fire-10", "FIRE", {"solver": "paper", "steps": 10}, about="the released solver, 10 steps"),
+        Arm("fire-5", "FIRE", {"solver": "paper", "steps": 5}, about="the released solver, 5 steps"),
+        Arm("fire-nearest", "FIRE", {"scale": "nearest"}),
+        Arm("fire-norm", "FIRE", {"scale": "norm"}),
+        Arm("fire-init", "FIRE", {"scale": "init:kaiming"}),
+        Arm("fire-half", "FIRE", {"strength": 0.5}),
+        Arm("fire-qk", "FIRE", {"targets": "attention.qk"}),
+        Arm("fire-attention", "FIRE", {"targets": "attention"}),
+        Arm("fire-mlp", "FIRE", {"targets": "mlp"}),
+        Arm("fire-no-head", "FIRE", {"targets": "auto"}),
+        Arm("fire-all", "FIRE", {"targets": "all"}, about="embeddings too"),
+        Arm("fire-state-fresh", "FIRE", {"optimizer_state": "fresh"}),
+        Arm("fire-state-moments", "FIRE", {"optimizer_state": "moments"}),
+        Arm("fire-state-step", "FIRE", {"optimizer_state": "step"}),
+        Arm("fire-state-none", "FIRE", {"optimizer_state": "none"}),
+    )
+}
+
+GROUPS: dict[str, list[str]] = {
+    "main": ["nothing", "full-reset", "shrink-perturb", "dash", "redo", "l2-init", "fire"],
+    "demo": ["nothing", "full-reset", "shrink-perturb", "redo", "l2-init", "fire"],
+    "controls": ["optimizer-reset", "rescale", "random-isometry", "fresh-at-norm", "head-reset"],
+    "solvers": ["fire", "fire-10", "fire-5"],
+    "scales": ["fire", "fire-nearest", "fire-norm", "fire-init"],
+    "targets": ["fire", "fire-no-head", "fire-qk", "fire-attention", "fire-mlp", "fire-all"],
+    "states": ["fire-state-fresh", "fire-state-moments", "fire-state-step", "fire-state-none"],
+    "nearness": ["nothing", "fire", "random-isometry", "fire-nearest", "random-isometry-nearest", "full-reset"],
+    "continuous": [
+        "l2-init",
+        "parseval",
+        "spectral",
+        "isometry-loss",
+        "weight-decay",
+        "weight-clip",
+        "normalize-project",
+        "upgd",
+        "continual-backprop",
+        "self-normalized-reset",
+        "muon",
+    ],
+}

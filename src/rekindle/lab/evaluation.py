@@ -1,0 +1,138 @@
+"""What a network can do at one moment: accuracy and loss, how far its function moved, and its health."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from rekindle.diagnosis import health
+from rekindle.lab.sources import Examples
+
+_AT_ONCE = 500  # rows a forward pass
+
+
+class Score(NamedTuple):
+    """Accuracy and mean loss; a loss that is not finite is None."""
+
+    accuracy: float
+    loss: float | None
+
+
+def loss_of(model: nn.Module, batch: Any) -> Tensor:
+    """Cross entropy, the loss of every stream; text has one answer a token.
+
+    >>> round(loss_of(nn.Flatten(), (torch.zeros(2, 4), torch.tensor([0, 1]))).item(), 4)  # ln 4
+    1.3863
+    """
+    logits = model(batch[0])
+    return cross_entropy(logits.flatten(0, -2), batch[1].flatten())
+
+
+def finite(value: float) -> float | None:
+    """The number, None where it is NaN or infinite: rows hold JSON."""
+    return value if math.isfinite(value) else None
+
+
+def mean(values: Iterable[float | None]) -> float | None:
+    """The mean; None of nothing or where one is None.
+
+    >>> mean([1.0, 3.0]), mean([]), mean([1.0, None])
+    (2.0, None, None)
+    """
+    known = list(values)
+    present = [value for value in known if value is not None]
+    return math.fsum(present) / len(present) if present and len(present) == len(known) else None
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, data: Examples) -> Score:
+    """Accuracy and loss in evaluation mode.
+
+    >>> data = Examples(torch.eye(3), torch.tensor([0, 1, 0]))
+    >>> round(evaluate(nn.Identity(), data).accuracy, 3)
+    0.667
+    """
+    right, loss, count = 0.0, 0.0, 0
+    with evaluating(model):
+        for x, y in zip(torch.split(data.x, _AT_ONCE), torch.split(data.y, _AT_ONCE), strict=True):
+            logits, labels = model(x).flatten(0, -2), y.flatten()
+            right += float((logits.argmax(-1) == labels).sum())
+            loss += float(cross_entropy(logits, labels, reduction="sum"))
+            count += len(labels)
+    return Score(right / count, finite(loss / count))
+
+
+def average(scores: Sequence[Score]) -> tuple[float | None, float | None]:
+    """Mean accuracy and mean loss."""
+    return mean(score.accuracy for score in scores), mean(score.loss for score in scores)
+
+
+@torch.no_grad()
+def log_probabilities(model: nn.Module, x: Tensor) -> Tensor:
+    """What the network answers, (…, classes)."""
+    with evaluating(model):
+        return torch.cat([model(part).log_softmax(-1) for part in torch.split(x, _AT_ONCE)])
+
+
+def drift_of(before: Tensor, after: Tensor) -> float | None:
+    """How far the function moved: the mean Kullback–Leibler divergence of new answers from old ones.
+
+    >>> p = torch.tensor([[0.5, 0.5]]).log()
+    >>> drift_of(p, p), round(drift_of(p, torch.tensor([[0.75, 0.25]]).log()), 4)
+    (0.0, 0.1438)
+    """
+    moved = float((before.exp() * (before - after)).sum(-1).mean())
+    return None if not math.isfinite(moved) else max(0.0, moved)  # rounding may leave it just below zero
+
+
+def look(model: nn.Module, data: Examples) -> dict[str, float | None] | None:
+    """The health numbers that a study follows: shares of units, ranks and deviation, and the norm of all weights.
+
+    `dormant` is the share of units whose activity is at most 0.025 of their layer's mean, `effective_rank` the mean
+    over layers of feature rank ÷ what it could be, `dfi` the scale-free deviation from isometry per dimension.
+    None stands for what could not be measured.
+    """
+    try:
+        found = health(model, [data.some(256).x])
+    except (ValueError, RuntimeError, TypeError):  # a diverged network, or one that activity cannot read
+        return None
+    ranks = [u["feature_rank"] / u["rank_limit"] for u in found.units.values() if "feature_rank" in u]
+    return {
+        "dormant": _known(found.whole.get("dormant")),
+        "dormant_worst": _known(found.whole.get("dormant_worst")),
+        "dead": _known(found.whole.get("dead")),
+        "effective_rank": mean(map(_known, ranks)),
+        "dfi": _known(found.whole.get("dfi_scale_free")),
+        "norm": _known(found.whole.get("weight_norm")),
+    }
+
+
+def _known(value: float | None) -> float | None:
+    return None if value is None else finite(value)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode inside, and the mode of every module as it was afterwards.
+
+    >>> layer = nn.Dropout()
+    >>> with evaluating(layer):
+    ...     print(layer.training)
+    False
+    >>> layer.training
+    True
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    for module, _ in modes:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode

@@ -1,0 +1,216 @@
+"""Which pictures a study has: curves of the headline, differences, retention, health, and views over all streams."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from rekindle.lab.canvas import COLOURS, Picture
+from rekindle.lab.contest import FIRE, NOTHING, Contest
+from rekindle.lab.pictures import Dot, Interval, Line, curves, forest, scatter
+from rekindle.lab.wording import measure
+
+_KNOWN_FIRST = (FIRE, NOTHING, "full-reset")
+_HEALTH = ("dormant", "effective_rank", "dfi", "norm")
+_REFERENCES = (NOTHING, "full-reset", "random-isometry")
+_FITTING, _GENERALISING = "online_accuracy", "test_accuracy"
+
+
+def shown_arms(contest: Contest) -> list[str]:
+    """The arms that get a colour: FIRE, nothing and the full reset, then the best of the others."""
+    first = [arm for arm in _KNOWN_FIRST if arm in contest.values]
+    rest = [arm for arm in contest.ranked if arm not in first]
+    chosen = [*first, *rest[: COLOURS - len(_KNOWN_FIRST)]]
+    # In the order of the study, so that a colour does not change with the result where all arms have one.
+    order = [arm for arm in contest.values if arm in chosen]
+    return [arm for arm in _KNOWN_FIRST if arm in order] + [arm for arm in order if arm not in _KNOWN_FIRST]
+
+
+def learning(contest: Contest) -> list[Picture]:
+    """The headline over the tasks, and the test measure beside it where there is one."""
+    drawn = []
+    key = str(contest.setting["headline"])
+    other = {"online_accuracy": "test_accuracy", "online_loss": "test_loss"}.get(key)
+    for each in (key, other):
+        if each is None:
+            continue
+        measured = measure(each)
+        lines = _lines(contest, each)
+        if not lines or (each != key and key.startswith("online") and _meaningless(contest, each)):
+            continue
+        classes = contest.setting.get("classes")
+        level = (100.0 / classes, "chance") if measured.unit == "%" and isinstance(classes, int) and classes else None
+        drawn.append(
+            curves(
+                f"{measured.name.capitalize()} on each task",
+                lines,
+                x="task",
+                y=measured.axis,
+                named=shown_arms(contest),
+                level=level,
+                start=0.0 if measured.unit == "%" else None,
+                note=_bands(contest),
+            )
+        )
+    return drawn
+
+
+def differences(contest: Contest) -> list[Picture]:
+    """Each arm minus doing nothing, and FIRE minus the references."""
+    measured = contest.headline
+    against = [
+        _interval(contest, arm, NOTHING, arm)
+        for arm in contest.ranked
+        if arm != NOTHING and contest.against(arm, NOTHING) is not None
+    ]
+    if not against:
+        return []
+    better, worse = ("better", "worse") if measured.higher else ("worse", "better")
+    return [
+        forest(
+            f"{measured.name.capitalize()}: each arm minus doing nothing, paired by seed",
+            [each for each in against if each is not None],
+            x=f"difference, {measured.step}" if measured.step else "difference",
+            better=better,
+            worse=worse,
+            named=shown_arms(contest),
+        )
+    ]
+
+
+def retention(contest: Contest) -> list[Picture]:
+    """What is left of earlier tasks right after the remedy, and at the end of each task."""
+    measured = measure("old_accuracy" if contest.headline.unit == "%" else "old_loss")
+    key = "old_accuracy" if contest.headline.unit == "%" else "old_loss"
+    drawn = []
+    for title, each in (
+        ("when a task begins, right after the remedy", f"{key}_start"),
+        ("when a task ends", key),
+    ):
+        lines = _lines(contest, each)
+        if lines:
+            drawn.append(
+                curves(
+                    f"{measured.name.capitalize()}, {title}",
+                    lines,
+                    x="task",
+                    y=measured.axis,
+                    named=shown_arms(contest),
+                    size=(640, 300),
+                )
+            )
+    return drawn
+
+
+def health(contest: Contest) -> list[Picture]:
+    """Measures of the network at the end of each task."""
+    drawn = []
+    for key in _HEALTH:
+        measured = measure(key)
+        lines = _lines(contest, "health", key)
+        if lines:
+            name = measured.name[0].upper() + measured.name[1:]
+            drawn.append(
+                curves(name, lines, x="task", y=measured.axis, named=shown_arms(contest), start=0.0, size=(640, 280))
+            )
+    return drawn
+
+
+def over_streams(found: Sequence[Contest]) -> list[Picture]:
+    """FIRE minus nothing, minus a full reset and minus a random isometry, a line a stream; wins to the right.
+
+    Streams measure different things, so that each difference is a share of what the first task had.
+    """
+    lines = []
+    for reference in _REFERENCES:
+        for contest in found:
+            difference, scale = contest.against(FIRE, reference), _first(contest)
+            if difference is None or not scale:
+                continue
+            sign = 100.0 / scale * (1 if contest.headline.higher else -1)
+            ends = sorted(sign * end for end in (difference.low, difference.high) if end is not None)
+            low, high = ends if len(ends) == 2 else (None, None)
+            lines.append(
+                Interval(contest.name, sign * difference.mean, low, high, f"FIRE minus {reference}", reference)
+            )
+    if not lines:
+        return []
+    return [
+        forest(
+            "FIRE against three references, stream by stream",
+            lines,
+            x="paired difference, % of the first task's value; for losses the sign is turned",
+            better="FIRE better",
+            worse="FIRE worse",
+            named=shown_arms(found[0]),
+        )
+    ]
+
+
+def trade_off(found: Sequence[Contest]) -> list[Picture]:
+    """Fitting against generalising where both were measured on different streams: the scales of FIRE above all."""
+    fitting = next((c for c in found if c.setting["headline"] == _FITTING), None)
+    general = next((c for c in found if c.setting["headline"] == _GENERALISING), None)
+    if fitting is None or general is None:
+        return []
+    both = [arm for arm in shown_arms(fitting) if arm in general.values]
+    dots = []
+    for arm in both:
+        x, y = fitting.interval(arm), general.interval(arm)
+        dots.append(Dot(arm, 100 * x.mean, 100 * y.mean, _ends(x.low, x.high), _ends(y.low, y.high)))
+    if len(dots) < 2:
+        return []
+    return [
+        scatter(
+            "Fitting against generalising",
+            dots,
+            x=f"{fitting.name}: accuracy while learning, %",
+            y=f"{general.name}: test accuracy, %",
+            note="Crosses are 95 % intervals over the seeds. Up and to the right is better.",
+        )
+    ]
+
+
+def _lines(contest: Contest, *keys: str) -> list[Line]:
+    """Curves of a measure in its unit; a band ends where the measure does, whatever few seeds make of its interval."""
+    measured = measure(keys[-1].removesuffix("_start"))
+    top = 100.0 if measured.unit == "%" else math.inf
+    return [
+        replace(line, low=[_within(v, top) for v in line.low], high=[_within(v, top) for v in line.high])
+        for line in contest.lines(*keys, times=measured.times)
+    ]
+
+
+def _within(value: float | None, top: float) -> float | None:
+    return None if value is None else min(max(value, 0.0), top)
+
+
+def _interval(contest: Contest, arm: str, reference: str, label: str) -> Interval | None:
+    difference = contest.against(arm, reference)
+    if difference is None:
+        return None
+    times = contest.headline.times
+    low, high = (None if end is None else times * end for end in (difference.low, difference.high))
+    return Interval(label, times * difference.mean, low, high)
+
+
+def _ends(low: float | None, high: float | None) -> tuple[float, float] | None:
+    return None if low is None or high is None else (100 * low, 100 * high)
+
+
+def _first(contest: Contest) -> float | None:
+    """The mean of the first task over all runs: what a fresh network reaches there."""
+    key = str(contest.setting["headline"])
+    values = [t[0][key] for s in contest.tasks.values() for t in s.values() if t and t[0].get(key) is not None]
+    return abs(sum(values) / len(values)) if values else None
+
+
+def _meaningless(contest: Contest, key: str) -> bool:
+    """Test accuracy of random labels is chance by construction: no picture."""
+    return "random" in str(contest.setting.get("stream", ""))
+
+
+def _bands(contest: Contest) -> str:
+    count = len(contest.seeds)
+    return f"Mean over {count} seeds with its 95 % interval." if count > 1 else "One seed: no intervals."

@@ -1,0 +1,169 @@
+"""What a run's rows come to: one number a metric. Rows are those of `rekindle.lab.execute`; only tasks count.
+
+A number that was not measured is None, never 0. Where the setting's headline is a loss, so is everything else here,
+and less is better.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from rekindle.lab.evaluation import mean
+from rekindle.lab.settings import Setting
+
+Row = dict[str, Any]
+
+__all__ = [
+    "auc",
+    "drift",
+    "drop",
+    "final",
+    "first_task",
+    "headline",
+    "recovery",
+    "remedy_seconds",
+    "retention",
+    "retention_after_remedy",
+    "summary",
+    "tasks",
+    "valid_stream",
+]
+
+
+def tasks(rows: Iterable[Row]) -> list[Row]:
+    """The rows of tasks, in order."""
+    return sorted((row for row in rows if row.get("kind", "task") == "task"), key=lambda row: int(row["task"]))
+
+
+def headline(rows: Iterable[Row], setting: Setting) -> float | None:
+    """The setting's metric, averaged over its last tasks.
+
+    >>> rows = [{"kind": "task", "task": i, "online_accuracy": i / 4} for i in range(4)]
+    >>> headline(rows, Setting("tiny", "random-labels", "mlp", last=2))
+    0.625
+    """
+    return final(rows, setting.headline, setting.last)
+
+
+def final(rows: Iterable[Row], metric: str, last: int) -> float | None:
+    """Any metric of the rows, averaged over the last tasks; None if one of them lacks it (it diverged)."""
+    return mean(row[metric] for row in tasks(rows)[-last:])
+
+
+def first_task(rows: Iterable[Row], setting: Setting) -> float | None:
+    """The setting's metric in the first task: what the network can do before it could lose anything."""
+    found = tasks(rows)
+    return found[0][setting.headline] if found else None
+
+
+def auc(rows: Iterable[Row], setting: Setting) -> float | None:
+    """The area under the learning curve of the whole stream: the online metric, averaged over all steps.
+
+    >>> rows = [{"kind": "task", "task": 0, "steps": 10, "online_accuracy": 1.0}]
+    >>> rows += [{"kind": "task", "task": 1, "steps": 30, "online_accuracy": 0.0}]
+    >>> auc(rows, Setting("tiny", "random-labels", "mlp"))
+    0.25
+    """
+    metric = "online_loss" if setting.falling else "online_accuracy"
+    found = tasks(rows)
+    steps: int = sum(row["steps"] for row in found)
+    if not steps or any(row[metric] is None for row in found):
+        return None
+    return math.fsum(row["steps"] * row[metric] for row in found) / steps
+
+
+def drop(rows: Iterable[Row], setting: Setting) -> float | None:
+    """What the remedy costs at once: the mean fall of accuracy (or rise of loss) on the task just learned.
+
+    None for an arm that does nothing at boundaries.
+
+    >>> remedy = {"accuracy_before": 0.9, "accuracy_after": 0.5}
+    >>> drop([{"kind": "task", "task": 1, "remedy": remedy}], Setting("tiny", "random-labels", "mlp"))
+    0.4
+    """
+    name, sign = ("loss", -1) if setting.falling else ("accuracy", 1)
+    pairs = [(r[f"{name}_before"], r[f"{name}_after"]) for r in _remedies(rows)]
+    return mean(None if before is None or after is None else sign * (before - after) for before, after in pairs)
+
+
+def recovery(rows: Iterable[Row]) -> float | None:
+    """The mean number of steps until learning was back where it was before the boundary.
+
+    A task that never got there counts with all its steps, so the mean is a lower bound then.
+    """
+    found = [row for row in tasks(rows) if row.get("remedy")]
+    counts = [row["remedy"]["recovery_steps"] for row in found]
+    return mean(float(row["steps"] if count is None else count) for row, count in zip(found, counts, strict=True))
+
+
+def retention(rows: Iterable[Row], setting: Setting) -> float | None:
+    """How well up to five earlier tasks are still done at the end of a later one, averaged over the last tasks."""
+    later = [row for row in tasks(rows) if row["task"] > 0]
+    return mean(row["old_loss" if setting.falling else "old_accuracy"] for row in later[-setting.last :])
+
+
+def retention_after_remedy(rows: Iterable[Row], setting: Setting) -> float | None:
+    """The same right after the boundary, before anything new is learned: what the remedy left of the old knowledge.
+
+    For an arm that does nothing it is what there was.
+    """
+    later = [row for row in tasks(rows) if row["task"] > 0]
+    return mean(row["old_loss_start" if setting.falling else "old_accuracy_start"] for row in later)
+
+
+def drift(rows: Iterable[Row]) -> float | None:
+    """How far the remedy moved the network's function, in nats; the mean over boundaries."""
+    return mean(remedy["function_drift"] for remedy in _remedies(rows))
+
+
+def remedy_seconds(rows: Iterable[Row]) -> float:
+    """Seconds that the remedy took in the whole run."""
+    return math.fsum(row["remedy_seconds"] for row in tasks(rows))
+
+
+def valid_stream(runs: Sequence[Sequence[Row]], setting: Setting, classes: int | None = None) -> bool | None:
+    """Whether doing nothing loses half of what it could do in the first task, over all seeds: else nothing is to cure.
+
+    `runs` are those of the arm that does nothing. A loss is counted from chance, ln(classes), downwards; without
+    `classes` (the start row has it) it cannot be told.
+
+    >>> rows = [{"kind": "task", "task": i, "online_accuracy": value} for i, value in enumerate((0.5, 0.2, 0.2))]
+    >>> valid_stream([rows], Setting("tiny", "random-labels", "mlp", last=2))
+    True
+    """
+    if setting.falling and classes is None:
+        starts = [row for rows in runs for row in rows if row.get("kind") == "start"]
+        classes = starts[0]["stream"]["classes"] if starts else None
+    first = mean(first_task(rows, setting) for rows in runs)
+    last = mean(headline(rows, setting) for rows in runs)
+    if first is None or last is None or (setting.falling and classes is None):
+        return None
+    if setting.falling:
+        chance = math.log(classes or 1)
+        first, last = chance - first, chance - last
+    return last <= 0.5 * first
+
+
+def summary(rows: Sequence[Row], setting: Setting) -> dict[str, float | None]:
+    """Every metric of one run, by name.
+
+    >>> sorted(summary([], Setting("tiny", "random-labels", "mlp")))[:3]
+    ['auc', 'drift', 'drop']
+    """
+    return {
+        "headline": headline(rows, setting),
+        "first_task": first_task(rows, setting),
+        "auc": auc(rows, setting),
+        "drop": drop(rows, setting),
+        "recovery": recovery(rows),
+        "retention": retention(rows, setting),
+        "retention_after_remedy": retention_after_remedy(rows, setting),
+        "drift": drift(rows),
+        "remedy_seconds": remedy_seconds(rows),
+    }
+
+
+def _remedies(rows: Iterable[Row]) -> list[Row]:
+    return [row["remedy"] for row in tasks(rows) if row.get("remedy")]

@@ -1,0 +1,181 @@
+"""A study on a terminal: while it runs a bar with the time left and a growing table, then the tables of its result."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from rekindle.lab.contest import Contest
+from rekindle.lab.summary import Column, columns
+from rekindle.lab.tuning import SEEDS, tuned_name
+from rekindle.lab.wording import duration, measure
+
+if TYPE_CHECKING:
+    from rekindle.lab.conducting import Event
+
+_CELL, _NAME = 6, 22
+_MOST_ARMS = 24
+_FIRST_TO_GO = ("seeds", "first task", "recovery, steps", "p (Holm)", "remedy", "drop", "kept", "against nothing")
+
+
+class Board:
+    """What is known about a running study; give it every event, and rich can draw it at any moment.
+
+    `names` says which arm a run's identity belongs to. Other runs are those of tuning: the candidates take time and
+    are not shown, the chosen ones have a line of their own.
+    """
+
+    def __init__(self, title: str, names: Mapping[str, str]) -> None:
+        self.title, self.names, self.arms = title, dict(names), list(dict.fromkeys(names.values()))
+        self.values: dict[str, dict[str, dict[int, list[float]]]] = {}
+        self.measures: dict[str, str] = {}
+        self.now = ""
+        self.done, self.total, self.running = 0, 0, 0
+        self.notes: list[str] = []
+        self._begun = self._told = time.monotonic()
+        self._left: float | None = None
+        self._share = 0.0
+
+    def __call__(self, event: Event) -> None:
+        """Take in what happened."""
+        run, row = event.run, event.row
+        self.done, self.total, self.running = event.done, event.total, event.running
+        self._told, self._left = time.monotonic(), event.left
+        setting = run.setting.name
+        self.measures[setting] = run.setting.headline
+        if event.kind == "task":
+            self.now = setting
+            value = row.get(run.setting.headline)
+            if value is not None and run.seed not in SEEDS:
+                name = self.names.get(run.identity) or tuned_name(run.arm.name)
+                arms = self.values.setdefault(setting, {})
+                arms.setdefault(name, {}).setdefault(row["task"], []).append(value)
+        elif event.kind in ("refused", "failed", "died"):
+            why = str(row.get("refused") or row.get("error") or "").strip().splitlines()
+            line = f"{event.kind}: {run.arm.name} on {setting}{': ' + why[-1] if why else ''}"
+            if line not in self.notes:
+                self.notes.append(line)
+
+    @property
+    def left(self) -> float | None:
+        """Seconds to go, counted down between events."""
+        return None if self._left is None else max(0.0, self._left - (time.monotonic() - self._told))
+
+    def share(self) -> float:
+        """How much of the time is over; it never goes back."""
+        left, spent = self.left, time.monotonic() - self._begun
+        if left is not None:
+            self._share = max(self._share, spent / max(spent + left, 1e-9))
+        return self._share
+
+    def __rich_console__(self, console: Console, options: Any) -> Iterator[RenderableType]:
+        """The bar, then the table of the setting that was heard of last."""
+        share, left = self.share(), self.left
+        told = f"{duration(left)} left" if left is not None else "measuring the time"
+        line = Table.grid(padding=(0, 2))
+        line.add_row(
+            Text(self.title, "bold"),
+            ProgressBar(total=1.0, completed=share, width=max(16, min(40, options.max_width - 60))),
+            Text(f"{share:.0%}", "dim"),
+            Text(f"{self.done} of {self.total} runs, {told}"),
+        )
+        yield line
+        if self.now in self.values:
+            yield Text(f"{self.now}: {measure(self.measures[self.now]).axis}, task by task", "dim")
+            yield self.table(options.max_width)
+        for note in self.notes[-4:]:
+            yield Text(note, "yellow", overflow="ellipsis", no_wrap=True)
+
+    def table(self, width: int) -> Table:
+        """The means so far, an arm a line and a task a column: the first and as many of the last as fit."""
+        values, measured = self.values[self.now], measure(self.measures[self.now])
+        tasks = sorted({task for each in values.values() for task in each})
+        room = max(2, (width - _NAME) // _CELL)
+        shown = tasks if len(tasks) <= room else [tasks[0], *tasks[-(room - 1) :]]
+        known = [arm for arm in self.arms if arm in values]
+        known += [arm for arm in values if arm not in known]
+        means = {arm: {task: fmean(values[arm][task]) for task in shown if values[arm].get(task)} for arm in known}
+        best = {
+            task: (max if measured.higher else min)((m[task] for m in means.values() if task in m), default=None)
+            for task in shown
+        }
+        table = Table(box=None)
+        table.add_column("", no_wrap=True, max_width=_NAME)
+        for task in shown:
+            table.add_column(str(task + 1), justify="right", no_wrap=True, header_style="dim")
+        for arm in known[:_MOST_ARMS]:
+            cells = []
+            for task in shown:
+                mean = means[arm].get(task)
+                if mean is None:
+                    cells.append(Text("·", "dim"))
+                else:
+                    cells.append(Text(_short(mean * measured.times), "bold green" if mean == best[task] else ""))
+            table.add_row(Text(arm, "bold" if arm == "fire" else ""), *cells)
+        return table
+
+
+def _short(value: float) -> str:
+    return f"{value:.0f}" if abs(value) >= 10 else f"{value:.2f}"
+
+
+@contextmanager
+def live(board: Board, *, quiet: bool = False) -> Iterator[Any]:
+    """The board on stderr while the block runs, if that is a terminal; yields what takes the events."""
+    console = Console(stderr=True)
+    if quiet or not console.is_terminal:
+        yield None
+        return
+    with Live(board, console=console, refresh_per_second=4, transient=True):
+        yield board
+
+
+def tables(found: Sequence[Contest], width: int) -> RenderableType:
+    """The result, a table a setting, and under each what was seen."""
+    parts: list[RenderableType] = []
+    for contest in found:
+        if contest.table:
+            parts += [Text(contest.name, "bold"), _table(contest, width)]
+        parts += [Text(f"refused: {arm}: {why}", "yellow") for arm, why in contest.refused.items()]
+        parts += [Text(f"failed: {arm}: {why}", "red") for arm, why in contest.failed.items()]
+        parts += [Text(sentence) for sentence in contest.said()]
+        parts.append(Text(""))
+    return Group(*parts[:-1])
+
+
+def _table(contest: Contest, width: int) -> Table:
+    shown = _fitting(columns(contest), contest, width)
+    table = Table(box=None, pad_edge=False)
+    table.add_column("arm", no_wrap=True)
+    for column in shown:
+        table.add_column(column.heading, justify="right", no_wrap=True, header_style="dim")
+    for at, row in enumerate(contest.table):
+        cells = []
+        for column in shown:
+            value = column.value(row)
+            cell = Text(column.shown(value), "bold" if at == 0 and column is shown[0] else "")
+            ends = column.ends(row) if value is not None else ""
+            cells.append(cell.append(f" {ends}", "dim") if ends else cell)
+        table.add_row(Text(row["arm"], "bold" if at == 0 else ""), *cells)
+    return table
+
+
+def _fitting(listed: list[Column], contest: Contest, width: int) -> list[Column]:
+    """Without the columns that a narrow terminal has no room for; the page and --json have them all."""
+    kept = list(listed)
+    names = max(len(row["arm"]) for row in contest.table)
+    wide = {c.heading: max(len(c.heading), *(len(c.text(row)) for row in contest.table)) for c in listed}
+    for heading in _FIRST_TO_GO:
+        if names + sum(wide[column.heading] + 2 for column in kept) <= width:
+            break
+        kept = [column for column in kept if column.heading != heading]
+    return kept

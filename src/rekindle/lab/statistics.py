@@ -1,0 +1,229 @@
+"""What a handful of seeds can say: intervals, paired differences, and comparisons over several streams.
+
+Runs of different arms share their seeds, and with a seed the data, their order and the initial weights. So arms are
+compared seed by seed: the spread of the differences is much smaller than that of the values. Where the data cannot
+carry a statement (one seed, no spread, too few streams), the statement is left out and a note says why.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+
+LEVEL = 0.95
+STREAMS_FOR_IQM = 5
+RESAMPLES = 4999
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean with its confidence interval; low and high are None where there can be none, and `note` says why."""
+
+    mean: float
+    low: float | None
+    high: float | None
+    count: int
+    note: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields, ready for JSON."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        if self.low is None or self.high is None:
+            return f"{self.mean:.3f}"
+        return f"{self.mean:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Arm minus reference over the seeds that both have: t-interval, two-sided p, and Holm's p once it is known."""
+
+    mean: float
+    low: float | None
+    high: float | None
+    count: int
+    p: float | None = None
+    holm: float | None = None
+    note: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields, ready for JSON."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        if self.low is None or self.high is None:
+            return f"{self.mean:+.3f}"
+        return f"{self.mean:+.3f} [{self.low:+.3f}, {self.high:+.3f}]"
+
+
+def t_interval(values: Sequence[float], *, level: float = LEVEL) -> Interval:
+    """The mean and its t-interval: mean ± t·s/√n with n − 1 degrees of freedom.
+
+    >>> print(t_interval([0.1, 0.2, 0.3]))
+    0.200 [-0.048, 0.448]
+    >>> t_interval([0.5]).note
+    'one seed: no interval'
+    """
+    count, mean = _checked(values)
+    if count == 1:
+        return Interval(mean, None, None, 1, "one seed: no interval")
+    if _flat(values):
+        return Interval(mean, mean, mean, count, "all seeds equal")
+    half = float(_scipy().t.ppf((1 + level) / 2, count - 1)) * float(np.std(values, ddof=1)) / math.sqrt(count)
+    return Interval(mean, mean - half, mean + half, count)
+
+
+def paired(arm: Mapping[int, float], reference: Mapping[int, float], *, level: float = LEVEL) -> Difference | None:
+    """The difference arm − reference over their common seeds; None if they have none.
+
+    >>> print(paired({0: 0.5, 1: 0.7, 2: 0.6}, {0: 0.4, 1: 0.5, 2: 0.5}))
+    +0.133 [-0.010, +0.277]
+    """
+    seeds = sorted(arm.keys() & reference.keys())
+    if not seeds:
+        return None
+    differences = [arm[seed] - reference[seed] for seed in seeds]
+    interval = t_interval(differences, level=level)
+    if len(seeds) == 1:
+        return Difference(interval.mean, None, None, 1, note=interval.note)
+    if _flat(differences):
+        zero = interval.mean == 0.0
+        note = "equal on every seed" if zero else "the same difference on every seed: no test"
+        return Difference(interval.mean, interval.low, interval.high, len(seeds), 1.0 if zero else None, note=note)
+    p = float(_scipy().ttest_rel([arm[seed] for seed in seeds], [reference[seed] for seed in seeds]).pvalue)
+    return Difference(interval.mean, interval.low, interval.high, len(seeds), p)
+
+
+def holm(p_values: Mapping[str, float | None]) -> dict[str, float | None]:
+    """Holm's step-down p values, which keep the chance of any false finding among all arms below the level.
+
+    What has no p value takes no part, and gets none.
+
+    >>> holm({"a": 0.01, "b": 0.04, "c": 0.03, "d": None})
+    {'a': 0.03, 'b': 0.06, 'c': 0.06, 'd': None}
+    """
+    known = sorted((p, name) for name, p in p_values.items() if p is not None)
+    out: dict[str, float | None] = dict.fromkeys(p_values)
+    so_far = 0.0
+    for rank, (p, name) in enumerate(known):
+        so_far = max(so_far, min(1.0, (len(known) - rank) * p))
+        out[name] = so_far
+    return out
+
+
+def bootstrap_interval(values: Sequence[float], *, level: float = LEVEL, seed: int = 0) -> Interval:
+    """The mean with its BCa bootstrap interval, the same for the same values and seed.
+
+    >>> interval = bootstrap_interval([0.1, 0.2, 0.3, 0.6, 0.2])
+    >>> 0.1 < interval.low < interval.mean < interval.high < 0.6
+    True
+    """
+    count, mean = _checked(values)
+    if count == 1:
+        return Interval(mean, None, None, 1, "one seed: no interval")
+    if _flat(values):
+        return Interval(mean, mean, mean, count, "all seeds equal")
+    answer = (
+        _scipy()
+        .bootstrap(
+            (np.asarray(values, dtype=np.float64),),
+            np.mean,
+            confidence_level=level,
+            n_resamples=RESAMPLES,
+            method="BCa",
+            rng=np.random.default_rng(seed),
+        )
+        .confidence_interval
+    )
+    low, high = float(answer.low), float(answer.high)
+    if not (math.isfinite(low) and math.isfinite(high)):
+        return Interval(mean, None, None, count, "the bootstrap found no interval")
+    return Interval(mean, low, high, count)
+
+
+def interquartile_mean(scores: Mapping[str, Sequence[float]], *, level: float = LEVEL, seed: int = 0) -> Interval:
+    """The mean of the middle half of all scores (streams × seeds), with a bootstrap interval over the seeds.
+
+    Scores of different streams must be on one footing (a share of the first task's value, say). Seeds are drawn
+    again within each stream, so that every stream keeps its weight.
+
+    >>> print(interquartile_mean({str(i): [i / 10, i / 10] for i in range(6)}))
+    0.250 [0.250, 0.250]
+    >>> interquartile_mean({"a": [0.1], "b": [0.2]})
+    Traceback (most recent call last):
+    ValueError: the interquartile mean needs at least 5 streams (2 given): over fewer, one stream decides it
+    """
+    if len(scores) < STREAMS_FOR_IQM:
+        raise ValueError(
+            f"the interquartile mean needs at least {STREAMS_FOR_IQM} streams ({len(scores)} given): "
+            "over fewer, one stream decides it"
+        )
+    samples = [np.asarray(values, dtype=np.float64) for values in scores.values()]
+    for values in samples:
+        _checked(values.tolist())
+    middle = float(_scipy().trim_mean(np.concatenate(samples), 0.25))
+    count = sum(map(len, samples))
+    if any(len(values) < 2 for values in samples):
+        return Interval(middle, None, None, count, "a stream has one seed only: no interval")
+    # Percentile, as in the paper that proposed it: BCa's jackknife breaks where a stream has no spread.
+    answer = (
+        _scipy()
+        .bootstrap(
+            samples,
+            lambda *draws, axis: _scipy().trim_mean(np.concatenate(draws, axis=axis), 0.25, axis=axis),
+            confidence_level=level,
+            n_resamples=RESAMPLES,
+            method="percentile",
+            rng=np.random.default_rng(seed),
+        )
+        .confidence_interval
+    )
+    return Interval(middle, float(answer.low), float(answer.high), count)
+
+
+def probability_of_improvement(
+    arm: Mapping[int, float], reference: Mapping[int, float], *, paired: bool = True
+) -> float | None:
+    """How often the arm's value is above the reference's: over common seeds, or over all pairs of runs.
+
+    Ties count half. For a loss, swap the two. None without a pair.
+
+    >>> probability_of_improvement({0: 0.5, 1: 0.7}, {0: 0.4, 1: 0.7})
+    0.75
+    >>> probability_of_improvement({0: 0.5, 1: 0.7}, {0: 0.4, 1: 0.6}, paired=False)
+    0.75
+    """
+    if paired:
+        pairs = [(arm[seed], reference[seed]) for seed in sorted(arm.keys() & reference.keys())]
+    else:
+        pairs = [(a, b) for a in arm.values() for b in reference.values()]
+    if not pairs:
+        return None
+    return fmean((a > b) + 0.5 * (a == b) for a, b in pairs)
+
+
+def _scipy() -> Any:
+    try:
+        import scipy.stats
+    except ImportError as error:
+        raise ImportError('intervals need scipy: pip install "rekindle[lab]"') from error
+    return scipy.stats
+
+
+def _checked(values: Sequence[float]) -> tuple[int, float]:
+    if not len(values):
+        raise ValueError("no values to average")
+    if not all(map(math.isfinite, values)):
+        raise ValueError(f"values must be finite, got {list(values)}")
+    return len(values), fmean(values)
+
+
+def _flat(values: Sequence[float]) -> bool:
+    """No spread beyond rounding: differences of equal floats may differ in their last bit."""
+    return max(values) - min(values) <= 1e-12 * max(1.0, max(map(abs, values)))

@@ -1,0 +1,298 @@
+"""Where a study's results live: one append-only file of JSON lines a run, and one Parquet table over all of them.
+
+    folder/study.json            what was asked for
+    folder/runs/<identity>.jsonl start, task, task, …, end
+    folder/table.parquet         one row a task of every finished run
+
+A run's file is written only by whoever holds its lock (flock, so a killed process lets go of it), which is how two
+studies in one folder never do the same run twice. A run that was cut off is done again from its start: the new rows
+follow the old ones in the file, and readers take the attempt that reached its end.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeAlias
+
+Row: TypeAlias = dict[str, Any]
+
+WRITTEN = frozenset({"start", "task", "end", "failed"})
+"""The kinds of rows that go to the file; progress is for whoever is watching."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a run's file says: the rows of the attempt that counts, and how that attempt ended.
+
+    `state` is "new" (nothing usable), "partial" (cut off), "failed" (an exception), "refused" (the arm cannot be
+    applied in this setting: a result, not an accident) or "finished".
+    """
+
+    state: str
+    rows: tuple[Row, ...] = ()
+
+    @property
+    def done(self) -> bool:
+        """Whether there is nothing left to do for this run.
+
+        >>> Record("finished").done, Record("failed").done
+        (True, False)
+        """
+        return self.state in ("finished", "refused")
+
+
+@dataclass
+class _Scan:
+    """Reads lines in order; keeps the attempt in progress until one is complete."""
+
+    rows: list[Row] | None = None
+    ended: Record | None = None
+    tasks: int = 0
+    good: int = field(default=0)  # bytes up to the end of the last line that could be read
+
+    def take(self, row: Row) -> None:
+        if self.ended is not None:
+            return
+        kind = row.get("kind")
+        if kind == "start":
+            self.rows, self.tasks = [row], 0
+        elif kind == "failed":
+            self.rows = [*(self.rows or ()), row]  # some fail before they have a start
+        elif self.rows is None:
+            return
+        elif kind == "task" and row.get("task") != self.tasks:
+            self.rows = None  # a line is missing: this attempt cannot be trusted
+        else:
+            self.rows.append(row)
+            self.tasks += kind == "task"
+            if kind == "end":
+                self.ended = Record("refused" if row.get("refused") else "finished", tuple(self.rows))
+
+    def record(self) -> Record:
+        if self.ended is not None:
+            return self.ended
+        if not self.rows:
+            return Record("new")
+        return Record("failed" if self.rows[-1].get("kind") == "failed" else "partial", tuple(self.rows))
+
+
+def parse(content: bytes) -> tuple[Record, int]:
+    """The record in a run's file, and how many bytes of it are whole lines: what follows them is a torn tail.
+
+    >>> record, good = parse(b'{"kind":"start"}\\n{"kind":"end","seconds":1}\\n{"kind":"ta')
+    >>> record.state, good
+    ('finished', 44)
+    """
+    scan, position = _Scan(), 0
+    for line in io.BytesIO(content):
+        position += len(line)
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):  # no JSON, no UTF-8, or garbage of a thousand brackets
+            row = None
+        if isinstance(row, dict):
+            scan.take(row)
+            scan.good = position
+        elif scan.ended is None:
+            scan.rows = None
+    return scan.record(), scan.good
+
+
+class Claim:
+    """The right to write one run's file, held until `release` (or until this process dies).
+
+    Making one repairs the file: a torn tail is cut off, so that what is appended starts on a line of its own.
+    """
+
+    def __init__(self, path: Path, handle: io.BufferedRandom) -> None:
+        self.path, self._handle = path, handle
+        handle.seek(0)
+        content = handle.read()
+        self.record, good = parse(content)
+        handle.truncate(good)
+        handle.seek(good)
+        if good and not content[:good].endswith(b"\n"):
+            handle.write(b"\n")
+            handle.flush()
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Write one row, if it is of a kind that is kept; whole, and on the disk once the run is over."""
+        if row.get("kind") not in WRITTEN:
+            return
+        self._handle.write(json.dumps(row, allow_nan=False, separators=(",", ":")).encode() + b"\n")
+        self._handle.flush()
+        if row["kind"] != "task":
+            os.fsync(self._handle.fileno())
+
+    def release(self) -> None:
+        """Let others have the file; safe to call twice."""
+        self._handle.close()
+
+    def __enter__(self) -> Claim:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+class Store:
+    """The folder of a study.
+
+    >>> import tempfile
+    >>> store = Store(Path(tempfile.mkdtemp()))
+    >>> with store.claim("abc") as claim:
+    ...     for row in ({"kind": "start"}, {"kind": "task", "task": 0}, {"kind": "end"}):
+    ...         claim.append(row)
+    >>> store.read("abc").state, sorted(store.finished())
+    ('finished', ['abc'])
+    """
+
+    def __init__(self, folder: Path | str) -> None:
+        self.folder = Path(folder)
+        self.runs = self.folder / "runs"
+        self.starts = self.folder / "starts"
+
+    def path(self, identity: str) -> Path:
+        """The file of one run."""
+        if not identity or not identity.replace("-", "").replace("_", "").isalnum():
+            raise ValueError(f"identity {identity!r} cannot be a file's name: letters, digits, - and _ only")
+        return self.runs / f"{identity}.jsonl"
+
+    def claim(self, identity: str) -> Claim | None:
+        """The right to write this run's file, or None while another process (or another claim here) has it."""
+        path = self.path(identity)
+        self.runs.mkdir(parents=True, exist_ok=True)
+        handle = open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644), "r+b")  # noqa: SIM115
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            handle.close()
+            return None
+        return Claim(path, handle)
+
+    def read(self, identity: str) -> Record:
+        """What is known of a run now; a run that is being written reads as partial."""
+        try:
+            return parse(self.path(identity).read_bytes())[0]
+        except FileNotFoundError:
+            return Record("new")
+
+    def identities(self) -> list[str]:
+        """Every run that has a file, in order of name."""
+        return sorted(path.stem for path in self.runs.glob("*.jsonl"))
+
+    def finished(self) -> set[str]:
+        """The runs that reached their end."""
+        return {identity for identity in self.identities() if self.read(identity).state == "finished"}
+
+    def describe(self, content: Mapping[str, Any]) -> None:
+        """Write study.json."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        replace(self.folder / "study.json", (json.dumps(content, indent=1, allow_nan=False) + "\n").encode())
+
+    def description(self) -> dict[str, Any]:
+        """Read study.json."""
+        path = self.folder / "study.json"
+        try:
+            content = json.loads(path.read_bytes())
+        except FileNotFoundError:
+            raise FileNotFoundError(f"{path} is missing: {self.folder} is not the folder of a study") from None
+        except ValueError as error:
+            raise ValueError(f"{path} cannot be read ({error}); run the study again to write it anew") from error
+        if not isinstance(content, dict):
+            raise ValueError(f"{path} holds no study; run the study again to write it anew")
+        return content
+
+    def write_table(self) -> Path:
+        """Write table.parquet: every task of every finished run, sorted by setting, arm, seed, identity and task."""
+        path = self.folder / "table.parquet"
+        buffer = io.BytesIO()
+        frame(self.records()).to_parquet(buffer, index=False)
+        replace(path, buffer.getvalue())
+        return path
+
+    def records(self) -> Iterator[tuple[str, Record]]:
+        """Every finished run with its rows."""
+        for identity in self.identities():
+            record = self.read(identity)
+            if record.state == "finished":
+                yield identity, record
+
+
+def replace(path: Path, content: bytes) -> None:
+    """Write beside and rename, so that a reader sees the old file or the new one and never half of one.
+
+    >>> import tempfile
+    >>> path = Path(tempfile.mkdtemp()) / "x"
+    >>> replace(path, b"new"); path.read_bytes()
+    b'new'
+    """
+    beside = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}")
+    try:
+        with open(beside, "wb") as handle:
+            handle.write(content)
+            handle.flush()
+            os.fsync(handle.fileno())
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def flat(row: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A row without nesting: groups become dotted names, lists JSON text, and what was not measured is left out.
+
+    >>> flat({"task": 0, "remedy": {"seconds": 1.0}, "health": None, "curve": [[1, 0.5]]})
+    {'task': 0, 'remedy.seconds': 1.0, 'curve': '[[1, 0.5]]'}
+    """
+    out: dict[str, Any] = {}
+    for name, value in row.items():
+        if isinstance(value, Mapping):
+            out.update(flat(value, f"{prefix}{name}."))
+        elif isinstance(value, list | tuple):
+            out[prefix + name] = json.dumps(value)
+        elif value is not None:
+            out[prefix + name] = value
+    return out
+
+
+FIRST_COLUMNS = ("setting", "arm", "seed", "identity", "arm_lr", "arm_options", "task", "name")
+
+
+def frame(records: Iterable[tuple[str, Record]]) -> Any:
+    """A pandas DataFrame with one row a task; the same whatever the order of the records.
+
+    >>> start = {"kind": "start", "run": {"setting": {"name": "digits"}, "arm": {"name": "fire"}, "seed": 0}}
+    >>> table = frame([("abc", Record("finished", (start, {"kind": "task", "task": 0, "test_loss": 0.5})))])
+    >>> table[["setting", "arm", "seed", "task", "test_loss"]].values.tolist()
+    [['digits', 'fire', 0, 0, 0.5]]
+    """
+    try:
+        import pandas
+    except ImportError as error:
+        raise ImportError('the table of a study needs pandas and pyarrow: pip install "rekindle[lab]"') from error
+    lines: list[dict[str, Any]] = []
+    for identity, record in records:
+        run = record.rows[0].get("run", {})
+        arm = run.get("arm", {})
+        head = {
+            "setting": run.get("setting", {}).get("name"),
+            "arm": arm.get("name"),
+            "seed": run.get("seed"),
+            "identity": identity,
+            "arm_lr": arm.get("lr"),
+            "arm_options": json.dumps(arm.get("options") or {}, sort_keys=True),
+        }
+        lines += [head | flat(row) for row in record.rows if row.get("kind") == "task"]
+    columns = [*FIRST_COLUMNS, *sorted({name for line in lines for name in line} - {*FIRST_COLUMNS, "kind"})]
+    table = pandas.DataFrame(lines, columns=columns)
+    table["arm_lr"] = table["arm_lr"].astype("float64")
+    return table.sort_values(["setting", "arm", "seed", "identity", "task"], kind="stable", ignore_index=True)

@@ -1,0 +1,169 @@
+"""How the laboratory's numbers are called and written, for the terminal, the page and the documents alike."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A measure of a run: name in words, unit, factor for reading, and which way is better."""
+
+    name: str
+    unit: str = ""
+    times: float = 1.0
+    higher: bool = True
+
+    @property
+    def axis(self) -> str:
+        """For the side of a picture.
+
+        >>> measure("test_accuracy").axis
+        'test accuracy, %'
+        """
+        return f"{self.name}, {self.unit}" if self.unit else self.name
+
+    def number(self, value: float | None) -> str:
+        """The value without its unit, as many digits as seeds can tell apart.
+
+        >>> measure("test_accuracy").number(0.4634), measure("test_loss").number(2.23)
+        ('46.3', '2.230')
+        """
+        if value is None:
+            return "–"
+        return _fixed(value * self.times, 1 if self.times == 100 else _decimals(value))
+
+    def value(self, value: float | None) -> str:
+        r"""The value with its unit.
+
+        >>> measure("test_accuracy").value(0.4634), measure("test_loss").value(2.23)
+        ('46.3\xa0%', '2.230')
+        """
+        return self._with_unit(self.number(value)) if value is not None else "–"
+
+    def interval(self, low: float | None, high: float | None) -> str:
+        """The ends of an interval, or nothing.
+
+        >>> measure("test_accuracy").interval(0.45, 0.47), measure("test_accuracy").interval(None, None)
+        ('[45.0, 47.0]', '')
+        """
+        return "" if low is None or high is None else f"[{self.number(low)}, {self.number(high)}]"
+
+    def difference(self, value: float | None) -> str:
+        """A difference with its sign; of shares in points.
+
+        >>> measure("test_accuracy").difference(0.329), measure("test_loss").difference(-0.5)
+        ('+32.9', '−0.500')
+        """
+        if value is None:
+            return "–"
+        shown = self.number(abs(value))
+        sign = "" if not shown.strip("0.") else "−" if value < 0 else "+"
+        return f"{sign}{shown}"
+
+    def differences(self, low: float | None, high: float | None) -> str:
+        """The ends of a difference's interval, or nothing.
+
+        >>> measure("test_accuracy").differences(-0.01, 0.02)
+        '[−1.0, +2.0]'
+        """
+        return "" if low is None or high is None else f"[{self.difference(low)}, {self.difference(high)}]"
+
+    @property
+    def step(self) -> str:
+        """The unit of a difference, for sentences.
+
+        >>> measure("test_accuracy").step, measure("test_loss").step
+        ('points', 'nats')
+        """
+        return "points" if self.unit == "%" else self.unit
+
+    def _with_unit(self, shown: str) -> str:
+        return f"{shown}\N{NO-BREAK SPACE}%" if self.unit == "%" else shown
+
+
+def _share(name: str, higher: bool = True) -> Measure:
+    return Measure(name, "%", 100.0, higher)
+
+
+def _loss(name: str) -> Measure:
+    return Measure(name, "nats", 1.0, False)
+
+
+MEASURES = {
+    "online_accuracy": _share("accuracy while learning"),
+    "train_accuracy": _share("accuracy on the task's training data"),
+    "test_accuracy": _share("test accuracy"),
+    "online_loss": _loss("loss while learning"),
+    "train_loss": _loss("loss on the task's training data"),
+    "test_loss": _loss("test loss"),
+    "old_accuracy": _share("accuracy on earlier tasks"),
+    "old_loss": _loss("loss on earlier tasks"),
+    "dormant": _share("dormant neurons", higher=False),
+    "effective_rank": _share("feature rank, share of the possible"),
+    "dfi": Measure("DfI of the weights, scale-free", higher=False),
+    "norm": Measure("norm of the weights", higher=False),
+    "seconds": Measure("time", "s", 1.0, False),
+    "remedy_seconds": Measure("time in the remedy", "s", 1.0, False),
+    "function_drift": Measure("change of the function, KL", "nats", 1.0, False),
+    "recovery_steps": Measure("steps to recover", higher=False),
+}
+
+
+def measure(name: str) -> Measure:
+    """What is known about a measure; one that nobody named is shown as it is.
+
+    >>> measure("old_loss").name, measure("some_thing").name
+    ('loss on earlier tasks', 'some thing')
+    """
+    return MEASURES.get(name) or Measure(name.replace("_", " "))
+
+
+def duration(seconds: float | None) -> str:
+    """Time for reading.
+
+    >>> duration(0.0031), duration(42.4), duration(312), duration(None)
+    ('3 ms', '42 s', '5 min 12 s', '–')
+    """
+    if seconds is None:
+        return "–"
+    if seconds < 1:
+        return f"{seconds * 1000:.0f} ms" if seconds >= 0.001 or seconds == 0 else f"{seconds * 1e6:.0f} µs"
+    if seconds < 90:
+        return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if rest else f"{minutes} min"
+
+
+def chance(p: float | None) -> str:
+    """A p value for reading.
+
+    >>> chance(0.00002), chance(0.034), chance(None)
+    ('< 0.001', '0.034', '–')
+    """
+    return "–" if p is None else "< 0.001" if p < 0.001 else f"{p:.2f}" if p >= 0.1 else f"{p:.3f}"
+
+
+def ordinal(place: int) -> str:
+    """A place in words.
+
+    >>> [ordinal(place) for place in (1, 2, 3, 11, 22)]
+    ['first', 'second', 'third', '11th', '22nd']
+    """
+    spelled = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth")
+    if place <= len(spelled):
+        return spelled[place - 1]
+    ending = "th" if place % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(place % 10, "th")
+    return f"{place}{ending}"
+
+
+def _decimals(value: float) -> int:
+    return 3 if abs(value) < 10 else 1 if abs(value) < 1000 else 0
+
+
+def _fixed(value: float, decimals: int) -> str:
+    shown = f"{value:,.{decimals}f}"
+    # Nothing is gained by a minus before a number that rounds to nought.
+    shown = shown.lstrip("-") if float(shown.replace(",", "")) == 0 else shown
+    return shown.replace("-", "−")

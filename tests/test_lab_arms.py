@@ -1,0 +1,222 @@
+"""Arms: each can be built and applied, is written down in full, and takes what its setting says."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from rekindle.lab.arms import ARMS, GROUPS, Arm, OptimizerReset, arms, factory, register
+from rekindle.lab.optimizing import make_optimizers, rate
+from rekindle.lab.protocols import SETTINGS, coefficients
+from rekindle.lab.settings import Setting, read_source, setting
+from rekindle.lab.train import Run
+from rekindle.methods import FIRE
+
+PLAIN = Setting("plain", "random-labels", "mlp")
+
+
+@pytest.mark.parametrize("name", ARMS)
+def test_every_arm_can_be_built_and_written_down(name: str) -> None:
+    arm = ARMS[name]
+    assert arm.name == name
+    for variant in arm.variants():
+        assert (variant.within(PLAIN).build() is None) == (arm.method is None)
+    assert Arm.from_dict(json.loads(json.dumps(arm.to_dict()))).variants() == arm.variants()
+
+
+@pytest.mark.parametrize("name", ARMS)
+def test_every_arm_has_the_same_tuning_budget(name: str) -> None:
+    variants = ARMS[name].variants()
+    assert len(variants) <= 4
+    assert all(a != b for i, a in enumerate(variants) for b in variants[:i])
+
+
+def test_the_arms_that_are_tuned_try_as_many_configurations() -> None:
+    for group in ("main", "continuous"):
+        assert {len(arm.variants()) for arm in arms(group)} == {4}
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_groups_hold_arms(group: str) -> None:
+    assert [arm.name for arm in arms(group)] == GROUPS[group]
+
+
+def test_names_groups_and_own_arms_mix_without_repetition() -> None:
+    own = Arm("mine", "FIRE", {"strength": 0.3})
+    found = arms(["solvers", "fire", own, "nothing"])
+    assert [arm.name for arm in found] == ["fire", "fire-10", "fire-5", "mine", "nothing"]
+    assert len(arms("all")) == len(ARMS)
+    with pytest.raises(ValueError, match="did you mean 'fire'"):
+        arms("fir")
+
+
+def test_matrix_methods_touch_what_the_setting_says() -> None:
+    for name in ("fire", "random-isometry", "rescale", "fresh-at-norm"):
+        assert ARMS[name].within(PLAIN).options["targets"] == ["auto", "head"]
+        assert ARMS[name].within(replace(PLAIN, heads=False)).options["targets"] == ["auto"]
+    assert ARMS["fire-qk"].within(PLAIN).options["targets"] == "attention.qk"
+    assert "targets" not in ARMS["dash"].within(PLAIN).options
+
+
+def test_an_arms_own_options_win_over_the_settings() -> None:
+    tuned = replace(PLAIN, coefficients={"redo": {"tau": 0.5, "period": 7}})
+    assert ARMS["redo"].within(tuned).options == {"tau": 0.5, "period": 7}
+    assert replace(ARMS["redo"], options={"tau": 0.1}).within(tuned).options == {"tau": 0.1, "period": 7}
+
+
+def test_unknown_methods_and_options_are_named() -> None:
+    with pytest.raises(ValueError, match="did you mean 'FIRE'"):
+        factory("FIRRE")
+    with pytest.raises(ValueError, match="there is no method 'muon'"):
+        factory("muon")
+    with pytest.raises(ValueError, match="arm 'x': ShrinkPerturb does not take"):
+        Arm("x", "ShrinkPerturb", {"share": 1}).build()
+    with pytest.raises(ValueError, match="when="):
+        Arm("x", "FIRE", when="sometimes")
+    with pytest.raises(ValueError, match="no field 'methods'"):
+        Arm.from_dict({"name": "x", "methods": 1})
+
+
+def test_the_identity_follows_everything_that_decides_results(tmp_path: Path) -> None:
+    run = Run(PLAIN, ARMS["redo"], 0)
+    same = Run(replace(PLAIN, coefficients={"dash": {"lam": 0.3}}, about="x"), replace(ARMS["redo"], tuning=()), 0)
+    assert run.identity == same.identity == Run.from_dict(json.loads(json.dumps(run.to_dict()))).identity
+    others = [
+        Run(PLAIN, ARMS["redo"], 1),
+        Run(PLAIN, ARMS["fire"], 0),
+        Run(replace(PLAIN, lr=2e-3), ARMS["redo"], 0),
+        Run(replace(PLAIN, coefficients={"redo": {"tau": 0.3}}), ARMS["redo"], 0),
+        Run(PLAIN, replace(ARMS["redo"], when=10), 0),
+    ]
+    assert len({run.identity, *(other.identity for other in others)}) == 6
+    file = tmp_path / "mine.py"
+    file.write_text("x = 1\n")
+    before = Run(replace(PLAIN, source=str(file)), ARMS["redo"], 0).identity
+    file.write_text("x = 2\n")
+    assert before != Run(replace(PLAIN, source=str(file)), ARMS["redo"], 0).identity
+    # A file that was moved is the same file.
+    moved = file.rename(tmp_path / "moved.py")
+    file.write_text("x = 1\n")
+    assert before == Run(replace(PLAIN, source=str(file)), ARMS["redo"], 0).identity
+    assert moved.exists()
+
+
+def test_a_users_file_registers_what_it_holds(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from rekindle import lab\nfrom rekindle.methods import ShrinkPerturb\n\n"
+        "@lab.arm('from a file', when='epoch')\ndef gentle():\n    return ShrinkPerturb(0.1)\n\nNUMBER = 4\n"
+    )
+    assert read_source(file).NUMBER == 4
+    assert arms("from a file")[0].when == "epoch" and arms("from a file")[0].build().coefficient == 0.1
+    assert read_source(file) is read_source(file)
+    with pytest.raises(FileNotFoundError):
+        read_source(tmp_path / "none.py")
+    (tmp_path / "bad.py").write_text("1/0\n")
+    for _ in range(2):  # a file that failed is not taken for read
+        with pytest.raises(ZeroDivisionError):
+            read_source(tmp_path / "bad.py")
+
+
+def test_a_registered_class_becomes_an_arm() -> None:
+    @register("half fire", about="half of it")
+    class Half(FIRE):
+        def __init__(self) -> None:
+            super().__init__(strength=0.5)
+
+    assert isinstance(arms("half fire")[0].build(), Half)
+    del ARMS["half fire"]
+
+
+def test_resetting_the_optimizer_alone_leaves_the_weights() -> None:
+    model = nn.Linear(3, 2)
+    adam = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    adam.step()
+    before = model.weight.detach().clone()
+    OptimizerReset()(model, adam)
+    assert torch.equal(before, model.weight)
+    assert not any(bool(t.any()) for state in adam.state.values() for t in state.values())
+
+
+@pytest.mark.parametrize("kind", ["adam", "adamw", "sgd", "muon"])
+def test_optimizers_train_everything_at_the_rate_of_setting_and_arm(kind: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    made = make_optimizers(model, replace(PLAIN, optimizer=kind, lr=1e-2), Arm("half", lr=0.5))
+    held = [p for o in made for group in o.param_groups for p in group["params"]]
+    assert {id(p) for p in held} == {id(p) for p in model.parameters()} and len(held) == 4
+    assert {group["lr"] for o in made for group in o.param_groups} == {5e-3}
+    assert all(group.get("weight_decay", 0.0) == 0.0 for o in made for group in o.param_groups)
+
+
+def test_an_arms_optimizer_takes_only_options_that_fit() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    adam = replace(PLAIN, optimizer_options={"betas": [0.9, 0.95]})
+    decayed = make_optimizers(model, adam, ARMS["weight-decay"])[0].param_groups[0]
+    assert decayed["betas"] == (0.9, 0.95) and decayed["weight_decay"] == 0.1
+    assert [type(o).__name__ for o in make_optimizers(model, adam, ARMS["muon"])] == ["Muon", "AdamW"]
+
+
+def test_the_rate_rises_then_stays_or_falls_to_a_tenth() -> None:
+    assert rate(PLAIN, 100) is None
+    rising = rate(replace(PLAIN, warmup=0.1), 100)
+    assert rising is not None
+    assert [rising(i) for i in (0, 4, 9, 10, 99)] == [0.1, 0.5, 1.0, 1.0, 1.0]
+    cosine = rate(replace(PLAIN, warmup=0.1, schedule="cosine"), 100)
+    assert cosine is not None
+    assert cosine(9) == 1.0 and cosine(10) == pytest.approx(1.0) and cosine(99) == pytest.approx(0.1)
+    assert cosine(60) < cosine(50) < cosine(40)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_named_settings_are_complete(name: str) -> None:
+    from rekindle.lab import networks
+    from rekindle.lab.streams import STREAMS
+
+    found = setting(name)
+    assert found.name == name and found.about and found.stream in STREAMS and found.network in networks.names()
+    assert Setting.from_dict(json.loads(json.dumps(found.to_dict()))).to_dict() == found.to_dict()
+    assert set(found.coefficients) <= set(ARMS)
+    for arm in arms("all"):
+        arm.within(found).build()
+    chosen = networks.options(found.network)
+    assert chosen is not None and set(found.network_options) <= set(chosen)
+
+
+def test_the_papers_coefficients() -> None:
+    assert coefficients("warm-start", "vit") == {
+        "shrink-perturb": {"coefficient": 0.8},
+        "dash": {"alpha": 0.1, "lam": 0.05},
+        "parseval": {"coefficient": 1e-5},
+        "l2-init": {"coefficient": 1e-3},
+        "continual-backprop": {"replacement_rate": 1e-4, "maturity": 100},
+        "redo": {"tau": 0.5},
+        "self-normalized-reset": {"percentile": 0.99},
+    }
+    assert coefficients("class-incremental", "vgg16")["self-normalized-reset"] == {"percentile": 0.98}
+    paper = SETTINGS["paper/continual-resnet18"]
+    assert (paper.batch, paper.lr, paper.clip, paper.warmup, paper.optimizer) == (256, 1e-3, 0.5, 0.1, "adam")
+    assert paper.stream_options["chunks"] == 10 and paper.stream_options["epochs"] == 100
+    assert SETTINGS["paper/warm-start-vit"].matrices() == ["attention.qk"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"optimizer": "lion"}, {"schedule": "step"}, {"headline": "f1"}, {"batch": 0}, {"warmup": 2.0}, {"replay": -1}],
+)
+def test_a_setting_says_what_is_wrong(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(fields))):
+        replace(PLAIN, **fields)
+
+
+def test_a_misspelt_field_is_named() -> None:
+    with pytest.raises(ValueError, match="did you mean 'batch'"):
+        Setting.from_dict({"name": "x", "stream": "s", "network": "n", "bach": 3})
+    with pytest.raises(ValueError, match="did you mean 'random-labels'"):
+        setting("random-label")

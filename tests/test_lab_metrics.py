@@ -1,0 +1,132 @@
+"""Metrics of a run's rows, and the tracks that the rows come from, against plain sums."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from rekindle.lab import metrics
+from rekindle.lab.settings import Setting
+from rekindle.lab.tracking import Track
+
+ACCURACY = Setting("a", "random-labels", "mlp", last=2)
+LOSS = Setting("l", "domains", "gpt", headline="test_loss", last=2)
+
+
+def row(task: int, **fields: Any) -> dict[str, Any]:
+    plain = {"online_accuracy": 0.5, "online_loss": 1.0, "test_accuracy": 0.4, "test_loss": 2.0, "steps": 10}
+    old = {"old_accuracy": 0.2, "old_loss": 3.0, "old_accuracy_start": 0.3, "old_loss_start": 2.5}
+    return {"kind": "task", "task": task, **plain, **old, "remedy": None, "remedy_seconds": 0.1, **fields}
+
+
+def remedy(**fields: Any) -> dict[str, Any]:
+    plain = {"accuracy_before": 0.9, "accuracy_after": 0.6, "loss_before": 1.0, "loss_after": 3.0}
+    return {**plain, "function_drift": 0.5, "recovery_steps": 4, **fields}
+
+
+def test_the_headline_is_the_mean_of_the_last_tasks_whatever_their_order() -> None:
+    rows = [row(2, online_accuracy=0.3), row(0, online_accuracy=0.9), row(1, online_accuracy=0.5)]
+    assert metrics.headline(rows, ACCURACY) == pytest.approx(0.4)
+    assert metrics.first_task(rows, ACCURACY) == 0.9
+    assert metrics.headline([{"kind": "start"}, *rows, {"kind": "end"}], ACCURACY) == pytest.approx(0.4)
+
+
+def test_what_was_not_measured_is_none_and_not_zero() -> None:
+    assert metrics.headline([row(0, test_loss=None), row(1)], LOSS) is None
+    assert metrics.headline([], ACCURACY) is None and metrics.first_task([], ACCURACY) is None
+    assert metrics.drop([row(0), row(1)], ACCURACY) is None
+    assert metrics.recovery([row(0)]) is None and metrics.drift([row(0)]) is None
+    assert metrics.auc([row(0, online_accuracy=None)], ACCURACY) is None
+    assert metrics.retention([row(0)], ACCURACY) is None
+
+
+def test_drop_is_positive_when_things_get_worse() -> None:
+    rows = [row(0), row(1, remedy=remedy()), row(2, remedy=remedy(accuracy_after=0.8))]
+    assert metrics.drop(rows, ACCURACY) == pytest.approx(0.2)
+    assert metrics.drop(rows, LOSS) == pytest.approx(2.0)
+
+
+def test_a_task_that_never_recovers_counts_with_all_its_steps() -> None:
+    rows = [row(1, remedy=remedy()), row(2, steps=30, remedy=remedy(recovery_steps=None))]
+    assert metrics.recovery(rows) == 17
+
+
+def test_auc_weighs_tasks_by_their_steps() -> None:
+    rows = [row(0, steps=10, online_loss=4.0), row(1, steps=30, online_loss=2.0)]
+    assert metrics.auc(rows, LOSS) == pytest.approx(2.5)
+
+
+def test_retention_leaves_out_the_first_task() -> None:
+    rows = [row(0, old_accuracy=None, old_accuracy_start=None), row(1), row(2, old_accuracy=0.4)]
+    assert metrics.retention(rows, ACCURACY) == pytest.approx(0.3)
+    assert metrics.retention_after_remedy(rows, ACCURACY) == pytest.approx(0.3)
+    assert metrics.remedy_seconds(rows) == pytest.approx(0.3)
+
+
+@pytest.mark.parametrize(("last", "valid"), [(0.24, True), (0.26, False)])
+def test_a_stream_is_valid_if_doing_nothing_loses_half(last: float, valid: bool) -> None:
+    run = [row(0, online_accuracy=0.5), row(1, online_accuracy=last), row(2, online_accuracy=last)]
+    assert metrics.valid_stream([run], ACCURACY) is valid
+
+
+def test_a_loss_is_counted_from_chance() -> None:
+    chance = math.log(64)
+    run = [row(0, test_loss=chance - 2), *(row(i, test_loss=chance - 0.9) for i in (1, 2))]
+    assert metrics.valid_stream([run], LOSS) is None
+    assert metrics.valid_stream([run], LOSS, classes=64) is True
+    start = {"kind": "start", "stream": {"classes": 64}}
+    assert metrics.valid_stream([[start, *run]], LOSS) is True
+
+
+def test_summary_has_every_metric() -> None:
+    found = metrics.summary([row(0), row(1, remedy=remedy())], ACCURACY)
+    assert found["headline"] == 0.5 and found["drop"] == pytest.approx(0.3) and found["recovery"] == 4
+
+
+def made(steps: int = 100) -> tuple[Track, list[int], list[float], list[int]]:
+    draws = torch.Generator().manual_seed(0)
+    counts = [8] * (steps - 1) + [3]
+    right = [int(torch.randint(count + 1, (), generator=draws)) for count in counts]
+    loss = torch.rand(steps, generator=draws).tolist()
+    track = Track()
+    for r, each, count in zip(right, loss, counts, strict=True):
+        track.add(torch.tensor(r), torch.tensor(each), count)
+    return track, right, loss, counts
+
+
+def test_a_track_weighs_by_examples() -> None:
+    track, right, loss, counts = made()
+    assert track.accuracy == pytest.approx(sum(right) / sum(counts))
+    assert track.loss == pytest.approx(sum(a * b for a, b in zip(loss, counts, strict=True)) / sum(counts))
+    curve = track.curve()
+    assert len(curve) == 20 and curve[-1][0] == 100
+    assert curve[3][1] == pytest.approx(sum(right[15:20]) / 40)
+    assert track.end(by_loss=False) == pytest.approx(sum(right[95:]) / sum(counts[95:]))
+
+
+def test_a_short_track_has_a_short_curve() -> None:
+    assert [point[0] for point in made(3)[0].curve()] == [1, 2, 3]
+    assert Track().accuracy is None and Track().curve() == [] and Track().end(by_loss=True) is None
+
+
+def test_recovery_is_the_first_window_that_is_good_enough() -> None:
+    track, right, _, counts = made()
+    means = {s: sum(right[s - 5 : s]) / sum(counts[s - 5 : s]) for s in range(5, 101)}
+    for wanted in (0.3, 0.5, 0.6, 2.0):
+        expected = next((s for s, mean in means.items() if mean >= wanted), None)
+        assert track.recovery(wanted, by_loss=False) == expected
+    assert track.recovery(None, by_loss=False) is None
+    assert track.recovery(99.0, by_loss=True) == 5
+
+
+def test_a_loss_that_is_not_finite_is_seen_once() -> None:
+    track = Track()
+    track.add(torch.tensor(1), torch.tensor(1.0), 2)
+    assert not track.diverged()
+    track.add(torch.tensor(1), torch.tensor(float("nan")), 2)
+    assert track.diverged() and not track.diverged()
+    assert track.loss is None and track.accuracy == 0.5
+    assert track.curve() == [[1, 0.5, 1.0], [2, 0.5, None]]
