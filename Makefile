@@ -5,7 +5,8 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 # One torch thread a process: two threads on two busy cores make a step 10-100 times slower (docs/LOG.md).
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-BENCHMARKS ?= polar fire health methods
+BENCHMARKS ?= polar fire health methods lab
+STUDIES := $(basename $(notdir $(wildcard studies/*.yaml)))
 
 .PHONY: demo test bench evidence lint docs clean
 
@@ -18,8 +19,12 @@ test: .venv/.dev
 bench: .venv/.bench
 	@for each in $(BENCHMARKS); do echo; echo "== $$each"; $(ONE_THREAD) $(BIN)/python benchmarks/$$each.py || exit 1; done
 
-# The longer studies whose tables are in docs/evidence, about half an hour.
+# The studies whose tables and pictures are in docs/evidence: each at most 40 minutes on two cores, each can be killed and
+# started again. `make evidence STUDIES=warm-start` does one.
 evidence: .venv/.dev
+	for each in mnist fashion-mnist cifar-10 shakespeare bible; do $(BIN)/rekindle lab fetch $$each || exit 1; done
+	for each in $(STUDIES); do $(BIN)/rekindle lab run studies/$$each.yaml --folder results/lab/$$each || exit 1; \
+	  $(BIN)/rekindle lab report results/lab/$$each --markdown docs/evidence/$$each.md --force || exit 1; done
 	$(ONE_THREAD) $(BIN)/python benchmarks/verdict.py --write docs/evidence/verdict.md
 	$(ONE_THREAD) $(BIN)/python benchmarks/dawn.py --controls --write docs/evidence/dawn.md
 
