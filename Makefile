@@ -6,7 +6,8 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
 BENCHMARKS ?= polar fire health methods lab
-STUDIES := $(basename $(notdir $(wildcard studies/*.yaml)))
+STUDIES := random-labels permuted-inputs warm-start class-incremental alphabet domains optimizer-state nearness
+JOINED := scales over-streams
 
 .PHONY: demo test bench evidence lint docs clean
 
@@ -23,7 +24,9 @@ bench: .venv/.bench
 # started again. `make evidence STUDIES=warm-start` does one.
 evidence: .venv/.dev
 	for each in mnist fashion-mnist cifar-10 shakespeare bible; do $(BIN)/rekindle lab fetch $$each || exit 1; done
-	for each in $(STUDIES); do $(BIN)/rekindle lab run studies/$$each.yaml --folder results/lab/$$each || exit 1; \
+	for joined in $(JOINED); do mkdir -p results/lab/$$joined/runs; done  # their runs are those of the others
+	for each in $(STUDIES) $(JOINED); do $(BIN)/rekindle lab run studies/$$each.yaml || exit 1; \
+	  for joined in $(JOINED); do cp -n results/lab/$$each/runs/*.jsonl results/lab/$$joined/runs/; done; \
 	  $(BIN)/rekindle lab report results/lab/$$each --markdown docs/evidence/$$each.md --force || exit 1; done
 	$(ONE_THREAD) $(BIN)/python benchmarks/verdict.py --write docs/evidence/verdict.md
 	$(ONE_THREAD) $(BIN)/python benchmarks/dawn.py --controls --write docs/evidence/dawn.md

@@ -218,7 +218,7 @@ def kills(source: Path, target: Path, expected: Path, seconds: float, options: a
     (target / "old").write_text("old output")
     moments = random.Random(options.seed)
     untouched = digest(source, full=False)
-    step = 0.6 * seconds  # staging the copy comes first, so most kills meet the batches after it
+    step = 0.25 * seconds  # some kills meet the copying at the start, some the batches after it
     for number in range(options.kills):
         process = subprocess.Popen(command(source, target, "plain", options.targets), stdout=subprocess.PIPE)
         assert process.stdout is not None

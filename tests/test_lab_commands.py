@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -245,6 +246,28 @@ def test_the_sentences_follow_the_numbers() -> None:
 def test_a_stream_that_loses_nothing_is_called_so() -> None:
     assert "did not lose its plasticity" in said(ends={**ENDS, "nothing": 0.46})
     assert "lost less than half" in said(ends={**ENDS, "nothing": 0.35})
+
+
+@pytest.mark.parametrize("change", [{"stream": "class-incremental"}, {"replay": 0.1}])
+def test_where_tasks_differ_in_difficulty_a_fresh_start_tells_what_was_lost(change: dict[str, Any]) -> None:
+    text = said(settings=(replace(LABELS, **change),))
+    assert "plasticity" not in text and "on the first task" not in text
+    assert "what a fresh start gains: +2" in text
+    assert "no full-reset was run" in said(settings=(replace(LABELS, **change),), ends={"nothing": 0.2, "fire": 0.3})
+
+
+def test_fire_is_held_against_a_full_reset() -> None:
+    assert "FIRE instead of a full reset made +5." in said()
+
+
+def test_diverged_runs_are_told_even_where_they_have_no_mean() -> None:
+    data = told(settings=(Setting("text", "alphabet", "gpt", headline="online_loss"),))
+    assert "diverged" not in " ".join(contests(data)[0].said())
+    for each in data["runs"]:
+        if each["arm"] == "redo":
+            each["tasks"][-1] |= {"online_loss": None, "diverged": True}
+    data["table"] = [row for row in data["table"] if row["arm"] != "redo"]
+    assert "redo diverged in 5 of 5 runs; 5 of them have no value" in " ".join(contests(data)[0].said())
 
 
 def test_a_useless_fire_is_called_so() -> None:

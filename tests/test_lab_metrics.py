@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from rekindle.lab.settings import Setting
 from rekindle.lab.tracking import Track
 
 ACCURACY = Setting("a", "random-labels", "mlp", last=2)
-LOSS = Setting("l", "domains", "gpt", headline="test_loss", last=2)
+LOSS = Setting("l", "alphabet", "gpt", headline="test_loss", last=2)
 
 
 def row(task: int, **fields: Any) -> dict[str, Any]:
@@ -70,6 +71,12 @@ def test_retention_leaves_out_the_first_task() -> None:
 def test_a_stream_is_valid_if_doing_nothing_loses_half(last: float, valid: bool) -> None:
     run = [row(0, online_accuracy=0.5), row(1, online_accuracy=last), row(2, online_accuracy=last)]
     assert metrics.valid_stream([run], ACCURACY) is valid
+
+
+@pytest.mark.parametrize("change", [{"stream": "warm-start"}, {"replay": 0.1}])
+def test_tasks_that_are_not_equally_hard_cannot_tell(change: dict[str, Any]) -> None:
+    run = [row(0, online_accuracy=0.5), row(1, online_accuracy=0.1), row(2, online_accuracy=0.1)]
+    assert metrics.valid_stream([run], replace(ACCURACY, **change)) is None
 
 
 def test_a_loss_is_counted_from_chance() -> None:

@@ -145,7 +145,7 @@ def test_arms_are_paired(arm: str) -> None:
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("arm", ["nothing", "fire", "shrink-perturb", "full-reset", "injection", "fresh-at-norm"])
 def test_a_shared_start_changes_nothing(arm: str, keep: bool, tmp_path: Path) -> None:
-    """Bit for bit the same rows and weights, with the optimizer new at every task or kept."""
+    """Bit for bit the same rows, losses after the last step included, with the optimizer new at every task or kept."""
     setting = replace(
         TINY, stream="flat", stream_options={}, network="normed", network_options={}, new_optimizer=not keep
     )

@@ -15,7 +15,7 @@ from rekindle.lab.statistics import Difference, Interval, paired, t_interval
 from rekindle.lab.wording import Measure, measure, ordinal
 
 Tasks = Sequence[Mapping[str, Any]]
-NOTHING, FIRE, TUNED = "nothing", "fire", " (tuned)"
+NOTHING, FIRE, FRESH, TUNED = "nothing", "fire", "full-reset", " (tuned)"
 
 
 @dataclass(frozen=True)
@@ -107,30 +107,54 @@ class Contest:
 
     def _sentences(self) -> Iterator[str]:
         if not self.ranked:
-            yield "No run has finished yet."
+            yield from self._diverged() if any(self.tasks.values()) else ["No run has finished yet."]
             return
         if self.validity.get("last") is not None:
-            yield self._loss()
+            yield self._gap() if self.validity.get("note") else self._loss()
         best = self.ranked[0]
         if FIRE in self.values and best != FIRE:
             yield self._not_won(best)
         elif len(self.ranked) > 1:
             yield self._win(best)
-        near = self.against(FIRE, "random-isometry")
-        if near is not None:
-            yield (
-                f"Being the nearest isometry rather than a random one made {self._told(near)}"
-                f"{', which is within chance' if _even(near) else ''}."
-            )
+        for reference, start in (
+            (FRESH, "FIRE instead of a full reset made"),
+            ("random-isometry", "Being the nearest isometry rather than a random one made"),
+        ):
+            difference = self.against(FIRE, reference)
+            if difference is not None:
+                yield f"{start} {self._told(difference)}{', which is within chance' if _even(difference) else ''}."
+        if not self.headline.higher:
+            yield "Less is better here: a minus is a gain."
+        yield from self._diverged()
         if len(self.seeds) == 1:
             yield "One seed only: differences have no intervals, and a small one may be chance."
 
+    def _gap(self) -> str:
+        """What was lost where the first task is no measure of it."""
+        measured, fresh = self.headline, self.against(FRESH, NOTHING)
+        told = f"Doing nothing had {measured.value(self.validity['last'])} {measured.name} {self._span()}"
+        told += "; the tasks are not equally hard, so that what it lost is what a fresh start gains"
+        if fresh is None:
+            return f"{told}, and no {FRESH} was run."
+        return f"{told}: {self._told(fresh)}{', which is within chance' if _even(fresh) else ''}."
+
+    def _diverged(self) -> Iterator[str]:
+        """A mean of what survived flatters, so that it must be said."""
+        for arm, seeds in self.tasks.items():
+            count = sum(any(row.get("diverged") for row in tasks) for tasks in seeds.values())
+            without = len(seeds) - len(self.values.get(arm, ()))
+            if count:
+                left_out = f"; {without} of them have no value and are in no mean" if without else ""
+                yield f"{_called(arm)} diverged in {count} of {len(seeds)} runs{left_out}."
+
+    def _span(self) -> str:
+        return "on the last task" if self.last == 1 else f"over the last {self.last}"
+
     def _loss(self) -> str:
         measured, first, end = self.headline, self.validity["first"], self.validity["last"]
-        span = "on the last task" if self.last == 1 else f"over the last {self.last}"
         told = (
             f"Doing nothing went from {measured.value(first)} {measured.name} on the first task to "
-            f"{measured.value(end)} {span}"
+            f"{measured.value(end)} {self._span()}"
         )
         if self.validity["valid"]:
             return f"{told}: it lost its plasticity."

@@ -15,10 +15,13 @@ from rekindle.lab.settings import Setting
 
 Row = dict[str, Any]
 
+_UNEQUAL = frozenset({"warm-start", "continual", "class-incremental", "drift", "domains"})
+
 __all__ = [
     "auc",
     "drift",
     "drop",
+    "equally_hard",
     "final",
     "first_task",
     "headline",
@@ -123,11 +126,23 @@ def remedy_seconds(rows: Iterable[Row]) -> float:
     return math.fsum(row["remedy_seconds"] for row in tasks(rows))
 
 
+def equally_hard(setting: Setting) -> bool:
+    """Whether each task is as hard as the first, so that doing worse than there means that something was lost.
+
+    More data, more classes, another text, or old data mixed in make other tasks: what was lost there is what a fresh
+    start gains on the same task.
+
+    >>> equally_hard(Setting("a", "random-labels", "mlp")), equally_hard(Setting("b", "class-incremental", "vit"))
+    (True, False)
+    """
+    return setting.stream not in _UNEQUAL and not setting.replay
+
+
 def valid_stream(runs: Sequence[Sequence[Row]], setting: Setting, classes: int | None = None) -> bool | None:
     """Whether doing nothing loses half of what it could do in the first task, over all seeds: else nothing is to cure.
 
     `runs` are those of the arm that does nothing. A loss is counted from chance, ln(classes), downwards; without
-    `classes` (the start row has it) it cannot be told.
+    `classes` (the start row has it) it cannot be told, nor where tasks are not equally hard.
 
     >>> rows = [{"kind": "task", "task": i, "online_accuracy": value} for i, value in enumerate((0.5, 0.2, 0.2))]
     >>> valid_stream([rows], Setting("tiny", "random-labels", "mlp", last=2))
@@ -138,7 +153,7 @@ def valid_stream(runs: Sequence[Sequence[Row]], setting: Setting, classes: int |
         classes = starts[0]["stream"]["classes"] if starts else None
     first = mean(first_task(rows, setting) for rows in runs)
     last = mean(headline(rows, setting) for rows in runs)
-    if first is None or last is None or (setting.falling and classes is None):
+    if first is None or last is None or (setting.falling and classes is None) or not equally_hard(setting):
         return None
     if setting.falling:
         chance = math.log(classes or 1)

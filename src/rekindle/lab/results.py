@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from rekindle.lab.study import Study
 
 FORMAT = 1
+UNEQUAL = "the tasks are not equally hard: what was lost is what a fresh start gains"
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,10 @@ class Results:
         return lines
 
     def validity(self, setting: str) -> dict[str, Any]:
-        """Whether the stream can tell remedies apart: doing nothing must fall to half of its first task or below."""
+        """Whether the stream can tell remedies apart: doing nothing must fall to half of its first task or below.
+
+        `valid` is None, and `note` says why, where that cannot be told.
+        """
         nothing = next((each for each in self.contenders(setting) if each.name == NOTHING), None)
         if nothing is None or not nothing.headline:
             return {"valid": None, "first": None, "last": None, "fall": None, "note": f"no finished run of {NOTHING!r}"}
@@ -155,13 +159,15 @@ class Results:
             # A loss is judged by how far below chance it is, as `valid_stream` does.
             top, bottom = (math.log(classes or 1) - each if chosen.falling else each for each in (first, last))
             fall = (top - bottom) / top if top > 0 else None
-        return {"valid": valid, "first": first, "last": last, "fall": fall, "note": None}
+        note = None if metrics.equally_hard(chosen) else UNEQUAL
+        return {"valid": valid, "first": first, "last": last, "fall": fall, "note": note}
 
     def over_streams(self) -> dict[str, Any]:
         """Every arm over all settings: the interquartile mean of its score, and how often it beats doing nothing.
 
         A score is the headline as a share of the first task's value (for a loss the other way round), so that 1 is
-        as good as new in every stream.
+        as good as new; streams whose tasks are not equally hard have none. A tuned arm is held against doing nothing
+        tuned.
         """
         arms: dict[str, dict[str, Contender]] = {}
         for setting in self.settings:
@@ -170,11 +176,13 @@ class Results:
         out: dict[str, Any] = {}
         for name, by_setting in arms.items():
             scores = {setting: scored for setting, each in by_setting.items() if (scored := _scores(each))}
+            tuned = any(each.tuned for each in by_setting.values())
+            reference = tuning.tuned_name(NOTHING) if tuned else NOTHING
             wins = [
                 win
                 for setting, each in by_setting.items()
-                if NOTHING in arms and setting in arms[NOTHING] and name != NOTHING
-                if (win := improvement(each.headline, arms[NOTHING][setting].headline, each.setting.falling))
+                if setting in arms.get(reference, {}) and name != reference
+                if (win := improvement(each.headline, arms[reference][setting].headline, each.setting.falling))
                 is not None
             ]
             interval: Interval | None = None
@@ -185,8 +193,8 @@ class Results:
                 "iqm": None if interval is None else interval.to_dict(),
                 "improvement": fmean(wins) if wins else None,
             }
-        few = len(self.settings) < STREAMS_FOR_IQM
-        note = f"an interquartile mean needs at least {STREAMS_FOR_IQM} streams" if few else None
+        few = sum(map(metrics.equally_hard, self.settings.values())) < STREAMS_FOR_IQM
+        note = f"an interquartile mean needs at least {STREAMS_FOR_IQM} streams of equally hard tasks" if few else None
         return {"note": note, "arms": out}
 
     def to_dict(self) -> dict[str, Any]:
@@ -284,7 +292,9 @@ def _line(each: Contender, metric: str, against: Mapping[str, Any]) -> Row:
 
 
 def _scores(each: Contender) -> list[float]:
-    out = []
+    out: list[float] = []
+    if not metrics.equally_hard(each.setting):
+        return out
     for seed, value in each.headline.items():
         first = metrics.first_task(each.runs[seed], each.setting)
         top, bottom = (first, value) if each.setting.falling else (value, first)

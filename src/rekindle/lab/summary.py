@@ -38,10 +38,10 @@ def columns(contest: Contest) -> list[Column]:
     measured = contest.headline
     old = measure("old_accuracy" if measured.unit == "%" else "old_loss")
     span = "the last task" if contest.last == 1 else f"the last {contest.last} tasks"
-    unit = f", {measured.unit}" if measured.unit else ""
+    sign = "" if measured.higher else "; a minus is a gain"
     listed = [
         Column(
-            f"{measured.name}{unit}",
+            f"{measured.name}{_unit(measured)}",
             f"mean over {span} and the seeds, with its 95 % interval",
             _get("mean"),
             measured.number,
@@ -49,7 +49,7 @@ def columns(contest: Contest) -> list[Column]:
         ),
         Column(
             f"against {NOTHING}",
-            "paired difference, seed by seed, with its 95 % interval",
+            f"paired difference, seed by seed, with its 95 % interval{sign}",
             lambda row: None if row["arm"] == NOTHING else _number(row.get("difference")),
             measured.difference,
             lambda row: measured.differences(row.get("difference_low"), row.get("difference_high")),
@@ -60,19 +60,26 @@ def columns(contest: Contest) -> list[Column]:
         _plain("first task", "the same measure on the first task", "first_task", measured),
         Column(
             "drop",
-            f"what the remedy costs at once: how much worse the previous task is right after it{_unit(old)}",
+            f"what the remedy costs at once: how much worse the previous task is right after it, in {old.step}",
             _get("drop"),
             old.number,
         ),
         Column(
             "recovery, steps",
-            "training steps until learning is back where it was before the remedy",
+            "training steps until the arm learns as well as it did itself at the end of the task before; "
+            "a task that never gets there counts with all its steps",
             _get("recovery"),
             _count,
         ),
-        _plain("kept", f"{old.name} right after the remedy{_unit(old)}", "retention", old),
+        _plain(
+            "kept",
+            f"{old.name} right after the remedy{_unit(old)}: up to five, the one just learned among them, "
+            "mean over all boundaries",
+            "retention",
+            old,
+        ),
         Column("remedy", "time that the remedy takes in a task", _get("remedy_seconds"), duration),
-        Column("seeds", "runs that were finished", _get("seeds"), _count),
+        Column("seeds", "runs that the mean is over", _get("seeds"), _count),
     ]
     return [column for column in listed if any(column.value(row) is not None for row in contest.table)]
 
