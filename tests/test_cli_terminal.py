@@ -172,7 +172,13 @@ def as_user(*arguments: object, **environment: str) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        preexec_fn=heeding_ctrl_c,
     )
+
+
+def heeding_ctrl_c() -> None:
+    """What a shell starts in the background ignores SIGINT, and so would its children."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def test_shell_completion() -> None:

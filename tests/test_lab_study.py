@@ -82,7 +82,13 @@ def elsewhere() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
         code = SCRIPT.format(tests=tests, folder=str(folder), seeds=seeds, sleep=sleep, workers=workers)
         env = os.environ | {"FAKE_FIRE_SLEEP": str(fire)}
         begun_here.append(
-            subprocess.Popen([sys.executable, "-c", code], start_new_session=True, stderr=subprocess.DEVNULL, env=env)
+            subprocess.Popen(
+                [sys.executable, "-c", code],
+                start_new_session=True,
+                stderr=subprocess.DEVNULL,
+                env=env,
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background shell ignores it
+            )
         )
         return begun_here[-1]
 

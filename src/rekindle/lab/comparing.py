@@ -157,6 +157,7 @@ def numbers(setting: Setting) -> dict[str, Callable[[Rows], float | None]]:
         "auc": lambda rows: metrics.auc(rows, setting),
         "drop": lambda rows: metrics.drop(rows, setting),
         "recovery": metrics.recovery,
+        "peak": metrics.peak,
         "retention": lambda rows: metrics.retention_after_remedy(rows, setting),
         "retention_end": lambda rows: metrics.retention(rows, setting),
         "function_drift": metrics.drift,

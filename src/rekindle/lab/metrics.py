@@ -25,6 +25,7 @@ __all__ = [
     "final",
     "first_task",
     "headline",
+    "peak",
     "recovery",
     "remedy_seconds",
     "retention",
@@ -101,6 +102,15 @@ def recovery(rows: Iterable[Row]) -> float | None:
     return mean(float(row["steps"] if count is None else count) for row, count in zip(found, counts, strict=True))
 
 
+def peak(rows: Iterable[Row]) -> float | None:
+    """The highest loss in the first 20 steps after a boundary, the mean over boundaries: the spike, if there is one.
+
+    >>> peak([{"task": 0, "peak_loss": 9.0}, {"task": 1, "peak_loss": 2.0}, {"task": 2, "peak_loss": 4.0}])
+    3.0
+    """
+    return mean(row.get("peak_loss") for row in tasks(rows) if row["task"] > 0)
+
+
 def retention(rows: Iterable[Row], setting: Setting) -> float | None:
     """How well up to five earlier tasks are still done at the end of a later one, averaged over the last tasks."""
     later = [row for row in tasks(rows) if row["task"] > 0]
@@ -173,6 +183,7 @@ def summary(rows: Sequence[Row], setting: Setting) -> dict[str, float | None]:
         "auc": auc(rows, setting),
         "drop": drop(rows, setting),
         "recovery": recovery(rows),
+        "peak": peak(rows),
         "retention": retention(rows, setting),
         "retention_after_remedy": retention_after_remedy(rows, setting),
         "drift": drift(rows),

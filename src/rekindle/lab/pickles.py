@@ -90,10 +90,10 @@ def load_pickle(content: bytes) -> Any:
 
     >>> load_pickle(pickle.dumps({b"data": [1, 2]}))
     {b'data': [1, 2]}
-    >>> load_pickle(pickle.dumps(print))
+    >>> load_pickle(pickle.dumps(eval))
     Traceback (most recent call last):
         ...
-    _pickle.UnpicklingError: builtins.print is not let in: only containers and numeric arrays are
+    _pickle.UnpicklingError: builtins.eval is not let in: only containers and numeric arrays are
     """
     try:
         return _settled(_Unpickler(io.BytesIO(content), encoding="bytes").load())

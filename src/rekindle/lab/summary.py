@@ -71,6 +71,11 @@ def columns(contest: Contest) -> list[Column]:
             _get("recovery"),
             _count,
         ),
+        *(
+            [_plain("peak", "the highest loss in the first 20 steps after a boundary, its mean", "peak", old)]
+            if old.unit == "nats"
+            else []
+        ),
         _plain(
             "kept",
             f"{old.name} right after the remedy{_unit(old)}: up to five, the one just learned among them, "

@@ -10,6 +10,7 @@ from torch import Tensor
 from rekindle.lab.evaluation import finite
 
 POINTS = 20  # of a curve
+PEAK = 20  # steps in which a spike is looked for
 
 
 class Track:
@@ -58,6 +59,10 @@ class Track:
         """At most `points` times [step, accuracy, loss], each over the steps since the one before."""
         edges = sorted({round(i * len(self) / points) for i in range(points + 1)})
         return [[last, self._mean(0, first, last), self._mean(1, first, last)] for first, last in pairwise(edges)]
+
+    def peak(self, first: int = PEAK) -> float | None:
+        """The highest loss among the first steps: the spike that a remedy may leave behind, averages hide it."""
+        return finite(float(torch.stack(self._loss[:first]).max())) if len(self) else None
 
     def window(self) -> int:
         """How many steps count as "now": a twentieth of the task."""

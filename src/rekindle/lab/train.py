@@ -201,6 +201,7 @@ class Learner:
             "online_accuracy": track.accuracy,
             "online_loss": track.loss,
             "curve": track.curve(),
+            "peak_loss": track.peak(),
             **self.judge(task),
             "seconds": seconds,
             "remedy_seconds": self.treating,
