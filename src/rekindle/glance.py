@@ -21,9 +21,9 @@ def look(block: Block, weight: Tensor, scale: float | None, measure: bool) -> tu
     >>> look(block, 2 * torch.eye(2, 3), 1.0, True)
     (tensor([2.8284]), 18.0, 0.0)
     """
-    window = block.read(weight.detach())
     if not measure:
-        return torch.linalg.vector_norm(window, dim=(1, 2), dtype=at_least_float32(window)), None, None
+        return block.layout.norms(weight, at_least_float32(weight)), None, None
+    window = block.read(weight.detach())
     wide = window if block.out <= block.in_ else window.mT
     squares, total, free = [], 0.0, 0.0
     for several in torch.split(wide, max(1, _CHUNK // (block.out * block.in_))):

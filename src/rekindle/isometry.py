@@ -30,6 +30,7 @@ SVD_UP_TO = 16  # rows up to which batched LAPACK beats any iteration
 PRODUCTS_UP_TO = 48  # rows up to which products beat factorisations on a CPU
 ONE_STEP_FROM = 384  # rows from which on ten steps of the recipe leave so much that a single Halley step leaves less
 FLAT = 0.4  # mean σ² over σ_max² (a Gaussian has .25) from which on the recipe converges, and one step is not enough
+TAME = (1e-12, 1e12)  # ‖W‖²_F within which fourth powers fit into float32
 WIDE = 1.5  # m/n from which on working on the n×n side pays
 
 
@@ -267,7 +268,7 @@ def _solve_chunk(
 @torch.no_grad()
 def _solve_group(w: Tensor, seeds: list[int], options: _Options) -> tuple[Tensor, Certificate | None]:
     """The polar factors of a chunk (batch, n, m), n ≤ m, and what is known of them."""
-    w, unit = _in_range(w.contiguous())
+    w, unit = w.contiguous(), w.new_ones(w.shape[0])
     draw = torch.tensor(seeds, dtype=torch.int64)
     if not w.numel():
         zero = w.new_zeros(w.shape[0])
@@ -275,6 +276,9 @@ def _solve_group(w: Tensor, seeds: list[int], options: _Options) -> tuple[Tensor
         solved.residual = zero
     else:
         known = solvers.start(w)
+        if not bool(((known.norm2 > TAME[0]) & (known.norm2 < TAME[1])).all()):  # a NaN is in no range
+            w, unit = _in_range(w)
+            known = solvers.start(w)
         gram2 = norm2(known.a) if options.certificate else known.norm2
         solved = _by_route(w, known, draw, options)
     if not options.certificate:
@@ -338,8 +342,6 @@ def _reach(tol: float, dtype: torch.dtype) -> float:
 
 def _in_range(w: Tensor) -> tuple[Tensor, Tensor]:
     """Matrices of extreme scale brought near 1 by a power of two, since fourth powers are to fit into float32."""
-    if not w.numel():
-        return w, w.new_ones(w.shape[0])
     top = w.abs().amax((1, 2))
     if not bool(torch.isfinite(top).all()):
         raise NotFinite("a matrix is not finite: it has a NaN or an infinity in it")

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 ROLES = (
@@ -85,6 +86,17 @@ class Layout:
     def read(self, tensor: Tensor) -> Tensor:
         """The matrices (count, out, in): a view where strides allow it, else a copy."""
         return self._window(tensor).reshape(self.sizes)
+
+    def norms(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """‖W‖_F of each matrix, (count,), without gathering what lies scattered (the taps of a convolution).
+
+        >>> Layout((2, 2), (2, 2), (1,), (0,), ()).norms(torch.tensor([[3.0, 0.0], [4.0, 1.0]]))
+        tensor([5., 1.])
+        """
+        window = self._window(tensor)
+        inside = tuple(range(len(self.count), window.ndim))
+        found: Tensor = torch.linalg.vector_norm(window, dim=inside, dtype=dtype)
+        return found.reshape(-1)
 
     def write(self, tensor: Tensor, matrices: Tensor) -> None:
         """Copy matrices (count, out, in) into the tensor, in place; no other element is touched."""
