@@ -50,7 +50,7 @@ def test_the_command_line_does_not_import_the_laboratory() -> None:
     assert done.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize("command", ["list", "run", "resume", "show", "report", "fetch"])
+@pytest.mark.parametrize("command", ["list", "run", "resume", "show", "report", "compare", "fetch"])
 def test_each_command_has_an_example(command: str) -> None:
     result = run("lab", command, "--help", COLUMNS="120")
     assert result.exit_code == 0
@@ -388,3 +388,28 @@ def test_results_are_as_the_table_has_them() -> None:
         difference = contest.against(row["arm"], "nothing")
         if row["arm"] != "nothing":
             assert difference is not None and difference.low == pytest.approx(row["difference_low"])
+
+
+# compare
+
+
+def test_compare_gives_the_difference_of_what_the_runs_say(folder: Path) -> None:
+    result = run("lab", "compare", "fire", "nothing", folder, "--json")
+    assert result.exit_code == 0, result.output
+    told_ = {each["measure"]: each["mean"] for each in json.loads(result.stdout)["differences"]}
+    last = {}
+    for file in folder.glob("runs/*.jsonl"):
+        rows = [json.loads(line) for line in file.open()]
+        tasks = [row for row in rows if row["kind"] == "task"]
+        if len(tasks) == 2:  # the third was refused
+            last[rows[0]["run"]["arm"]["name"]] = tasks
+    both = [sum(row["online_accuracy"] for row in last[arm]) / 2 for arm in ("fire", "nothing")]
+    assert told_["headline"] == pytest.approx(both[0] - both[1])
+    kept = [last[arm][1]["old_accuracy_start"] for arm in ("fire", "nothing")]
+    assert told_["old tasks right after the remedy"] == pytest.approx(kept[0] - kept[1])
+    assert "drop of the task just learned" not in told_  # nothing has none
+
+
+def test_compare_needs_both_arms(folder: Path) -> None:
+    result = run("lab", "compare", "fire", "dash", folder)
+    assert "no study here has finished runs of both 'fire' and 'dash'" in one_line(result)

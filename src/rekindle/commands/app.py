@@ -92,6 +92,7 @@ _LABORATORY: dict[str, Callable[..., None]] = {
     "resume": lab.resume,
     "show": lab.lab_show,
     "report": lab.lab_report,
+    "compare": lab.lab_compare,
     "fetch": lab.fetch,
 }
 for command in _COMMANDS:

@@ -195,6 +195,35 @@ def lab_report(
 
 
 @speaking
+def lab_compare(
+    arm: Annotated[str, typer.Argument(help="The arm, such as fire.", show_default=False)],
+    other: Annotated[str, typer.Argument(help="What it is held against, such as random-isometry.", show_default=False)],
+    folders: Annotated[
+        list[Path], typer.Argument(metavar="FOLDER...", help="The folders of studies.", show_default=False)
+    ],
+    json: options.Json = False,
+) -> None:
+    """Hold two arms against each other in everything that is measured, over one study or several, as Markdown.
+
+    [bold]Examples[/]
+
+      rekindle lab compare fire random-isometry results/lab/nearness results/lab/random-labels
+    """
+    with needing_extras():
+        from rekindle.lab.pairing import compared, table
+
+        pairs = compared([opened(folder).results() for folder in folders], arm, other)
+        if not pairs:
+            raise ValueError(f"no study here has finished runs of both {arm!r} and {other!r} in one setting")
+        if json:
+            cells = [{"setting": p.setting, "measure": p.what, **p.difference.to_dict()} for p in pairs]
+            show_json({"arm": arm, "other": other, "differences": cells})
+        else:
+            typer.echo(printable(f"{arm} minus {other}, paired by seed; better and worse are {arm}'s"))
+            typer.echo("\n".join(map(printable, table(pairs))))
+
+
+@speaking
 def fetch(
     name: Annotated[str, typer.Argument(help="A data set; `rekindle lab list` has their names.", show_default=False)],
     folder: Annotated[

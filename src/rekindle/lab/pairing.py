@@ -1,0 +1,83 @@
+"""Two arms held against each other in everything that is measured, setting by setting, paired by seed.
+
+The question "does it matter that FIRE's isometry is the nearest one?" is this, with FIRE and a random isometry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from rekindle.lab import metrics
+from rekindle.lab.comparing import Contender, Rows
+from rekindle.lab.results import Results
+from rekindle.lab.settings import Setting
+from rekindle.lab.statistics import Difference, paired
+from rekindle.lab.wording import Measure, measure
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One measure of one setting: arm − other over the seeds that both have."""
+
+    setting: str
+    what: str
+    measured: Measure
+    difference: Difference
+
+    def cells(self) -> tuple[str, str, str, str]:
+        """Setting, measure, difference with its interval, and who is better: "–" where it may be chance."""
+        found = self.difference
+        sides = self.measured.differences(found.low, found.high)
+        sure = found.low is not None and found.high is not None and found.low * found.high > 0
+        gain = (found.mean > 0) == self.measured.higher
+        shown = f"{self.measured.difference(found.mean)} {sides}".strip()
+        return (
+            self.setting,
+            f"{self.what}, {self.measured.step}",
+            shown,
+            ("better" if gain else "worse") if sure else "–",
+        )
+
+
+def compared(studies: Iterable[Results], arm: str, other: str) -> list[Pair]:
+    """Every measure of every setting that has finished runs of both arms."""
+    found = []
+    for results in studies:
+        for name, setting in results.settings.items():
+            both = {each.name: each for each in results.contenders(name)}
+            if arm in both and other in both:
+                found += _setting(setting, both[arm], both[other])
+    return found
+
+
+def table(pairs: Iterable[Pair]) -> list[str]:
+    """The lines of a Markdown table.
+
+    >>> table([])[0]
+    '| setting | measure | difference, 95 % interval | |'
+    """
+    lines = ["| setting | measure | difference, 95 % interval | |", "|---|---|---|---|"]
+    return [*lines, *("| " + " | ".join(pair.cells()) + " |" for pair in pairs)]
+
+
+def _setting(setting: Setting, arm: Contender, other: Contender) -> list[Pair]:
+    old = measure("old_loss" if setting.falling else "old_accuracy")
+    cost = Measure(old.name, old.unit, old.times, higher=False)
+    asked: list[tuple[str, Measure, Callable[[Rows], float | None]]] = [
+        ("headline", measure(setting.headline), lambda rows: metrics.headline(rows, setting)),
+        ("old tasks right after the remedy", old, lambda rows: metrics.retention_after_remedy(rows, setting)),
+        ("old tasks at the end", old, lambda rows: metrics.retention(rows, setting)),
+        ("drop of the task just learned", cost, lambda rows: metrics.drop(rows, setting)),
+        ("change of the function (KL)", measure("function_drift"), metrics.drift),
+    ]
+    found = []
+    for what, measured, number in asked:
+        difference = paired(_by_seed(arm, number), _by_seed(other, number))
+        if difference is not None:
+            found.append(Pair(setting.name, what, measured, difference))
+    return found
+
+
+def _by_seed(each: Contender, number: Callable[[Rows], float | None]) -> dict[int, float]:
+    return {seed: value for seed, rows in each.runs.items() if (value := number(rows)) is not None}
