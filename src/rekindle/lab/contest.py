@@ -136,7 +136,10 @@ class Contest:
         told += "; the tasks are not equally hard, so that what it lost is what a fresh start gains"
         if fresh is None:
             return f"{told}, and no {FRESH} was run."
-        return f"{told}: {self._told(fresh)}{', which is within chance' if _even(fresh) else ''}."
+        if _even(fresh):
+            return f"{told}: {self._told(fresh)}, which is within chance."
+        gained = (fresh.mean > 0) == measured.higher
+        return f"{told}: {self._told(fresh)}{'' if gained else ', which is worse: it had lost nothing'}."
 
     def _diverged(self) -> Iterator[str]:
         """A mean of what survived flatters, so that it must be said."""
