@@ -89,6 +89,7 @@ APPLIED: dict[str, Callable[[], Remedy]] = {
     "PlasticityInjection": methods.PlasticityInjection,
     "HareTortoise": methods.HareTortoise,
     "AdamRel": methods.AdamRel,
+    "OptimizerReset": methods.OptimizerReset,
     "SingularClip": methods.SingularClip,
     "WeightClip, a step": methods.WeightClip,
     "NormalizeAndProject, a step": methods.NormalizeAndProject,

@@ -1,8 +1,5 @@
 """Units on hand-made networks whose dead, linear and saturated neurons are known; and nothing is left behind."""
 
-import copy
-import random
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -12,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from known_units import DEAD, draw, kill
 from rekindle.activity import activity
 from rekindle.attention import entropy, entropy_share
-from rekindle.curvature import hessian_eigenvalue
-from rekindle.units import gini, rows_of, scores
+from rekindle.units import gini
 
 # What a unit needs as input so that its output is 0 whatever the data: "off" is far negative, "zero" is 0 itself.
 ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], type[nn.Module] | None, float]] = {
@@ -42,7 +39,6 @@ ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], type[nn.Module] | None,
     "relu, as a clamp": (lambda x: x.clamp(min=0), None, -200.0),
     "relu, in place": (lambda x: F.relu(x, inplace=True), None, -200.0),
 }
-DEAD = [1, 4]
 UNITS = 6
 
 
@@ -60,17 +56,6 @@ class Functional(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.function(self.layer(x))
-
-
-def draw(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def kill(layer: nn.Module, off: float, units: list[int] = DEAD) -> None:
-    """Make these units ignore their input and receive `off`."""
-    with torch.no_grad():
-        layer.weight[units] = 0.0
-        layer.bias[units] = off
 
 
 def layers() -> dict[str, tuple[nn.Module, Tensor]]:
@@ -339,200 +324,3 @@ def test_attention_entropy_of_every_kind_of_attention() -> None:
     reference = net.attention(x, x, x, average_attn_weights=False)[1].detach()
     torch.testing.assert_close(found[0].entropy, entropy(reference), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(found[0].share, entropy_share(reference), rtol=1e-5, atol=1e-6)
-
-
-def test_what_was_not_seen_is_listed_and_never_zero() -> None:
-    class Custom(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x.clamp(-1, 1) ** 3
-
-        @staticmethod
-        def backward(ctx: Any, g: Tensor) -> Tensor:
-            return g
-
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b, self.unused = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)
-            self.frozen = nn.Parameter(torch.zeros(3), requires_grad=False)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.b(Custom.apply(self.a(x))) + self.frozen
-
-    found = activity(Net(), [draw(4, 3)], loss=lambda m, x: m(x).sum())
-    assert found.layers == ()
-    reasons = {(each.name, each.what): each.reason for each in found.unmeasured}
-    assert reasons["a", "units"] == "no activation was seen on its output"
-    assert reasons["unused", "activity"].startswith("its forward did not run")
-    assert reasons["unused.weight", "gradient"] == "no gradient reaches it"
-    assert reasons["frozen", "gradient"] == "it is frozen"
-    assert "unused.weight" not in found.gradient_norms
-
-
-def test_torchscript_is_listed_as_unmeasured() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        scripted = torch.jit.trace(nn.Sequential(nn.Linear(3, 3), nn.ReLU()), torch.zeros(1, 3))
-    found = activity(nn.Sequential(nn.Linear(3, 3), nn.Tanh(), scripted), [draw(4, 3)])
-    assert [layer.name for layer in found.layers] == ["1"]
-    assert any(each.name == "2" and "TorchScript" in each.reason for each in found.unmeasured)
-
-
-def test_a_compiled_model_is_sampled_eagerly() -> None:
-    net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 1))
-    kill(net[0], -200.0, [1])
-    compiled = torch.compile(net, backend="eager")
-    compiled(draw(50, 3))
-    found = activity(compiled, [draw(50, 3)])
-    assert [(layer.name, layer.dead) for layer in found.layers] == [("1", 1)]
-    net.compile(backend="eager")
-    net(draw(50, 3))
-    assert activity(net, [draw(50, 3)]).layers[0].dead == 1
-
-
-class Fragile(nn.Module):
-    """Draws random numbers, changes buffers, and may raise."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc, self.norm, self.drop = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout()
-        self.register_buffer("calls", torch.zeros(1))
-        self.register_buffer("replaced", torch.zeros(1))
-        self.fail = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        self.replaced = self.replaced + 1
-        random.random()
-        np.random.rand()
-        x = self.norm(F.relu(self.fc(x))) + torch.rand(4)
-        if self.fail:
-            raise RuntimeError("on purpose")
-        return self.drop(x)
-
-
-def fingerprint(net: Fragile) -> tuple[Any, ...]:
-    return (
-        torch.get_rng_state().tolist(),
-        random.getstate(),
-        np.random.get_state()[1].tolist(),
-        [m.training for m in net.modules()],
-        [(p.grad is None, None if p.grad is None else (id(p.grad), p.grad.tolist())) for p in net.parameters()],
-        [(name, id(b), b.tolist()) for name, b in net.named_buffers()],
-        [
-            len(m._forward_hooks) + len(m._forward_pre_hooks) + len(m._forward_hooks_always_called)
-            for m in net.modules()
-        ],
-        torch.backends.mha.get_fastpath_enabled(),
-        torch.is_grad_enabled(),
-        {name: p.tolist() for name, p in net.named_parameters()},
-    )
-
-
-@pytest.mark.parametrize("with_loss", [False, True])
-@pytest.mark.parametrize("fail", [False, True])
-def test_everything_is_as_it_was(fail: bool, with_loss: bool) -> None:
-    net = Fragile()
-    net.norm.eval()
-    net(draw(6, 4)).sum().backward()
-    net.fc.bias.grad = None
-    before = fingerprint(net)
-    net.fail = fail
-
-    def loss(model: nn.Module, x: Tensor) -> Tensor:
-        value = model(x).square().mean()
-        value.backward(retain_graph=True)  # even this is undone
-        return value
-
-    if fail:
-        with pytest.raises(RuntimeError, match="on purpose"):
-            activity(net, [draw(6, 4)], loss=loss if with_loss else None)
-        with pytest.raises(RuntimeError, match="on purpose"):
-            hessian_eigenvalue(net, [draw(6, 4)], lambda m, x: m(x).sum())
-    else:
-        activity(net, [draw(6, 4)], loss=loss if with_loss else None)
-    assert fingerprint(net) == before
-    # No mode is left active either.
-    assert torch.overrides._get_current_function_mode() is None
-
-
-def test_errors_speak_of_the_argument() -> None:
-    net = nn.Linear(2, 2)
-    with pytest.raises(TypeError, match="wrap a single batch in a list"):
-        activity(net, torch.zeros(2, 2))
-    with pytest.raises(ValueError, match="batches is empty"):
-        activity(net, [])
-    with pytest.raises(TypeError, match="scalar tensor, got a tensor of shape"):
-        activity(net, [torch.zeros(2, 2)], loss=lambda m, x: m(x))
-    with pytest.raises(TypeError, match="a batch is a tensor"):
-        activity(net, ["text"])
-
-
-def test_a_loss_that_calls_the_model_twice_counts_both() -> None:
-    net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 1))
-    found = activity(net, [draw(5, 3)], loss=lambda m, x: m(x).mean() + m(-x).mean())
-    assert [(layer.name, layer.rows) for layer in found.layers] == [("1", 10)]
-    assert found.layers[0].gradient_scores is not None
-
-
-def test_rows_and_scores_of_odd_shapes() -> None:
-    assert rows_of(torch.zeros(5), -1).shape == (1, 5)
-    assert rows_of(torch.tensor(1.0), -1) is None
-    assert scores(torch.zeros(3)).tolist() == [0, 0, 0]
-    assert activity(nn.ReLU(), [torch.ones(4, 3, dtype=torch.bfloat16)]).layers[0].scores.dtype == torch.float32
-    silent = activity(nn.ReLU(), [-torch.ones(4, 3)]).layers[0]
-    assert (silent.dead, silent.feature_rank, silent.usage_gini) == (3, 0.0, None)
-
-
-@pytest.mark.parametrize("sign", [1.0, -1.0])
-def test_hessian_eigenvalue_against_the_whole_hessian(sign: float) -> None:
-    torch.manual_seed(3)
-    net = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)).double()
-    batches = [
-        (draw(12, 3).double(), draw(12, 2, seed=1).double()),
-        (draw(12, 3, seed=2).double(), draw(12, 2).double()),
-    ]
-
-    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        return sign * F.mse_loss(model(batch[0]), batch[1])
-
-    names = [name for name, _ in net.named_parameters()]
-    shapes = [p.shape for p in net.parameters()]
-
-    def whole(flat: Tensor) -> Tensor:
-        parts = flat.split([s.numel() for s in shapes])
-        given = {n: p.view(s) for n, p, s in zip(names, parts, shapes, strict=True)}
-        outputs = [F.mse_loss(torch.func.functional_call(net, given, x), y) for x, y in batches]
-        return sign * sum(outputs) / 2
-
-    start = torch.cat([p.detach().flatten() for p in net.parameters()])
-    values = torch.linalg.eigvalsh(torch.autograd.functional.hessian(whole, start))
-    expected = max(values.tolist(), key=abs)
-    found = hessian_eigenvalue(net, batches, loss, steps=2000, tol=1e-5)
-    assert found.converged
-    assert found.value == pytest.approx(expected, rel=1e-6)
-    assert (found.value < 0) == (sign < 0)
-    short = hessian_eigenvalue(net, batches, loss, steps=1, tol=1e-9)
-    assert not short.converged
-    assert short.steps == 1
-
-
-def test_opposite_eigenvalues_are_not_called_converged() -> None:
-    saddle = nn.Linear(2, 1, bias=False)
-    found = hessian_eigenvalue(saddle, [0], lambda m, _: (m.weight.square() * torch.tensor([[1.0, -1.0]])).sum())
-    assert not found.converged
-
-
-def test_curvature_through_attention() -> None:
-    net = nn.TransformerEncoderLayer(8, 2, 8, dropout=0.0, batch_first=True)
-    found = hessian_eigenvalue(net, [draw(2, 3, 8)], lambda m, x: m(x).square().mean(), steps=3)
-    assert found.steps <= 3
-    assert np.isfinite(found.value)
-
-
-def test_no_hook_survives_a_deepcopy_or_a_second_run() -> None:
-    net = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
-    first = activity(net, [draw(4, 3)])
-    second = activity(copy.deepcopy(net), [draw(4, 3)])
-    assert first.layers[0].scores.tolist() == second.layers[0].scores.tolist()

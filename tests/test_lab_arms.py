@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-from rekindle.lab.arms import ARMS, GROUPS, Arm, OptimizerReset, arms, factory, register
+from rekindle.lab.arms import ARMS, GROUPS, Arm, arms, factory, register
 from rekindle.lab.optimizing import make_optimizers, rate
 from rekindle.lab.protocols import SETTINGS, coefficients
 from rekindle.lab.settings import Setting, read_source, setting
 from rekindle.lab.train import Run
-from rekindle.methods import FIRE
+from rekindle.methods import FIRE, OptimizerReset
 
 PLAIN = Setting("plain", "random-labels", "mlp")
 

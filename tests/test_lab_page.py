@@ -1,21 +1,18 @@
 """The page of a study in a real browser: content, sorting, light and dark, phones, hostile names."""
 
-import functools
-import http.server
 import json
 import re
-import shutil
-import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from browser import Driver, browser_only, driver, page, serving
 from lab_results import ENDS, LABELS, told
 from rekindle.lab.page import render
 from rekindle.lab.settings import Setting
 
+__all__ = ["driver", "page"]  # fixtures
 EVIL = "<script>window.hacked=1</script><img src=x onerror=window.hacked=1>"
 TEXT = Setting("text", "alphabet", "gpt", headline="online_loss")
 GENERAL = Setting("permuted", "permuted-inputs", "mlp", headline="test_accuracy")
@@ -71,34 +68,7 @@ def test_nothing_is_fetched() -> None:
 
 selenium = pytest.importorskip("selenium", reason="pip install selenium")
 
-from selenium import webdriver  # noqa: E402
-from selenium.webdriver.chrome.service import Service  # noqa: E402
 from selenium.webdriver.common.by import By  # noqa: E402
-
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-CHROMEDRIVER = shutil.which("chromedriver")
-FLAGS = (
-    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
-    "--disable-component-update --disable-sync"
-)
-browser_only = pytest.mark.skipif(
-    not (CHROMIUM and CHROMEDRIVER), reason="needs a browser: apt-get install chromium chromium-driver"
-)
-Driver = Any
-
-
-@pytest.fixture(scope="module")
-def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Driver]:
-    options = webdriver.ChromeOptions()
-    options.binary_location = CHROMIUM
-    for flag in FLAGS.split():
-        options.add_argument(flag)
-    options.add_argument(f"--user-data-dir={tmp_path_factory.mktemp('profile')}")
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    browser = webdriver.Chrome(options=options, service=Service(CHROMEDRIVER))
-    browser.set_page_load_timeout(30)
-    yield browser
-    browser.quit()
 
 
 @pytest.fixture(scope="module")
@@ -107,24 +77,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, list
     data = told(ends={**ENDS, EVIL: 0.4}, settings=(LABELS, GENERAL), refused={"fire-qk": EVIL})
     data["study"]["name"] = EVIL
     (folder / "study.html").write_text(render(data))
-    asked: list[str] = []
-
-    class Handler(http.server.SimpleHTTPRequestHandler):
-        def log_message(self, format: str, *args: object) -> None:
-            asked.append(self.path)
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Handler, directory=str(folder)))
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_address[1]}/study.html", asked
-    server.shutdown()
-
-
-@pytest.fixture
-def page(driver: Driver, served: tuple[str, list[str]]) -> Driver:
-    driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
-    driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
-    driver.get(served[0])
-    return driver
+    with serving(folder / "study.html") as found:
+        yield found
 
 
 def column(page: Driver, at: int) -> list[str]:

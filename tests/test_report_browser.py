@@ -1,10 +1,6 @@
 """The page in a real Chromium: loads in silence, sorts, filters, opens a layer, follows dark mode, runs no name."""
 
-import functools
-import http.server
 import json
-import shutil
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,27 +8,18 @@ from typing import Any
 import pytest
 import torch
 
+from browser import Driver, browser_only, driver, page, serving
 from rekindle.report import render, words
 
 selenium = pytest.importorskip("selenium", reason="pip install selenium")
 
-from selenium import webdriver  # noqa: E402
-from selenium.webdriver.chrome.service import Service  # noqa: E402
 from selenium.webdriver.common.by import By  # noqa: E402
 from selenium.webdriver.common.keys import Keys  # noqa: E402
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-CHROMEDRIVER = shutil.which("chromedriver")
-FLAGS = (
-    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
-    "--disable-component-update --disable-sync"
-)
 EVIL = "model.layers.0.<script>window.hacked=1</script><img src=x onerror=window.hacked=1>.weight"
 
-pytestmark = pytest.mark.skipif(
-    not (CHROMIUM and CHROMEDRIVER), reason="needs a browser: apt-get install chromium chromium-driver"
-)
-Driver = Any
+__all__ = ["driver", "page"]  # fixtures
+pytestmark = browser_only
 
 
 def result(layers: int) -> dict[str, Any]:
@@ -69,42 +56,12 @@ def result(layers: int) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Driver]:
-    options = webdriver.ChromeOptions()
-    options.binary_location = CHROMIUM
-    for flag in FLAGS.split():
-        options.add_argument(flag)
-    options.add_argument(f"--user-data-dir={tmp_path_factory.mktemp('profile')}")
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    browser = webdriver.Chrome(options=options, service=Service(CHROMEDRIVER))
-    browser.set_page_load_timeout(30)
-    yield browser
-    browser.quit()
-
-
-@pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, list[str]]]:
     """The page over HTTP, with every request that reached the server: a fetch of anything else would show."""
     folder = tmp_path_factory.mktemp("page")
     (folder / "report.html").write_text(render(result(40)))
-    asked: list[str] = []
-
-    class Handler(http.server.SimpleHTTPRequestHandler):
-        def log_message(self, format: str, *args: object) -> None:
-            asked.append(self.path)
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Handler, directory=str(folder)))
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_address[1]}/report.html", asked
-    server.shutdown()
-
-
-@pytest.fixture
-def page(driver: Driver, served: tuple[str, list[str]]) -> Driver:
-    driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
-    driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
-    driver.get(served[0])
-    return driver
+    with serving(folder / "report.html") as found:
+        yield found
 
 
 def names(page: Driver) -> list[str]:

@@ -41,6 +41,7 @@ MAKERS = {
     "injection": lambda: methods.PlasticityInjection(),
     "hare": lambda: methods.HareTortoise(),
     "adam rel": lambda: methods.AdamRel(),
+    "optimizer reset": lambda: methods.OptimizerReset(),
     "weight clip": lambda: methods.WeightClip(0.5),
     "nap": lambda: methods.NormalizeAndProject(),
     "upgd": lambda: methods.UPGD(),
@@ -57,7 +58,7 @@ REFUSED = {
     **{(name, "lstm"): "feed back into its own gates" for name in NEURONS},
 }
 # A class token has no scheme: its module says nothing, transformers' _init_weights does.
-KEEPS_WEIGHTS = {"adam rel", "upgd", "injection", "hare"}
+KEEPS_WEIGHTS = {"adam rel", "optimizer reset", "upgd", "injection", "hare"}
 
 
 def ready(name):

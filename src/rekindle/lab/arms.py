@@ -12,15 +12,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, TypeVar
 
-import torch
-from torch import nn
-
-from rekindle import methods, optimizers
-from rekindle.cost import Meter
+from rekindle import methods
 from rekindle.lab.settings import Setting
-from rekindle.methods.parameters import chosen
-from rekindle.methods.remedy import Remedy
-from rekindle.receipt import Batch, Loss, Receipt
 
 Factory = Callable[..., Any]
 F = TypeVar("F", bound=Factory)
@@ -99,34 +92,7 @@ class Arm:
         return cls(**data)
 
 
-class OptimizerReset(Remedy):
-    """A control for every remedy that comes with a new optimizer: all weights stay, all optimizer state is dropped.
-
-    >>> model = nn.Linear(2, 1)
-    >>> adam = torch.optim.Adam(model.parameters())
-    >>> model(torch.ones(1, 2)).sum().backward(); adam.step()
-    >>> OptimizerReset()(model, adam).optimizer.parameters
-    2
-    """
-
-    name = "optimizer-reset"
-
-    def __call__(
-        self,
-        model: nn.Module,
-        optimizer: Any = None,
-        *,
-        batches: Iterable[Batch] | None = None,
-        loss: Loss | None = None,
-        generator: torch.Generator | None = None,
-    ) -> Receipt:
-        """Start every slot afresh."""
-        meter = Meter()
-        done = optimizers.reset(optimizer, chosen(model, "trainable"), policy="fresh")
-        return Receipt(self.name, (), {}, {}, done, seconds=meter.seconds, memory=meter.memory)
-
-
-_own: dict[str, Factory] = {"OptimizerReset": OptimizerReset}
+_own: dict[str, Factory] = {}
 
 
 def factory(name: str) -> Factory:
@@ -148,6 +114,8 @@ def register(name: str, **fields: Any) -> Callable[[F], F]:
     A method is anything that `rekindle.receipt.Method` describes; `moment`, `remember` and `observe` are used where
     it has them.
 
+    >>> from rekindle.methods.remedy import Remedy
+    >>> from rekindle.receipt import Receipt
     >>> @register("zeroed", about="all weights become zero")
     ... class Zeroed(Remedy):
     ...     def __call__(self, model, optimizer=None, **_):
@@ -250,7 +218,6 @@ ARMS: dict[str, Arm] = {
 
 GROUPS: dict[str, list[str]] = {
     "main": ["nothing", "full-reset", "shrink-perturb", "dash", "redo", "l2-init", "fire"],
-    "demo": ["nothing", "full-reset", "shrink-perturb", "redo", "l2-init", "fire"],
     "controls": ["optimizer-reset", "rescale", "random-isometry", "fresh-at-norm", "head-reset"],
     "solvers": ["fire", "fire-10", "fire-5"],
     "scales": ["fire", "fire-nearest", "fire-norm", "fire-init"],

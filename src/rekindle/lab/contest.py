@@ -10,12 +10,13 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from rekindle.lab.comparing import NOTHING, at
 from rekindle.lab.pictures import Line
 from rekindle.lab.statistics import Difference, Interval, paired, t_interval
 from rekindle.lab.wording import Measure, measure, ordinal
 
 Tasks = Sequence[Mapping[str, Any]]
-NOTHING, FIRE, FRESH, TUNED = "nothing", "fire", "full-reset", " (tuned)"
+FIRE, FRESH, TUNED = "fire", "full-reset", " (tuned)"
 
 
 @dataclass(frozen=True)
@@ -76,8 +77,9 @@ class Contest:
         for arm, seeds in self.tasks.items():
             length = max((len(tasks) for tasks in seeds.values()), default=0)
             told: list[Interval | None] = []
-            for at in range(length):
-                values = [v for tasks in seeds.values() if at < len(tasks) and (v := _at(tasks[at], keys)) is not None]
+            for task in range(length):
+                rows = [tasks[task] for tasks in seeds.values() if task < len(tasks)]
+                values = [value for row in rows if (value := at(row, keys)) is not None]
                 told.append(t_interval([times * value for value in values]) if values else None)
             if any(told):
                 means, lows, highs = (
@@ -90,7 +92,7 @@ class Contest:
         """The value at `keys`, over the tasks of a run, then over seeds; None where nobody measured it."""
         runs = []
         for tasks in self.tasks.get(arm, {}).values():
-            values = [value for row in tasks if (value := _at(row, keys)) is not None]
+            values = [value for row in tasks if (value := at(row, keys)) is not None]
             runs += [sum(values) / len(values)] if values else []
         return t_interval(runs) if runs else None
 
@@ -224,13 +226,6 @@ def _base(arm: str) -> str:
 
 def _called(arm: str) -> str:
     return {FIRE: "FIRE", NOTHING: "doing nothing"}.get(arm, arm)
-
-
-def _at(row: Mapping[str, Any], keys: Sequence[str]) -> float | None:
-    found: Any = row
-    for key in keys:
-        found = found.get(key) if isinstance(found, Mapping) else None
-    return float(found) if isinstance(found, int | float) and not isinstance(found, bool) else None
 
 
 def contests(data: Mapping[str, Any]) -> list[Contest]:

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from rekindle.lab.canvas import COLOURS, Picture
-from rekindle.lab.contest import FIRE, NOTHING, Contest
+from rekindle.lab.comparing import NOTHING, REFERENCES
+from rekindle.lab.contest import FIRE, Contest
 from rekindle.lab.pictures import Dot, Interval, Line, curves, forest, scatter
 from rekindle.lab.wording import measure
 
 _KNOWN_FIRST = (FIRE, NOTHING, "full-reset")
 _HEALTH = ("dormant", "effective_rank", "dfi", "norm")
-_REFERENCES = (NOTHING, "full-reset", "random-isometry")
 _FITTING, _GENERALISING = "online_accuracy", "test_accuracy"
 
 
@@ -123,7 +123,7 @@ def over_streams(found: Sequence[Contest]) -> list[Picture]:
     Streams measure different things, so that each difference is a share of what the first task had.
     """
     lines = []
-    for reference in _REFERENCES:
+    for reference in REFERENCES:
         for contest in found:
             difference, scale = contest.against(FIRE, reference), _first(contest)
             if difference is None or not scale:

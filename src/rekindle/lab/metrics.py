@@ -27,10 +27,8 @@ __all__ = [
     "headline",
     "peak",
     "recovery",
-    "remedy_seconds",
     "retention",
     "retention_after_remedy",
-    "summary",
     "tasks",
     "valid_stream",
 ]
@@ -131,11 +129,6 @@ def drift(rows: Iterable[Row]) -> float | None:
     return mean(remedy["function_drift"] for remedy in _remedies(rows))
 
 
-def remedy_seconds(rows: Iterable[Row]) -> float:
-    """Seconds that the remedy took in the whole run."""
-    return math.fsum(row["remedy_seconds"] for row in tasks(rows))
-
-
 def equally_hard(setting: Setting) -> bool:
     """Whether each task is as hard as the first, so that doing worse than there means that something was lost.
 
@@ -169,26 +162,6 @@ def valid_stream(runs: Sequence[Sequence[Row]], setting: Setting, classes: int |
         chance = math.log(classes or 1)
         first, last = chance - first, chance - last
     return last <= 0.5 * first
-
-
-def summary(rows: Sequence[Row], setting: Setting) -> dict[str, float | None]:
-    """Every metric of one run, by name.
-
-    >>> sorted(summary([], Setting("tiny", "random-labels", "mlp")))[:3]
-    ['auc', 'drift', 'drop']
-    """
-    return {
-        "headline": headline(rows, setting),
-        "first_task": first_task(rows, setting),
-        "auc": auc(rows, setting),
-        "drop": drop(rows, setting),
-        "recovery": recovery(rows),
-        "peak": peak(rows),
-        "retention": retention(rows, setting),
-        "retention_after_remedy": retention_after_remedy(rows, setting),
-        "drift": drift(rows),
-        "remedy_seconds": remedy_seconds(rows),
-    }
 
 
 def _remedies(rows: Iterable[Row]) -> list[Row]:

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rekindle.lab.contest import NOTHING, Contest
+from rekindle.lab.comparing import NOTHING
+from rekindle.lab.contest import Contest
 from rekindle.lab.wording import Measure, chance, duration, measure
 
 Row = Mapping[str, Any]

@@ -21,6 +21,7 @@ from rekindle.methods.isometry_loss import IsometryLoss
 from rekindle.methods.l2_init import L2Init
 from rekindle.methods.muon import muon
 from rekindle.methods.normalize_and_project import NormalizeAndProject
+from rekindle.methods.optimizer_reset import OptimizerReset
 from rekindle.methods.parseval import Parseval
 from rekindle.methods.plasticity_injection import PlasticityInjection
 from rekindle.methods.random_isometry import RandomIsometry
@@ -52,6 +53,7 @@ __all__ = [
     "LayerNormReset",
     "LayerReset",
     "NormalizeAndProject",
+    "OptimizerReset",
     "Parseval",
     "PlasticityInjection",
     "RandomIsometry",
