@@ -81,7 +81,6 @@ def row(task: int, accuracy: float, remedy: bool) -> dict[str, Any]:
             "old_loss_before": 0.6 if task > 1 else None,
             "old_loss_after": 1.0 if task > 1 else None,
             "function_drift": 0.25,
-            "recovery_steps": 4 if task % 2 else None,
         }
         if remedy
         else None,

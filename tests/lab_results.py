@@ -28,7 +28,6 @@ def task_row(setting: Setting, arm: str, task: int, value: float) -> dict[str, A
         "old_loss_before": 1.0,
         "old_loss_after": 2.0,
         "function_drift": 1.5,
-        "recovery_steps": 40 + task,
     }
     health = {"dormant": 0.1 * task / 10, "effective_rank": 0.7, "dfi": 1.0 + task, "norm": 20.0 + task}
     row = {

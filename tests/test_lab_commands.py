@@ -15,9 +15,12 @@ from command_line import one_line, run
 from lab_results import ENDS, LABELS, results, told
 from rekindle.lab.contest import contests
 from rekindle.lab.document import document
+from rekindle.lab.pairing import Pair, with_holm
 from rekindle.lab.settings import Setting
 from rekindle.lab.show import Board, tables
+from rekindle.lab.statistics import Difference
 from rekindle.lab.study import Study
+from rekindle.lab.wording import measure
 
 OWN = Path(__file__).parents[1] / "examples" / "lab_own.py"
 TINY = ("--set", "stream_options.tasks=2", "--set", "stream_options.epochs=1", "--set", "stream_options.count=64")
@@ -408,6 +411,19 @@ def test_compare_gives_the_difference_of_what_the_runs_say(folder: Path) -> None
     kept = [last[arm][1]["old_accuracy_start"] for arm in ("fire", "nothing")]
     assert told_["old tasks right after the remedy"] == pytest.approx(kept[0] - kept[1])
     assert "drop of the task just learned" not in told_  # nothing has none
+
+
+def test_compare_says_better_only_after_holm() -> None:
+    """Over many lines some interval misses zero by chance: `better` needs the corrected p."""
+
+    def told_pair(p: float, mean: float = 0.1) -> Pair:
+        difference = Difference(mean, 0.01, 0.2, 5, p=p)
+        return Pair("s", "headline", measure("test_accuracy"), difference)
+
+    pairs = [told_pair(0.001), told_pair(0.03), told_pair(0.04), told_pair(0.001, -0.1)]
+    corrected = with_holm(pairs)
+    assert [pair.difference.holm for pair in corrected] == pytest.approx([0.004, 0.06, 0.06, 0.004])
+    assert [pair.cells()[-1] for pair in corrected] == ["better", "–", "–", "worse"]
 
 
 def test_compare_needs_both_arms(folder: Path) -> None:

@@ -26,7 +26,7 @@ def row(task: int, **fields: Any) -> dict[str, Any]:
 
 def remedy(**fields: Any) -> dict[str, Any]:
     plain = {"accuracy_before": 0.9, "accuracy_after": 0.6, "loss_before": 1.0, "loss_after": 3.0}
-    return {**plain, "function_drift": 0.5, "recovery_steps": 4, **fields}
+    return {**plain, "function_drift": 0.5, **fields}
 
 
 def test_the_headline_is_the_mean_of_the_last_tasks_whatever_their_order() -> None:
@@ -40,7 +40,8 @@ def test_what_was_not_measured_is_none_and_not_zero() -> None:
     assert metrics.headline([row(0, test_loss=None), row(1)], LOSS) is None
     assert metrics.headline([], ACCURACY) is None and metrics.first_task([], ACCURACY) is None
     assert metrics.drop([row(0), row(1)], ACCURACY) is None
-    assert metrics.recovery([row(0)]) is None and metrics.drift([row(0)]) is None
+    assert metrics.recovery([row(0)], [row(0)], ACCURACY) is None and metrics.drift([row(0)]) is None
+    assert metrics.recovery([row(1)], [row(1)], ACCURACY) is None, "no curve to read it from"
     assert metrics.auc([row(0, online_accuracy=None)], ACCURACY) is None
     assert metrics.retention([row(0)], ACCURACY) is None
 
@@ -51,9 +52,20 @@ def test_drop_is_positive_when_things_get_worse() -> None:
     assert metrics.drop(rows, LOSS) == pytest.approx(2.0)
 
 
-def test_a_task_that_never_recovers_counts_with_all_its_steps() -> None:
-    rows = [row(1, remedy=remedy()), row(2, steps=30, remedy=remedy(recovery_steps=None))]
-    assert metrics.recovery(rows) == 17
+def test_recovery_is_how_soon_a_task_is_learned_as_well_as_doing_nothing_learns_it() -> None:
+    def curve(*accuracy: float | None) -> list[list[float | None]]:
+        return [[10 * (i + 1), each, None if each is None else 1 - each] for i, each in enumerate(accuracy)]
+
+    nothing = [row(i, steps=30, curve=curve(0.1, 0.2, 0.3)) for i in range(4)]
+    arm = [
+        row(0, steps=30, curve=curve(0.9, 0.9, 0.9)),  # before any boundary
+        row(1, steps=30, curve=curve(0.1, 0.3, 0.2)),  # reached at step 20
+        row(2, steps=30, curve=curve(0.1, 0.1, 0.1)),  # never: all 30
+        row(3, steps=30, curve=curve(0.5, None, 0.1)),  # at once: 10
+    ]
+    assert metrics.recovery(arm, nothing, ACCURACY) == 20
+    assert metrics.recovery(arm, nothing, LOSS) == 20, "by the loss, which is one minus the accuracy here"
+    assert metrics.recovery(arm, nothing[:2], ACCURACY) == 20, "the reference ended early"
 
 
 def test_auc_weighs_tasks_by_their_steps() -> None:
@@ -92,7 +104,7 @@ def test_a_run_has_every_number_of_the_table() -> None:
     rows = [row(0), row(1, remedy=remedy())]
     found = {name: number(rows) for name, number in numbers(ACCURACY).items()}
     assert metrics.headline(rows, ACCURACY) == 0.5
-    assert found["drop"] == pytest.approx(0.3) and found["recovery"] == 4
+    assert found["drop"] == pytest.approx(0.3)
     assert found["remedy_seconds"] == pytest.approx(0.1)  # for one task, of which there are two with .1 each
 
 
@@ -114,22 +126,11 @@ def test_a_track_weighs_by_examples() -> None:
     curve = track.curve()
     assert len(curve) == 20 and curve[-1][0] == 100
     assert curve[3][1] == pytest.approx(sum(right[15:20]) / 40)
-    assert track.end(by_loss=False) == pytest.approx(sum(right[95:]) / sum(counts[95:]))
 
 
 def test_a_short_track_has_a_short_curve() -> None:
     assert [point[0] for point in made(3)[0].curve()] == [1, 2, 3]
-    assert Track().accuracy is None and Track().curve() == [] and Track().end(by_loss=True) is None
-
-
-def test_recovery_is_the_first_window_that_is_good_enough() -> None:
-    track, right, _, counts = made()
-    means = {s: sum(right[s - 5 : s]) / sum(counts[s - 5 : s]) for s in range(5, 101)}
-    for wanted in (0.3, 0.5, 0.6, 2.0):
-        expected = next((s for s, mean in means.items() if mean >= wanted), None)
-        assert track.recovery(wanted, by_loss=False) == expected
-    assert track.recovery(None, by_loss=False) is None
-    assert track.recovery(99.0, by_loss=True) == 5
+    assert Track().accuracy is None and Track().curve() == []
 
 
 def test_a_loss_that_is_not_finite_is_seen_once() -> None:

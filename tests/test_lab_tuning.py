@@ -115,7 +115,10 @@ def test_the_table_is_what_the_rows_say(tmp_path: Path) -> None:
     fire = lines["fire"]
     assert (fire["first_task"], fire["drop"]) == pytest.approx((0.9, 0.2))
     assert fire["retention"] == pytest.approx(0.5) and fire["retention_end"] == pytest.approx(0.4)
-    assert fire["recovered"] == pytest.approx(2 / 3) and fire["recovery"] == pytest.approx((4 + 10 + 4) / 3)
+    ends = {(row["arm"], row["seed"], row["task"]): row["online_accuracy"] for row in results.rows}
+    pairs = [(ends[arm, *rest], ends["nothing", *rest]) for arm, *rest in ends if arm == "fire" and rest[-1]]
+    assert fire["recovery"] == pytest.approx(sum(5 if best / 2 >= end else 10 for best, end in pairs) / len(pairs))
+    assert lines["nothing"]["recovery"] is None
     assert fire["remedy_seconds"] == pytest.approx(0.01) and fire["function_drift"] == pytest.approx(0.25)
     assert fire["full_reset"] == pytest.approx(fire["mean"] - lines["full-reset"]["mean"])
     assert fire["random_isometry"] is None, "an arm that is not in the study"

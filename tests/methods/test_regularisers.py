@@ -89,6 +89,36 @@ def test_isometry_loss_is_dfi_per_dimension_at_the_scale():
     )
 
 
+def test_plain_isometry_loss_beside_adam_is_adamo():
+    """Rosseau et al. 2026: θ ← θ − lr·Adam(∇task) − lr·λ·∇‖WWᵀ − I‖²_F on the smaller side, all written out."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.ReLU(), torch.nn.Linear(5, 2)).double()
+    method = IsometryLoss(0.1, 1.0, per_dimension=False, decoupled=True, targets="all")
+    assert method.moment == "step"
+    x, y, lr = torch.randn(16, 3).double(), torch.randn(16, 2).double(), 1e-2
+    adam = torch.optim.Adam(model.parameters(), lr=lr)
+    weights = [p.detach().clone() for p in model.parameters()]
+    moments = [(torch.zeros_like(w), torch.zeros_like(w)) for w in weights]
+    for step in range(1, 6):
+        adam.zero_grad()
+        (model(x) - y).square().mean().backward()
+        for i, parameter in enumerate(model.parameters()):
+            m, v = moments[i]
+            g = parameter.grad
+            m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g * g
+            moments[i] = m, v
+            w = weights[i] - lr * (m / (1 - 0.9**step)) / ((v / (1 - 0.999**step)).sqrt() + 1e-8)
+            if w.dim() == 2:
+                off = w @ w.T - torch.eye(len(w)).double() if len(w) <= w.shape[1] else None
+                pull = off @ w if off is not None else w @ (w.T @ w - torch.eye(w.shape[1]).double())
+                w = w - lr * 0.1 * 4 * pull
+            weights[i] = w
+        adam.step()
+        method(model, adam)
+        for parameter, expected in zip(model.parameters(), weights, strict=True):
+            torch.testing.assert_close(parameter.detach(), expected)
+
+
 def dfi(w, scale):
     w = w / scale
     gram = w @ w.T if w.shape[0] <= w.shape[1] else w.T @ w

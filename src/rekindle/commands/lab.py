@@ -219,7 +219,11 @@ def lab_compare(
             cells = [{"setting": p.setting, "measure": p.what, **p.difference.to_dict()} for p in pairs]
             show_json({"arm": arm, "other": other, "differences": cells})
         else:
-            typer.echo(printable(f"{arm} minus {other}, paired by seed; better and worse are {arm}'s"))
+            typer.echo(
+                printable(
+                    f"{arm} minus {other}, paired by seed; better and worse are {arm}'s, after Holm over all lines"
+                )
+            )
             typer.echo("\n".join(map(printable, table(pairs))))
 
 

@@ -179,6 +179,13 @@ ARMS: dict[str, Arm] = {
         Arm("spectral", "SpectralRegulariser", tuning=(_HALF, *_STRONG)),
         Arm("isometry-loss", "IsometryLoss", tuning=(_HALF, *_STRONG)),
         Arm(
+            "adamo",
+            "IsometryLoss",
+            {"scale": 1.0, "per_dimension": False, "decoupled": True},
+            tuning=(_HALF, *_options("coefficient", 1e-2, 1e-1)),
+            about="isometry wanted beside Adam's step, not through it",
+        ),
+        Arm(
             "weight-decay",
             optimizer="adamw",
             optimizer_options={"weight_decay": 0.1},
@@ -229,6 +236,7 @@ GROUPS: dict[str, list[str]] = {
         "parseval",
         "spectral",
         "isometry-loss",
+        "adamo",
         "weight-decay",
         "weight-clip",
         "normalize-project",

@@ -133,7 +133,7 @@ def detail(each: Contender, against: Mapping[str, Difference | None], all_of: Se
             for name in REFERENCES
         },
         **{name: told(each.over_seeds(number)) for name, number in numbers(setting).items()},
-        "recovered": recovered(each),
+        "recovery": told(recovery(each, all_of)),
         "diverged": diverged(each),
         "retained": {
             "before": told(each.over_seeds(lambda rows: mean_at(rows, "remedy", f"old_{kind}_before"))),
@@ -156,7 +156,6 @@ def numbers(setting: Setting) -> dict[str, Callable[[Rows], float | None]]:
         "first_task": lambda rows: metrics.first_task(rows, setting),
         "auc": lambda rows: metrics.auc(rows, setting),
         "drop": lambda rows: metrics.drop(rows, setting),
-        "recovery": metrics.recovery,
         "peak": metrics.peak,
         "retention": lambda rows: metrics.retention_after_remedy(rows, setting),
         "retention_end": lambda rows: metrics.retention(rows, setting),
@@ -177,10 +176,18 @@ def improvement(arm: Mapping[int, float], reference: Mapping[int, float] | None,
     return probability_of_improvement(reference, arm) if falling else probability_of_improvement(arm, reference)
 
 
-def recovered(each: Contender) -> float | None:
-    """The share of boundaries after which the run got back to where it had been."""
-    known = [row["remedy"] for rows in each.runs.values() for row in rows if row.get("remedy")]
-    return fmean(remedy.get("recovery_steps") is not None for remedy in known) if known else None
+def recovery(each: Contender, all_of: Sequence[Contender]) -> Interval | None:
+    """The interval of `recoveries`; None for doing nothing itself."""
+    nothing = next((other for other in all_of if other.name == NOTHING), None)
+    found = {} if nothing is None or each.name == NOTHING else recoveries(each, nothing)
+    return t_interval(list(found.values())) if found else None
+
+
+def recoveries(each: Contender, nothing: Contender) -> dict[int, float]:
+    """By seed, the steps in which an arm learns a task as well as doing nothing has by its end."""
+    both = {seed: (rows, nothing.runs[seed]) for seed, rows in each.runs.items() if seed in nothing.runs}
+    found = {seed: metrics.recovery(rows, reference, each.setting) for seed, (rows, reference) in both.items()}
+    return {seed: value for seed, value in found.items() if value is not None}
 
 
 def diverged(each: Contender) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 
 from rekindle.lab.comparing import NOTHING, at
 from rekindle.lab.pictures import Line
-from rekindle.lab.statistics import Difference, Interval, paired, t_interval
+from rekindle.lab.statistics import Difference, Interval, holm, paired, t_interval
 from rekindle.lab.wording import Measure, measure, ordinal
 
 Tasks = Sequence[Mapping[str, Any]]
@@ -176,7 +176,9 @@ class Contest:
         if difference is not None:
             start += f", {self._told(difference)} against {_called(reference)}"
             start += ", within chance" if _even(difference) else ""
-        alike = [each for each in self.ranked[1:] if each != reference and _even(self.against(best, each))]
+        # Held against many arms, the best one differs from some by chance: Holm's correction over all of them.
+        chances = {each: found.p for each in self.ranked[1:] if (found := self.against(best, each)) is not None}
+        alike = [each for each, p in holm(chances).items() if each != reference and p is not None and p >= 0.05]
         return f"{start}{f'; the seeds cannot tell it from {_joined(alike)}' if alike else ''}."
 
     def _not_won(self, best: str) -> str:

@@ -90,14 +90,28 @@ def drop(rows: Iterable[Row], setting: Setting) -> float | None:
     return mean(None if before is None or after is None else sign * (before - after) for before, after in pairs)
 
 
-def recovery(rows: Iterable[Row]) -> float | None:
-    """The mean number of steps until learning was back where it was before the boundary.
+def recovery(rows: Iterable[Row], reference: Iterable[Row], setting: Setting) -> float | None:
+    """The mean number of steps in which a task is learned as well as the reference has learned it by its end.
 
-    A task that never got there counts with all its steps, so the mean is a lower bound then.
+    Read from the curves, so to a twentieth of a task. A task that never gets there counts with all its steps, so
+    that the mean is a lower bound then. The first task, before any boundary, does not count.
+
+    >>> slow = [{"task": 1, "steps": 100, "curve": [[50, 0.2, 2.0], [100, 0.4, 1.5]]}]
+    >>> fast = [{"task": 1, "steps": 100, "curve": [[50, 0.5, 1.2], [100, 0.9, 0.3]]}]
+    >>> setting = Setting("tiny", "random-labels", "mlp")
+    >>> recovery(fast, slow, setting), recovery(slow, fast, setting)
+    (50.0, 100.0)
     """
-    found = [row for row in tasks(rows) if row.get("remedy")]
-    counts = [row["remedy"]["recovery_steps"] for row in found]
-    return mean(float(row["steps"] if count is None else count) for row, count in zip(found, counts, strict=True))
+    place, sign = (2, -1) if setting.falling else (1, 1)
+    wanted = {row["task"]: row["curve"][-1][place] for row in tasks(reference) if row.get("curve")}
+    counts = []
+    for row in tasks(rows):
+        goal = wanted.get(row["task"])
+        if row["task"] and goal is not None:
+            points = [(point[0], point[place]) for point in row.get("curve") or ()]
+            reached = (step for step, value in points if value is not None and sign * (value - goal) >= 0)
+            counts.append(float(next(reached, row["steps"])))
+    return mean(counts)
 
 
 def peak(rows: Iterable[Row]) -> float | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import fmean
@@ -22,7 +22,7 @@ from rekindle.lab.comparing import (
     diverged,
     improvement,
     numbers,
-    recovered,
+    recovery,
 )
 from rekindle.lab.settings import Setting
 from rekindle.lab.statistics import STREAMS_FOR_IQM, Interval, interquartile_mean, t_interval
@@ -139,7 +139,7 @@ class Results:
         for name in self.settings if setting is None else [setting]:
             arms = self.contenders(name)
             against = differences(arms, metric)
-            lines += [_line(each, metric, against[each.name]) for each in arms if each.values(metric)]
+            lines += [_line(each, metric, against[each.name], arms) for each in arms if each.values(metric)]
         return lines
 
     def validity(self, setting: str) -> dict[str, Any]:
@@ -258,7 +258,7 @@ class Results:
         return next((dict(e.record.rows[0].get("versions") or {}) for e in self.entries if e.record.rows), {})
 
 
-def _line(each: Contender, metric: str, against: Mapping[str, Any]) -> Row:
+def _line(each: Contender, metric: str, against: Mapping[str, Any], all_of: Sequence[Contender]) -> Row:
     values = each.values(metric)
     interval = t_interval(list(values.values()))
     line: Row = {
@@ -285,7 +285,8 @@ def _line(each: Contender, metric: str, against: Mapping[str, Any]) -> Row:
     for name, number in numbers(each.setting).items():
         found = each.over_seeds(number)
         line[name] = None if found is None else found.mean
-    line["recovered"], line["diverged"] = recovered(each), diverged(each)
+    steps = recovery(each, all_of)
+    line["recovery"], line["diverged"] = None if steps is None else steps.mean, diverged(each)
     if len(values) < len(each.runs):
         line["note"] = f"{len(each.runs) - len(values)} of {len(each.runs)} runs diverged and are not in the mean"
     return line

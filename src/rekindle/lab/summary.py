@@ -67,8 +67,8 @@ def columns(contest: Contest) -> list[Column]:
         ),
         Column(
             "recovery, steps",
-            "training steps until the arm learns as well as it did itself at the end of the task before; "
-            "a task that never gets there counts with all its steps",
+            "training steps in which a task is learned as well as doing nothing learns it by its end; a task in which "
+            "that never happens counts with all its steps",
             _get("recovery"),
             _count,
         ),

@@ -64,25 +64,6 @@ class Track:
         """The highest loss among the first steps: the spike that a remedy may leave behind, averages hide it."""
         return finite(float(torch.stack(self._loss[:first]).max())) if len(self) else None
 
-    def window(self) -> int:
-        """How many steps count as "now": a twentieth of the task."""
-        return max(1, len(self) // POINTS)
-
-    def end(self, *, by_loss: bool) -> float | None:
-        """Accuracy (or loss) over the last window."""
-        return self._mean(int(by_loss), len(self) - self.window(), len(self)) if len(self) else None
-
-    def recovery(self, wanted: float | None, *, by_loss: bool) -> int | None:
-        """After how many steps the window was as good as `wanted`; None if it never was."""
-        if wanted is None or not len(self):
-            return None
-        sums = self._cumulative()
-        width, column = self.window(), int(by_loss)
-        means = (sums[column][width:] - sums[column][:-width]) / (sums[2][width:] - sums[2][:-width])
-        # A float's slack: a window that equals the old one must count.
-        reached = means <= wanted + 1e-9 if by_loss else means >= wanted - 1e-9
-        return int(reached.int().argmax()) + width if bool(reached.any()) else None
-
     def _cumulative(self) -> tuple[Tensor, Tensor, Tensor]:
         """Running sums of right answers, losses and counts, with a zero in front."""
         if self._sums is None or len(self._sums[0]) != len(self) + 1:

@@ -156,7 +156,6 @@ class Learner:
         self.watching = ExitStack()
         self.asked: list[Examples] = []  # what the last tasks were judged on
         self.scores: list[Score] = []  # how well the network does there now
-        self.reached: float | None = None  # online, at the end of the last task
         self.treating = 0.0  # seconds that the method took in this task
         if hasattr(self.method, "remember"):
             self.method.remember(self.model)
@@ -189,10 +188,6 @@ class Learner:
         begun = time.perf_counter()
         track, diverged = yield from self.learn(index, task)
         seconds = time.perf_counter() - begun
-        by_loss = self.setting.falling
-        if remedy is not None:
-            remedy["recovery_steps"] = track.recovery(self.reached, by_loss=by_loss)
-        self.reached = track.end(by_loss=by_loss)
         return {
             "kind": "task",
             "task": index,
@@ -309,7 +304,7 @@ class Learner:
     def state(self, row: Row) -> Row:
         """What another run of the same beginning needs instead of the first task."""
         optimizers = [] if self.setting.new_optimizer else [each.state_dict() for each in self.optimizers]
-        return {"row": row, "reached": self.reached, "model": self.model.state_dict(), "optimizers": optimizers}
+        return {"row": row, "model": self.model.state_dict(), "optimizers": optimizers}
 
     def take_up(self, task: Task, kept: Row) -> Row:
         """Stand where `state` was taken; the first task's row."""
@@ -320,7 +315,6 @@ class Learner:
         known = "train" if task.test is None else "test"
         self.asked = [task.judged_on(self.setting.evaluate)]
         self.scores = [Score(row[f"{known}_accuracy"], row[f"{known}_loss"])]
-        self.reached = kept["reached"]
         return row
 
     def _period(self, task: Task) -> int:

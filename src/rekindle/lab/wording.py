@@ -106,7 +106,6 @@ MEASURES = {
     "seconds": Measure("time", "s", 1.0, False),
     "remedy_seconds": Measure("time in the remedy", "s", 1.0, False),
     "function_drift": Measure("change of the function, KL", "nats", 1.0, False),
-    "recovery_steps": Measure("steps to recover", higher=False),
 }
 
 
