@@ -14,7 +14,8 @@ import math
 import re
 import shutil
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -24,10 +25,11 @@ from torch import Tensor, nn
 
 from rekindle import parametrized
 from rekindle.activity import Activity, Unmeasured, activity
-from rekindle.blocks import Found, find
+from rekindle.blocks import Block, Found, find
+from rekindle.cores import side_by_side, workers_for
 from rekindle.curvature import Curvature, hessian_eigenvalue
 from rekindle.health_text import compared, described
-from rekindle.measures import Mode, measure
+from rekindle.measures import Measures, Mode, measure
 from rekindle.sampling import Batch, Loss
 from rekindle.scales import Scale
 from rekindle.spectra import NotFinite
@@ -266,6 +268,19 @@ def health(
     return measured.against(reference)
 
 
+@dataclass(frozen=True)
+class Stored:
+    """A weight and the matrices that it holds."""
+
+    name: str
+    blocks: Sequence[Block]
+    weight: Tensor
+
+    def called(self, block: Block) -> str:
+        """What one of its matrices is called."""
+        return f"{self.name}[{block.part}]" if block.part else self.name
+
+
 class Reading:
     """Collects numbers on the way to a Health; `health` and the monitor each take the steps they need."""
 
@@ -283,27 +298,45 @@ class Reading:
 
     def read_weights(self, model: nn.Module, parameters: Iterable[Found] | None = None) -> None:
         """Measure every matrix; `parameters` spares looking for them again."""
-        paper = Scale.parse("paper")
+        chosen = []
         for found in find(model) if parameters is None else parameters:
-            reason = found.refusal or next(
-                (found.marks[m] for m in ("embedding", "depthwise", "sharded") if m in found.marks), None
-            )
-            if reason is not None:
-                if len(found.shape) > 1:
-                    self.unmeasured.append(Unmeasured(found.name, "weight", reason))
-                continue
-            weight = _weight(model, found)
-            for block in found.blocks:
-                name = f"{found.name}[{block.part}]" if block.part else found.name
-                matrices = block.read(weight)
+            reason = found.refusal or next((found.marks[mark] for mark in _PASSED_OVER if mark in found.marks), None)
+            if reason is None:
+                chosen.append(found)
+            elif len(found.shape) > 1:
+                self.unmeasured.append(Unmeasured(found.name, "weight", reason))
+        stored = (Stored(found.name, found.blocks, _weight(model, found)) for found in chosen)
+        for _ in self.measured(stored, sum(math.prod(found.shape) for found in chosen)):
+            pass
+
+    def measured(self, weights: Iterable[Stored], numbers: int) -> Iterator[tuple[Stored, dict[str, Measures]]]:
+        """Measure the matrices of the weights, which hold so many numbers in all; gives each with its measures by name.
+
+        Large models are measured by several threads, which see a few weights ahead.
+        """
+        for stored, found in side_by_side(self._measure, weights, workers=workers_for(numbers)):
+            for block in stored.blocks:
+                name = stored.called(block)
                 self.about[name] = {"role": block.role, "shape": _shape(block.count, block.out, block.in_)}
-                try:
-                    numbers = measure(matrices, scale=paper.known(block) or 1.0, mode=self.mode).summary()
-                except NotFinite:
+                if name not in found:
                     self.broken[name] = "the weight holds NaN or Inf"
                     continue
                 sizes = {"rows": block.count * block.out, "columns": block.in_, "matrices": block.count}
-                self.weights[name] = {**numbers, **{key: float(value) for key, value in sizes.items()}}
+                self.weights[name] = {**found[name].summary(), **{key: float(size) for key, size in sizes.items()}}
+            yield stored, found
+        self._sum_up()
+
+    def _measure(self, stored: Stored) -> tuple[Stored, dict[str, Measures]]:
+        """What is finite has measures."""
+        paper = Scale.parse("paper")
+        found = {}
+        for block in stored.blocks:
+            with suppress(NotFinite):
+                matrices = block.read(stored.weight)
+                found[stored.called(block)] = measure(matrices, scale=paper.known(block) or 1.0, mode=self.mode)
+        return stored, found
+
+    def _sum_up(self) -> None:
         if self.weights:
             self.whole["weight_norm"] = math.sqrt(sum(w["norm"] ** 2 for w in self.weights.values()))
             free = [(w["dfi_scale_free"], w["matrices"]) for w in self.weights.values() if "dfi_scale_free" in w]

@@ -1,4 +1,4 @@
-"""The health of a stored checkpoint: every matrix measured from its weights alone, one tensor in memory at a time.
+"""The health of a stored checkpoint: every matrix measured from its weights alone, a few tensors in memory at a time.
 
 The rules are those of `rekindle.health`; what needs data (dormancy, feature rank, gradients) stays unmeasured and
 is said to be. Besides the numbers it keeps each block's spectrum, thinned out, for the page.
@@ -18,12 +18,10 @@ from rekindle.activity import Unmeasured
 from rekindle.blocks import Block
 from rekindle.checkpoint import Checkpoint
 from rekindle.checkpoint.planmatch import match_plan
-from rekindle.diagnosis import Health, Reading, Thresholds
-from rekindle.measures import Mode, measure
+from rekindle.diagnosis import Health, Reading, Stored, Thresholds
+from rekindle.measures import Mode
 from rekindle.planning import Plan
-from rekindle.scales import Scale
 from rekindle.skeletons import find_in_state
-from rekindle.spectra import NotFinite
 
 Advance = Callable[[float], None]
 # Enough for a curve that looks smooth; a page of 500 layers stays near one megabyte.
@@ -124,29 +122,18 @@ def examine(
     limits = thresholds or Thresholds()
     start = time.perf_counter()
     reading = Reading(mode=mode, tau=limits.tau)
-    spectra: dict[str, Mapping[str, Any]] = {}
-    paper = Scale.parse("paper")
+    chosen = []
     for layer in layers:
-        if layer.reason is not None:
-            if len(layer.shape) > 1:
-                reading.unmeasured.append(Unmeasured(layer.name, "weight", layer.reason))
-            continue
-        weight = checkpoint.read(layer.key)
-        for block in layer.blocks:
-            name = f"{layer.name}[{block.part}]" if block.part else layer.name
-            reading.about[name] = {"role": block.role, "shape": _shape(block)}
-            try:
-                measured = measure(block.read(weight), scale=paper.known(block) or 1.0, mode=mode)
-            except NotFinite:
-                reading.broken[name] = "the weight holds NaN or Inf"
-                continue
-            sizes = {"rows": block.count * block.out, "columns": block.in_, "matrices": block.count}
-            reading.weights[name] = {**measured.summary(), **{key: float(value) for key, value in sizes.items()}}
-            if measured.spectrum is not None:
-                spectra[name] = thinned(measured.spectrum)
+        if layer.reason is None:
+            chosen.append(layer)
+        elif len(layer.shape) > 1:
+            reading.unmeasured.append(Unmeasured(layer.name, "weight", layer.reason))
+    spectra: dict[str, Mapping[str, Any]] = {}
+    weights = (Stored(layer.name, layer.blocks, checkpoint.read(layer.key)) for layer in chosen)
+    for layer, (_, found) in zip(chosen, reading.measured(weights, sum(each.numbers for each in chosen)), strict=True):
+        spectra |= {name: thinned(each.spectrum) for name, each in found.items() if each.spectrum is not None}
         advance(layer.numbers)
     reading.unmeasured.append(Unmeasured("", "activity and gradients", "a file holds weights only, no data"))
-    _whole(reading)
     return Examination(reading.result(time.perf_counter() - start, limits), spectra)
 
 
@@ -168,18 +155,3 @@ def thinned(spectrum: Tensor, points: int = POINTS) -> dict[str, Any]:
 
 def _short(values: Tensor) -> list[float]:
     return [float(f"{value:.4g}") for value in values.tolist()]
-
-
-def _whole(reading: Reading) -> None:
-    """The numbers of the whole model that a verdict against another file looks at."""
-    layers = reading.weights.values()
-    if layers:
-        reading.whole["weight_norm"] = sum(w["norm"] ** 2 for w in layers) ** 0.5
-    free = [(w["dfi_scale_free"], w["matrices"]) for w in layers if "dfi_scale_free" in w]
-    if free:
-        reading.whole["dfi_scale_free"] = sum(a * b for a, b in free) / sum(b for _, b in free)
-
-
-def _shape(block: Block) -> str:
-    size = f"{block.out}×{block.in_}"
-    return size if block.count == 1 else f"{block.count}·{size}"
