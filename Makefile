@@ -6,8 +6,8 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
 BENCHMARKS ?= polar fire health methods lab
-STUDIES := random-labels permuted-inputs warm-start class-incremental alphabet domains optimizer-state nearness
-JOINED := scales over-streams
+STUDIES := random-labels permuted-inputs warm-start class-incremental alphabet domains optimizer-state nearness replay
+JOINED := tuned remedies scales over-streams
 
 .PHONY: demo test bench evidence lint docs clean
 

@@ -13,7 +13,7 @@ import argparse
 import copy
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -110,6 +110,9 @@ OBSERVED: dict[str, tuple[Callable[[], Remedy], int]] = {
 }
 
 
+TASK = 1000  # steps
+
+
 def timed(action: Callable[..., Any], *args: Any, **options: Any) -> float:
     start = time.perf_counter()
     action(*args, **options)
@@ -183,11 +186,26 @@ def main() -> None:
         size = sum(p.numel() for p in model.parameters())
         print(f"\n{name}: {size:,} parameters, one training step {1e3 * base:.0f} ms, {torch.get_num_threads()} thread")
         print("one application, in training steps")
-        for label, ratio in applications(name, options.repeats):
+        once = applications(name, options.repeats)
+        for label, ratio in once:
             print(f"  {label:30} {ratio:8.3f}")
         print("watching while training, share of a step (application at its period included); one application")
-        for label, share, applied in overheads(name, options.repeats):
+        watching = overheads(name, options.repeats)
+        for label, share, applied in watching:
             print(f"  {label:30} {100 * share:7.1f} %   {applied:8.3f}")
+        print(f"all in all, in training steps, over a task of {TASK:,} steps")
+        for label, cost in sorted(over_a_task(once, watching), key=lambda row: row[1]):
+            print(f"  {label:30} {cost:8.2f}")
+
+
+def over_a_task(once: list[tuple[str, float]], watching: list[tuple[str, float, float]]) -> Iterator[tuple[str, float]]:
+    """What acts at a boundary is paid once, what acts at every step at every one, and so is watching."""
+    observed = {label for label, _, _ in watching}
+    for label, ratio in once:
+        if label.partition(" (")[0] not in observed:
+            yield label, TASK * ratio if label.endswith("a step") else ratio
+    for label, share, _ in watching:
+        yield f"{label}, watching", TASK * max(share, 0.0)
 
 
 if __name__ == "__main__":
