@@ -46,10 +46,35 @@ def test_matches_the_algorithm_step_by_step():
             zip(getattr(model, layer).weight.detach(), average[f"{layer}.weight"], strict=True)
         ):
             expected[f"{layer}.weight"][row] *= max(float(w @ g / (w.norm() * g.norm())), lam)
+    for layer in ("conv", "fc", "head"):  # a bias is one unit
+        b, g = getattr(model, layer).bias.detach(), average[f"{layer}.bias"]
+        expected[f"{layer}.bias"] *= max(float(b @ g / (b.norm() * g.norm())), lam)
     receipt = DASH(alpha, lam)(model, batches=batches, loss=loss)
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.detach(), expected[name], rtol=1e-10, atol=1e-14)
-    assert receipt.totals()["counts"]["units"] == 6 + 5 + 2
+    assert receipt.totals()["counts"]["units"] == 6 + 5 + 2 + 3
+
+
+def test_the_bias_shrinks_with_its_rows_so_that_no_neuron_dies_of_it():
+    """Rows at the floor under a bias as large as before: every ReLU below it would be off for good."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4))
+    nn.init.constant_(model[0].bias, -0.3)
+    x, y = torch.randn(256, 8), torch.randint(0, 4, (256,))
+
+    def alive():
+        return int((model[1](model[0](x)) > 0).any(0).sum())
+
+    assert alive() == 32
+    DASH(lam=0.05)(model, batches=[(x, y)], loss=loss)
+    assert alive() > 24
+    nn.init.constant_(model[0].bias, -0.3)
+    assert alive() < 8, "which is what the biases of before would have done"
+    frozen = nn.Linear(4, 2)
+    frozen.bias.requires_grad_(False)
+    kept = frozen.bias.clone()
+    DASH(targets="weight")(frozen, batches=[torch.randn(8, 4)], loss=lambda m, b: m(b).square().mean())
+    assert torch.equal(frozen.bias, kept)
 
 
 def test_what_points_along_the_negative_gradient_is_kept():

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity
 
 from rekindle.cost import Meter
+from rekindle.initial import clean_name
 from rekindle.methods.matrices import Chosen, plain_weights
 from rekindle.methods.parameters import overwrite
 from rekindle.methods.remedy import Remedy
@@ -21,16 +22,17 @@ from rekindle.targets import Targets
 class DASH(Remedy):
     """Direction-aware shrinking (Shin, Oh, Cho & Yun, 2024).
 
-    Over the batches, G ← (1 − alpha)·G + alpha·(−∇L) for every weight. Each row of a linear layer, and each
-    (output, input) kernel of a convolution, is then multiplied by max(cos(w, g), lam): what points where the loss
-    wants to go is kept, the rest shrinks to lam. A 1×1 kernel is one number, so its cosine is ±1. The defaults
-    are FIRE's for ResNet-18.
+    Over the batches, G ← (1 − alpha)·G + alpha·(−∇L) for every weight. Each row of a linear layer, each (output,
+    input) kernel of a convolution, and the whole bias of a layer is then multiplied by max(cos(w, g), lam): what
+    points where the loss wants to go is kept, the rest shrinks to lam. (A bias that stayed as it was would drown
+    its shrunken row: a layer without normalisation dies of it.) A 1×1 kernel is one number, so its cosine is ±1.
+    The defaults are FIRE's for ResNet-18.
 
     >>> model = nn.Linear(4, 3)
     >>> batches = [torch.randn(8, 4, generator=torch.Generator().manual_seed(i)) for i in range(2)]
     >>> receipt = DASH(targets="weight")(model, batches=batches, loss=lambda m, x: m(x).square().mean())
     >>> receipt.totals()["counts"]
-    {'units': 3, 'at the floor': 3}
+    {'units': 4, 'at the floor': 4}
     """
 
     name = "dash"
@@ -68,12 +70,14 @@ class DASH(Remedy):
             raise ValueError("DASH needs batches= and loss=: it shrinks by the direction of the loss's gradient")
         picked, skipped = plain_weights(model, self.targets)
         weights = {c.found.name: c.weight.parameters(c.found.name)[c.found.name] for c in picked}
-        wanted = self._direction(model, weights, batches, loss)
+        biases = biases_of(model, picked)
+        wanted = self._direction(model, weights | biases, batches, loss)
+        shares = {c.found.name: unit_cosine(c, weights[c.found.name].detach(), wanted[c.found.name]) for c in picked}
+        shares |= {name: cosine_similarity(bias.detach(), wanted[name], dim=0)[None] for name, bias in biases.items()}
         new, counts = {}, {}
-        for each in picked:
-            name = each.found.name
-            share = unit_cosine(each, weights[name].detach(), wanted[name]).clamp_min(self.lam)
-            new[name] = weights[name].detach() * share
+        for name, weight in (weights | biases).items():
+            share = shares[name].clamp_min(self.lam)
+            new[name] = weight.detach() * share
             counts[name] = {"units": share.numel(), "at the floor": int((share <= self.lam).sum())}
         return overwrite(
             self.name,
@@ -104,6 +108,17 @@ class DASH(Remedy):
         if not seen:
             raise ValueError("batches= holds no batch: DASH has no gradient to look at")
         return average
+
+
+def biases_of(model: nn.Module, picked: Iterable[Chosen]) -> dict[str, nn.Parameter]:
+    """The trainable biases of the layers whose weights were picked, by name."""
+    owners = {id(each.weight.owner) for each in picked}
+    found = {
+        clean_name(f"{name}.bias" if name else "bias"): getattr(module, "bias", None)
+        for name, module in model.named_modules()
+        if id(module) in owners
+    }
+    return {name: bias for name, bias in found.items() if isinstance(bias, nn.Parameter) and bias.requires_grad}
 
 
 def unit_cosine(chosen: Chosen, weight: Tensor, direction: Tensor) -> Tensor:
