@@ -193,8 +193,8 @@ def test_the_papers_coefficients() -> None:
     assert coefficients("warm-start", "vit") == {
         "shrink-perturb": {"coefficient": 0.8},
         "dash": {"alpha": 0.1, "lam": 0.05},
-        "parseval": {"coefficient": 1e-5},
-        "l2-init": {"coefficient": 1e-3},
+        "parseval": {"coefficient": 1e-5, "norms": True, "targets": "layers"},
+        "l2-init": {"coefficient": 5e-4},  # its code has half of the squared distance
         "continual-backprop": {"replacement_rate": 1e-4, "maturity": 100},
         "redo": {"tau": 0.5},
         "self-normalized-reset": {"percentile": 0.99},

@@ -70,6 +70,10 @@ def test_the_bias_shrinks_with_its_rows_so_that_no_neuron_dies_of_it():
     assert alive() > 24
     nn.init.constant_(model[0].bias, -0.3)
     assert alive() < 8, "which is what the biases of before would have done"
+    attention = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    nn.init.ones_(attention.self_attn.in_proj_bias)
+    DASH(lam=0.05)(attention, batches=[torch.randn(4, 3, 8)], loss=lambda m, b: m(b)[..., 0].mean())
+    assert attention.self_attn.in_proj_bias.abs().max() < 1, "a bias by another name"
     frozen = nn.Linear(4, 2)
     frozen.bias.requires_grad_(False)
     kept = frozen.bias.clone()

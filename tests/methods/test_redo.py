@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import zoo_models
-from rekindle.methods import ReDo
+from rekindle.methods import ContinualBackprop, ReDo, ReGraMa, SelfNormalizedReset
 from rekindle.wiring import WiringError
 
 
@@ -133,3 +133,29 @@ def test_state_continues():
     again.load_state_dict(method.state_dict())
     for name, score in method.scores(model).items():
         assert torch.equal(score, again.scores(model)[name])
+
+
+@pytest.mark.parametrize("make", [ReDo, ReGraMa, ContinualBackprop, SelfNormalizedReset])
+def test_new_weights_come_from_the_factory_where_there_is_one(make):
+    """A network that initialises itself is redrawn as it was made, not as torch would."""
+
+    def fresh():
+        model = nn.Sequential(nn.Linear(50, 40), nn.ReLU(), nn.Linear(40, 2))
+        nn.init.normal_(model[0].weight, std=3.0)
+        return model
+
+    torch.manual_seed(0)
+    model = fresh()
+    with torch.no_grad():
+        model[0].bias.fill_(-1e4)  # silent, without gradient, and old
+    method = make(fresh=fresh)
+    if isinstance(method, ContinualBackprop):
+        method.replacement_rate, method.maturity = 0.9, 0
+    if isinstance(method, SelfNormalizedReset):
+        method = make(fresh=fresh, first_threshold=1)
+    batch = torch.randn(16, 50)
+    with method.observe(model):
+        model(batch).sum().backward()
+        method(model)
+    renewed = model[0].weight[(model[0].bias == 0)]
+    assert len(renewed) >= 30 and 2.5 < renewed.std().item() < 3.5

@@ -75,6 +75,14 @@ def test_parseval_on_flattened_kernels(side):
     assert found["5.weight"] is None
 
 
+def test_parseval_with_norms_pulls_their_scales_to_one_too():
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.LayerNorm(4), torch.nn.Linear(4, 2)).double()
+    torch.nn.init.constant_(model[1].weight, 2.0)
+    plain = Parseval(1.0, 1.5, targets="layers").loss_term(model).item()
+    both = Parseval(1.0, 1.5, targets="layers", norms=True).loss_term(model).item()
+    assert both == pytest.approx(plain + 4 * (2.0**2 - 1.5) ** 2)
+
+
 def test_isometry_loss_is_dfi_per_dimension_at_the_scale():
     model = net()
     term = IsometryLoss(1.0, "paper").loss_term(model)

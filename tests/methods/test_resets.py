@@ -79,3 +79,12 @@ def test_norm_layers_only():
     assert torch.equal(model[0].weight, before["0.weight"])
     gpt = zoo_models.build("llama")
     assert all("norm" in name for name in LayerNormReset()(gpt).changed)
+
+
+def test_the_last_layers_include_the_norms_among_them():
+    model = nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3), nn.Linear(3, 3), nn.LayerNorm(3), nn.Linear(3, 1))
+    for norm in (model[1], model[3]):
+        nn.init.constant_(norm.weight, 5.0)
+    changed = LayerReset(last=2)(model).changed
+    assert changed == ("2.weight", "2.bias", "3.weight", "3.bias", "4.weight", "4.bias")
+    assert model[1].weight.tolist() == [5.0] * 3 and model[3].weight.tolist() == [1.0] * 3

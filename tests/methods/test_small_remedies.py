@@ -52,10 +52,16 @@ def test_the_tortoise_is_the_exponential_average_and_the_hare_goes_there():
         method.update(model)
     for name, value in method.tortoise().items():
         torch.testing.assert_close(value, average[name])
+    momenta = copy.deepcopy(sgd.state_dict()["state"])
     receipt = method(model, sgd)
     for name, value in average.items():
         torch.testing.assert_close(model.state_dict()[name], value)  # BatchNorm statistics included
-    assert receipt.optimizer.reset == 6
+    assert receipt.optimizer.reset == 0, "the authors leave the optimizer alone"
+    for key, slots in sgd.state_dict()["state"].items():
+        assert torch.equal(slots["momentum_buffer"], momenta[key]["momentum_buffer"])
+    renewing = HareTortoise(momentum=0.8, optimizer_state="fresh")
+    renewing.update(model)
+    assert renewing(model, sgd).optimizer.reset == 6
     assert not torch.equal(model[0].weight, now["0.weight"])
 
 
@@ -130,14 +136,19 @@ def test_nap_keeps_first_norms_and_directions():
     with pytest.raises(UnknownStart, match="remember"):
         method(model)
     method.remember(model)
-    first = {i: model[i].weight.norm().item() for i in (0, 3)}
+    first = {0: model[0].weight.norm().item()}
     adam = torch.optim.Adam(model.parameters(), lr=0.1)
     fit(model, adam)
-    old = {i: model[i].weight.detach().clone() for i in (0, 3)}
+    old = {0: model[0].weight.detach().clone()}
+    head = model[3].weight.detach().clone()
     state = copy.deepcopy(adam.state_dict())
     method(model, adam)
-    for i in (0, 3):
-        torch.testing.assert_close(model[i].weight.detach(), old[i] * first[i] / old[i].norm())
+    torch.testing.assert_close(model[0].weight.detach(), old[0] * first[0] / old[0].norm())
+    assert torch.equal(model[3].weight, head), "the scale of the output layer is not taken back by a norm"
+    everything = NormalizeAndProject(targets="layers")
+    everything.remember(net())
+    everything(model)
+    assert model[3].weight.norm().item() == pytest.approx(net()[3].weight.norm().item())
     for key, slots in adam.state_dict()["state"].items():
         assert all(torch.equal(v, state["state"][key][k]) for k, v in slots.items())
     again = NormalizeAndProject()
@@ -190,6 +201,47 @@ def test_upgd_with_sgd_is_the_papers_step():
         sgd.step()
         for n, p in model.named_parameters():
             torch.testing.assert_close(p.detach(), expected[n])
+
+
+def test_upgd_with_an_adaptive_optimizer_gates_the_step_and_not_the_gradient():
+    """The authors' adaptive form: moments from the plain gradient, then (m̂/√v̂ + σξ)·(1 − s), all in float64."""
+    model = net()
+    lr, decay, beta, sigma = 0.1, 0.01, 0.9, 0.05
+    adam = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=decay)
+    method = UPGD(sigma, beta)
+    state = {n: [torch.zeros_like(p) for _ in range(3)] for n, p in model.named_parameters()}
+    noise, draws = torch.Generator().manual_seed(4), torch.Generator().manual_seed(4)
+    for t in range(1, 5):
+        model.zero_grad()
+        model(x()).square().mean().backward()
+        plain = {n: p.grad.clone() for n, p in model.named_parameters()}
+        for n, p in model.named_parameters():
+            u, m, v = state[n]
+            g = plain[n]
+            state[n] = [
+                beta * u - (1 - beta) * g * p.detach(),
+                0.9 * m + 0.1 * g,
+                0.999 * v + 0.001 * g * g,
+            ]
+        top = max(float(u.max()) for u, _, _ in state.values())
+        expected = {}
+        for n, p in model.named_parameters():
+            u, m, v = state[n]
+            step = (m / (1 - 0.9**t)) / ((v / (1 - 0.999**t)).sqrt() + 1e-8)
+            xi = torch.randn(p.shape, generator=noise).double()
+            expected[n] = p.detach() * (1 - lr * decay) - lr * (step + sigma * xi) * (1 - torch.sigmoid(u / top))
+        method(model, adam, generator=draws)
+        assert all(torch.equal(p.grad, plain[n]) for n, p in model.named_parameters())
+        adam.step()
+        for n, p in model.named_parameters():
+            torch.testing.assert_close(p.detach(), expected[n])
+    method(model, adam)
+    method(model, adam)  # the step between was skipped, as a gradient scaler does
+    adam.step()
+    after = {n: p.detach().clone() for n, p in model.named_parameters()}
+    model.zero_grad()
+    adam.step()  # without gradients nothing moves, and nothing is gated a second time
+    assert all(torch.equal(p, after[n]) for n, p in model.named_parameters())
 
 
 def test_upgd_protects_the_most_useful_weight_and_needs_gradients():

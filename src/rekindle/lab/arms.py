@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, TypeVar
@@ -27,8 +28,9 @@ class Arm:
     """A remedy as a study sees it.
 
     method: a class in `rekindle.methods` or a registered name; None does nothing.
-    when: "boundary" (at the start of every task but the first), "epoch" (at the start of every epoch but the
-        first) or a number of steps; methods that act at every step or through the loss do so whatever this says.
+    when: "boundary" (at the start of every task but the first); also within a task: "epoch" (at the start of every
+        epoch but the first), "10 epochs" or a number of steps. Methods that act at every step or through the loss do
+        so whatever this says.
     lr: multiplies the setting's learning rate. optimizer, optimizer_options: instead of the setting's own.
     tuning: what may be tried instead, as changes of this arm's fields; `options` there are added to its own.
 
@@ -47,9 +49,21 @@ class Arm:
     about: str = ""
 
     def __post_init__(self) -> None:
-        if self.when not in ("boundary", "epoch") and not (isinstance(self.when, int) and self.when > 0):
-            raise ValueError(f'arm {self.name!r}: when={self.when!r} is neither "boundary", "epoch" nor a step count')
+        if self.when != "boundary" and not self.epochs and not (isinstance(self.when, int) and self.when > 0):
+            raise ValueError(
+                f'arm {self.name!r}: when={self.when!r} is neither "boundary", "epoch", "10 epochs" nor a step count'
+            )
         object.__setattr__(self, "tuning", tuple(self.tuning))
+
+    @property
+    def epochs(self) -> int:
+        """After how many epochs the method is applied within a task; 0 if it goes by something else.
+
+        >>> Arm("a", when="epoch").epochs, Arm("b", when="10 epochs").epochs, Arm("c", when=50).epochs
+        (1, 10, 0)
+        """
+        found = re.fullmatch(r"epoch|([1-9]\d*) epochs", str(self.when))
+        return int(found[1] or 1) if found else 0
 
     def within(self, setting: Setting) -> Arm:
         """The arm with the options that the setting has for it; the arm's own options win."""
@@ -194,8 +208,13 @@ ARMS: dict[str, Arm] = {
         Arm("weight-clip", "WeightClip", tuning=(_HALF, *_options("kappa", 1.0, 3.0))),
         Arm("normalize-project", "NormalizeAndProject", tuning=(_HALF, {"lr": 0.25}, {"lr": 2.0})),
         Arm("upgd", "UPGD", tuning=(_HALF, {"lr": 0.25}, {"lr": 2.0})),
-        Arm("hare-tortoise", "HareTortoise", tuning=(_HALF, *_options("momentum", 0.99, 0.9999))),
-        Arm("injection", "PlasticityInjection", tuning=(_HALF, {"lr": 0.25}, {"lr": 2.0})),
+        Arm("hare-tortoise", "HareTortoise", when="10 epochs", tuning=(_HALF, *_options("momentum", 0.99, 0.9999))),
+        Arm(
+            "injection",
+            "PlasticityInjection",
+            tuning=(_HALF, {"lr": 0.25}, {"lr": 2.0}),
+            about="of the output layer: a new optimizer state for it, no more",
+        ),
         Arm("layer-norm-reset", "LayerNormReset", about="normalisation layers start again"),
         Arm("muon", optimizer="muon", optimizer_options={"lr": 1e-2}, tuning=(_HALF, {"lr": 0.25}, {"lr": 2.0})),
         Arm("fire", "FIRE", tuning=(_HALF, *_options("scale", "nearest", "norm"))),

@@ -171,6 +171,9 @@ def coefficients(stream: str, network: str) -> dict[str, dict[str, Any]]:
     for method, values in zip(_METHODS, _TABLE[stream, network], strict=True):
         listed = values if isinstance(values, tuple) else (values,)
         found[method] = dict(zip(names[method], listed, strict=True))
+    # What the paper's code calls by these names: half of the squared distance, and every layer with its norms.
+    found["l2-init"]["coefficient"] /= 2
+    found["parseval"] |= {"norms": True, "targets": "layers"}
     return found
 
 

@@ -34,7 +34,7 @@ from rekindle.lab.settings import Setting, read_source, source_hash
 from rekindle.lab.sources import Examples, Stream, Task
 from rekindle.lab.starts import Start
 from rekindle.lab.tracking import Track
-from rekindle.methods import ReDo, ReGraMa
+from rekindle.methods import DASH, ReDo, ReGraMa
 from rekindle.recalibration import recalibrate
 
 FORMAT = 1  # of the rows; results of another format are other results
@@ -252,6 +252,8 @@ class Learner:
         found: Row | None = None
         if treated or setting.recalibrate:
             batches = list(islice(task.train.batches(setting.batch, generator(self.seed, "looking", index)), _BATCHES))
+        if isinstance(self.method, DASH):  # its authors take the gradient of a whole chunk
+            batches = [(torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches]))]
         if treated:
             before, old, sample = self.scores[-1], average(self.scores), self.asked[-1].some(_DRIFT).x
             answers = log_probabilities(model, sample)
@@ -324,7 +326,8 @@ class Learner:
         if isinstance(self.arm.when, int):
             return self.arm.when
         # Text is read in steps and has no epochs: a tenth of the task stands for one.
-        return task.train.steps(self.setting.batch) if task.epochs is not None else max(1, (task.steps or 0) // 10)
+        epoch = task.train.steps(self.setting.batch) if task.epochs is not None else max(1, (task.steps or 0) // 10)
+        return self.arm.epochs * epoch
 
     def _treat(self, batches: Any = None) -> Any:
         """Apply the method; batches only where it acts at an event."""

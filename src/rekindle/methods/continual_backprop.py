@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -56,13 +56,14 @@ class ContinualBackprop(NeuronRemedy):
         targets: str | Sequence[str] = "auto",
         consumers: Mapping[str, str | Sequence[str]] | None = None,
         second_moment: Literal["mean", "zero"] = "mean",
+        fresh: Callable[[], nn.Module] | None = None,
         seed: int = 0,
     ) -> None:
         if not 0 <= replacement_rate < 1:
             raise ValueError(f"replacement_rate={replacement_rate} must lie between 0 and 1")
         if not 0 <= decay < 1:
             raise ValueError(f"decay={decay} must be at least 0 and below 1")
-        super().__init__(targets=targets, consumers=consumers, second_moment=second_moment, seed=seed)
+        super().__init__(targets=targets, consumers=consumers, second_moment=second_moment, fresh=fresh, seed=seed)
         self.replacement_rate, self.decay, self.maturity = replacement_rate, decay, maturity
         self._lives: dict[str, _Life] = {}
         self._now: dict[str, tuple[Tensor, Tensor, int]] = {}
@@ -104,7 +105,7 @@ class ContinualBackprop(NeuronRemedy):
             if len(chosen):
                 due[group.name] = chosen
                 means[group.name] = life.mean / self._correction(life)
-        receipt = Replacement(model, wiring, due, means).apply(
+        receipt = Replacement(model, wiring, due, means, fresh=self._fresh).apply(
             self.name,
             optimizer,
             self.draws(generator),

@@ -26,7 +26,9 @@ class DASH(Remedy):
     input) kernel of a convolution, and the whole bias of a layer is then multiplied by max(cos(w, g), lam): what
     points where the loss wants to go is kept, the rest shrinks to lam. (A bias that stayed as it was would drown
     its shrunken row: a layer without normalisation dies of it.) A 1×1 kernel is one number, so its cosine is ±1.
-    The defaults are FIRE's for ResNet-18.
+    The defaults are FIRE's for ResNet-18. The authors take one batch a chunk of all data so far, oldest first, with
+    BatchNorm in evaluation mode, and keep SGD's momentum (`optimizer_state="none"`); small batches give noisy
+    directions, and then more falls to the floor.
 
     >>> model = nn.Linear(4, 3)
     >>> batches = [torch.randn(8, 4, generator=torch.Generator().manual_seed(i)) for i in range(2)]
@@ -111,14 +113,15 @@ class DASH(Remedy):
 
 
 def biases_of(model: nn.Module, picked: Iterable[Chosen]) -> dict[str, nn.Parameter]:
-    """The trainable biases of the layers whose weights were picked, by name."""
-    owners = {id(each.weight.owner) for each in picked}
-    found = {
-        clean_name(f"{name}.bias" if name else "bias"): getattr(module, "bias", None)
-        for name, module in model.named_modules()
-        if id(module) in owners
-    }
-    return {name: bias for name, bias in found.items() if isinstance(bias, nn.Parameter) and bias.requires_grad}
+    """The trainable biases that stand beside the picked weights, by name: in_proj_bias beside in_proj_weight."""
+    parameters = {clean_name(name): parameter for name, parameter in model.named_parameters()}
+    found = {}
+    for each in picked:
+        owner, _, tensor = each.found.name.rpartition(".")
+        name = f"{owner}.{tensor.replace('weight', 'bias')}".lstrip(".")
+        if name != each.found.name and name in parameters and parameters[name].requires_grad:
+            found[name] = parameters[name]
+    return found
 
 
 def unit_cosine(chosen: Chosen, weight: Tensor, direction: Tensor) -> Tensor:

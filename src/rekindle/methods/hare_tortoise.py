@@ -21,8 +21,8 @@ class HareTortoise(Remedy):
 
     tortoise ← momentum·tortoise + (1 − momentum)·hare after every step: by `update(model)`, or by `observe(model)`,
     which does it before every training forward pass. Calling the method copies the tortoise into the model;
-    floating-point buffers are averaged along, so that BatchNorm statistics fit the weights. The tortoise itself
-    (`tortoise()`) is the network to evaluate.
+    floating-point buffers are averaged along, so that BatchNorm statistics fit the weights. The authors do so every
+    ten epochs and leave the optimizer's state alone. The tortoise itself (`tortoise()`) is the network to evaluate.
 
     >>> model = nn.Linear(1, 1, bias=False)
     >>> method = HareTortoise(momentum=0.5)
@@ -36,7 +36,7 @@ class HareTortoise(Remedy):
 
     name = "hare-tortoise"
 
-    def __init__(self, momentum: float = 0.999, *, optimizer_state: str = "fresh", seed: int = 0) -> None:
+    def __init__(self, momentum: float = 0.999, *, optimizer_state: str = "none", seed: int = 0) -> None:
         if not 0 <= momentum < 1:
             raise ValueError(f"momentum={momentum} must be at least 0 and below 1")
         super().__init__(seed=seed)

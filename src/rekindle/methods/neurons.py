@@ -8,7 +8,7 @@ code of several papers, fills a copy and changes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Literal, Protocol
@@ -72,7 +72,9 @@ class NeuronRemedy(Remedy):
     map for models that cannot be traced (`rekindle.wiring.wire`). Layers that cannot be wired are in the receipt
     with the reason; a model without any is refused. `second_moment` is what Adam's second moment becomes in the
     replaced rows and columns: its step count is one number a parameter, so single rows cannot be quite fresh, and
-    with a zero second moment their next step would be 3 to 6.5 times too large.
+    with a zero second moment their next step would be 3 to 6.5 times too large. `fresh` is a factory of a new model,
+    from which incoming weights are taken where the model initialises itself in its `__init__`: else they are drawn by
+    the modules' own `reset_parameters` (or transformers' scheme), which is not always the same.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class NeuronRemedy(Remedy):
         targets: str | Sequence[str] = "auto",
         consumers: Mapping[str, str | Sequence[str]] | None = None,
         second_moment: Literal["mean", "zero"] = "mean",
+        fresh: Callable[[], nn.Module] | None = None,
         seed: int = 0,
     ) -> None:
         super().__init__(seed=seed)
@@ -88,7 +91,7 @@ class NeuronRemedy(Remedy):
             raise ValueError(f"second_moment={second_moment!r} is neither 'mean' nor 'zero'")
         self.targets = targets if isinstance(targets, str) else tuple(targets)
         self.second_moment = second_moment
-        self._consumers = consumers
+        self._consumers, self._fresh = consumers, fresh
         self._wirings: PerModel[Wiring] = PerModel()
 
     def wiring(self, model: nn.Module, batches: Iterable[Batch] | None = None) -> Wiring:
@@ -173,6 +176,7 @@ class Replacement:
     wiring: Wiring
     neurons: Mapping[str, Tensor]  # group name → indices
     means: Mapping[str, Tensor] = field(default_factory=dict)  # group name → mean activity of all its neurons
+    fresh: Callable[[], nn.Module] | None = None
 
     def __post_init__(self) -> None:
         self.groups = [g for g in self.wiring if len(self.neurons.get(g.name, ())) > 0]
@@ -222,7 +226,7 @@ class Replacement:
 
     def _draw(self, generator: torch.Generator) -> dict[str, Tensor]:
         names = [f"{maker.name}.weight" for group in self.groups for maker in group.makers]
-        return initial.draw(unwrapped(self.model), generator=generator, names=names) if names else {}
+        return initial.draw(unwrapped(self.model), generator=generator, fresh=self.fresh, names=names) if names else {}
 
     def _hand_over(self, group: Group, notes: list[str]) -> None:
         """Give the consumers' biases what the leaving neurons contributed on average (Dohare et al., 2024)."""

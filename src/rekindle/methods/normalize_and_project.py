@@ -21,7 +21,8 @@ class NormalizeAndProject(Remedy):
     """W ← W·‖W₀‖_F/‖W‖_F after every step (NaP; Lyle et al., 2024).
 
     Behind a normalisation layer, growing weights are a shrinking learning rate; a constant norm keeps it constant.
-    This is the projection half; the layers that normalise are the model's own business. Call `remember(model)`
+    This is the projection half, of every weight but the output layer's, whose scale no normalisation takes back; the
+    layers that normalise, and their own scales and offsets, are the model's business. Call `remember(model)`
     while it is new: only the norms are stored. The optimizer's state is kept.
 
     >>> model = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3), nn.Linear(3, 2))
@@ -37,7 +38,7 @@ class NormalizeAndProject(Remedy):
     name = "normalize-and-project"
     moment = "step"
 
-    def __init__(self, *, targets: Targets = "layers", norms: Mapping[str, float] | None = None, seed: int = 0) -> None:
+    def __init__(self, *, targets: Targets = "auto", norms: Mapping[str, float] | None = None, seed: int = 0) -> None:
         super().__init__(seed=seed)
         self.targets = targets
         self._norms = dict(norms) if norms is not None else None

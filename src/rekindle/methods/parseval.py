@@ -16,7 +16,9 @@ class Parseval(Regulariser):
 
     A convolution is flattened to (out, in·kh·kw). The identity has the size of the rows, as published, which a
     matrix with out > in cannot reach; `side="smaller"` uses the smaller Gram matrix instead. The output head is not
-    among the targets.
+    among the targets. Chung et al. set `scale` to the square of the gain of their orthogonal start (2 for ReLU) and
+    the coefficient in proportion to 1/width². FIRE's form of it has `targets="layers"`, head included, and
+    `norms=True`: Σ(γ² − scale)² of every normalisation layer's weight γ is added.
 
     >>> model = nn.Sequential(nn.Linear(4, 2, bias=False), nn.ReLU(), nn.Linear(2, 1))
     >>> _ = nn.init.orthogonal_(model[0].weight)
@@ -32,6 +34,7 @@ class Parseval(Regulariser):
         scale: float = 1.0,
         *,
         side: str = "rows",
+        norms: bool = False,
         decoupled: bool = False,
         targets: Targets = "auto",
         seed: int = 0,
@@ -39,7 +42,7 @@ class Parseval(Regulariser):
         if side not in ("rows", "smaller"):
             raise ValueError(f"side={side!r} is neither 'rows' nor 'smaller'")
         super().__init__(coefficient, decoupled=decoupled, seed=seed)
-        self.scale, self.side, self.targets = scale, side, targets
+        self.scale, self.side, self.norms, self.targets = scale, side, norms, targets
         self._chosen: PerModel[list[Chosen]] = PerModel()
 
     def penalty(self, model: nn.Module) -> Tensor:
@@ -55,4 +58,11 @@ class Parseval(Regulariser):
                     w = w.mT
                 eye = torch.eye(w.shape[-2], dtype=w.dtype, device=w.device)
                 terms.append((w @ w.mT - self.scale * eye).square().sum())
+        if self.norms:
+            terms += [(gamma.square() - self.scale).square().sum() for gamma in _gammas(model)]
         return torch.stack(terms).sum()
+
+
+def _gammas(model: nn.Module) -> list[nn.Parameter]:
+    """The weights of the normalisation layers: vectors that are called weight."""
+    return [p for name, p in model.named_parameters() if p.dim() == 1 and name.rpartition(".")[2] == "weight"]

@@ -37,6 +37,8 @@ class PlasticityInjection(Remedy):
     """h(x) ← h_old(x) + h_new(x) − h_minus(x), h_new fresh and trained, the others frozen (Nikishin et al., 2023).
 
     `head` names the module (a Linear or a whole Sequential); by default it is the output head as in `rekindle.plan`.
+    Name one of several layers, as the paper's: for a single linear layer the sum is one matrix again with the same
+    gradient, and nothing is injected but a new optimizer state (the receipt says so).
     The new parameters join the optimizer in a group with the settings of the group that trains the old head. A
     later injection first merges a linear head back into one matrix, and keeps anything else as a wider head;
     `merge(model, optimizer)` does so at any time. A head that is tied to an embedding is untied: the old one is a
@@ -80,6 +82,8 @@ class PlasticityInjection(Remedy):
                 notes.append("the earlier injection was merged into one matrix")
             else:
                 notes.append("the head is not linear, so the earlier injection is kept as a wider head")
+        if isinstance(present, nn.Linear):
+            notes.append("the head is one linear layer: it learns as it would have without, from a new optimizer state")
         tied = _tied(inner, present)
         if tied:
             notes.append(f"the head was tied to {tied}: the old one is now a frozen copy of its own")

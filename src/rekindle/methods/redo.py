@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -39,11 +39,12 @@ class ReDo(NeuronRemedy):
         targets: str | Sequence[str] = "auto",
         consumers: Mapping[str, str | Sequence[str]] | None = None,
         second_moment: Literal["mean", "zero"] = "mean",
+        fresh: Callable[[], nn.Module] | None = None,
         seed: int = 0,
     ) -> None:
         if tau < 0:
             raise ValueError(f"tau={tau} must not be negative")
-        super().__init__(targets=targets, consumers=consumers, second_moment=second_moment, seed=seed)
+        super().__init__(targets=targets, consumers=consumers, second_moment=second_moment, fresh=fresh, seed=seed)
         self.tau, self.period = tau, period
         self._sums: dict[str, Tensor] = {}
         self._seen: dict[str, int] = {}
@@ -82,7 +83,7 @@ class ReDo(NeuronRemedy):
             self.forget()
             self.look(model, batches)
         dormant = {name: (score <= self.tau).nonzero().flatten() for name, score in self.scores(model).items()}
-        receipt = Replacement(model, self.wiring(model), dormant).apply(
+        receipt = Replacement(model, self.wiring(model), dormant, fresh=self._fresh).apply(
             self.name,
             optimizer,
             self.draws(generator),

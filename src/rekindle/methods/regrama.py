@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -21,7 +21,8 @@ class ReGraMa(NeuronRemedy):
     g_i = mean over the incoming weights of |∂L/∂w_ij|, divided by the layer's mean; inactive are g_i ≤ tau. Unlike
     an activity score this sees saturated units, and needs no ReLU. Gradients are those of the `batches` and `loss`
     of the call, or what `observe` has seen at every backward pass since the last call. The reset is ReDo's. A
-    neuron made by two layers (a gate) is inactive only if both its rows are.
+    neuron made by two layers (a gate) is inactive only if both its rows are. (The authors' code also scores the
+    entries of normalisation layers by their own gradients; here an entry is renewed with its neuron.)
 
     >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
     >>> _ = model[0].bias.data.copy_(torch.tensor([-100.0, 1.0, 1.0]))
@@ -40,11 +41,12 @@ class ReGraMa(NeuronRemedy):
         targets: str | Sequence[str] = "auto",
         consumers: Mapping[str, str | Sequence[str]] | None = None,
         second_moment: Literal["mean", "zero"] = "mean",
+        fresh: Callable[[], nn.Module] | None = None,
         seed: int = 0,
     ) -> None:
         if tau < 0:
             raise ValueError(f"tau={tau} must not be negative")
-        super().__init__(targets=targets, consumers=consumers, second_moment=second_moment, seed=seed)
+        super().__init__(targets=targets, consumers=consumers, second_moment=second_moment, fresh=fresh, seed=seed)
         self.tau, self.period = tau, period
         self._sums: dict[str, Tensor] = {}
 
@@ -83,7 +85,7 @@ class ReGraMa(NeuronRemedy):
             self._sums.clear()
             self._look(model, batches, loss)
         inactive = {name: (score <= self.tau).nonzero().flatten() for name, score in self.scores(model).items()}
-        receipt = Replacement(model, wiring, inactive).apply(
+        receipt = Replacement(model, wiring, inactive, fresh=self._fresh).apply(
             self.name,
             optimizer,
             self.draws(generator),

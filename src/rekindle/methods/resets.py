@@ -80,7 +80,8 @@ class FullReset(FromStart):
 class LayerReset(FullReset):
     """The parameters and buffers of chosen layers back to a start (Nikishin et al., 2022, reset the last ones).
 
-    `layers` are globs of module names; `last` instead counts weight matrices from the end.
+    `layers` are globs of module names; `last` instead counts layers with weight matrices from the end, and takes
+    whatever is registered after the first of them too, such as normalisation.
 
     >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 1))
     >>> LayerReset(last=2)(model).changed
@@ -109,8 +110,9 @@ class LayerReset(FullReset):
         """The tensors of the chosen layers."""
         if self.last is not None:
             owners = list(dict.fromkeys(f.module for f in find(model) if f.blocks))
-            last = owners[-self.last :]
-            return self.inside(model, lambda module: module in last)
+            modules = [clean_name(name) for name, _ in model.named_modules()]
+            after = set(modules[modules.index(owners[-self.last :][0]) :])
+            return self.inside(model, lambda module: module in after)
         return self.inside(model, lambda module: any(fnmatchcase(module, glob) for glob in self.layers))
 
     def inside(self, model: nn.Module, matches: Callable[[str], bool]) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -64,11 +64,12 @@ class SelfNormalizedReset(NeuronRemedy):
         targets: str | Sequence[str] = "auto",
         consumers: Mapping[str, str | Sequence[str]] | None = None,
         second_moment: Literal["mean", "zero"] = "mean",
+        fresh: Callable[[], nn.Module] | None = None,
         seed: int = 0,
     ) -> None:
         if not 0 < percentile < 1:
             raise ValueError(f"percentile={percentile} must lie between 0 and 1")
-        super().__init__(targets=targets, consumers=consumers, second_moment=second_moment, seed=seed)
+        super().__init__(targets=targets, consumers=consumers, second_moment=second_moment, fresh=fresh, seed=seed)
         self.percentile, self.update_every, self.first_threshold = percentile, update_every, first_threshold
         self.expansion, self.longest = expansion, longest
         self._clocks: dict[str, _Clock] = {}
@@ -109,7 +110,7 @@ class SelfNormalizedReset(NeuronRemedy):
             for clock in self._clocks.values():
                 self._update(clock)
         silent = {n: (c.age >= c.threshold).nonzero().flatten() for n, c in self._clocks.items()}
-        receipt = Replacement(model, wiring, silent).apply(
+        receipt = Replacement(model, wiring, silent, fresh=self._fresh).apply(
             self.name,
             optimizer,
             self.draws(generator),

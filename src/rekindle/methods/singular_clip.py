@@ -19,9 +19,10 @@ from rekindle.targets import Targets
 class SingularClip(Remedy):
     """W = UΣVᵀ ← U·clip(Σ, low·s, high·s)·Vᵀ, s the value of the scale rule.
 
-    With low = 0 and s = 1 this is the clipping of Saito, Matsumoto & Saito (2017); a positive `low` also lifts
-    directions that have died out, and low = high = 1 is FIRE. The singular vectors stay. The optimizer's state is
-    kept, since weights inside the bounds do not move.
+    With low = 0 and s = 1 this is the clipping of Saito, Matsumoto & Saito (2017), but tap by tap where they flatten
+    a convolution, and without their bound on BatchNorm's scales. A positive `low` also lifts directions that have died
+    out, and low = high = 1 is FIRE. The singular vectors stay. The optimizer's state is kept, since weights inside the
+    bounds do not move.
 
     >>> model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.ReLU(), nn.Linear(3, 1))
     >>> _ = model[0].weight.data.copy_(torch.diag(torch.tensor([3.0, 1.0, 0.1])))
