@@ -190,6 +190,7 @@ def _paper() -> list[Setting]:
             heads=network != "vit",
             last=1,
             evaluate=10_000,
+            spare_first=stream == "warm-start",
             coefficients=coefficients(stream, network),
             about=f"the paper's {stream} on {_DATA[network]}",
             **_VISION,

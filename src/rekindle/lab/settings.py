@@ -28,6 +28,8 @@ class Setting:
     warmup: the share of each task in which the learning rate rises to `lr`.
     new_optimizer: a new optimizer at every task, for every arm alike, as in the paper's vision protocol.
     recalibrate: BatchNorm statistics are estimated anew at every boundary, for every arm alike.
+    spare_first: remedies that act while training (losses, steps, epochs) begin with the second task, as in the
+        paper's warm start, so that all arms share the first.
     targets, heads: which matrices the matrix methods (FIRE and its controls) touch, so that all touch the same;
         `heads` adds the output layer.
     headline: the metric that arms are compared by, averaged over the `last` tasks.
@@ -55,6 +57,7 @@ class Setting:
     schedule: str = "constant"
     new_optimizer: bool = True
     recalibrate: bool = False
+    spare_first: bool = False
     targets: str | list[str] = "auto"
     heads: bool = True
     headline: str = "online_accuracy"

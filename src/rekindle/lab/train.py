@@ -76,6 +76,8 @@ class Run:
         """What the first task depends on for an arm that acts at boundaries only."""
         setting = self.setting.to_dict()
         del setting["coefficients"], setting["about"]  # those of this arm are in its options
+        if not setting["spare_first"]:
+            del setting["spare_first"]  # came later: what was run before it is still the same
         source = setting.pop("source")
         return {
             "format": FORMAT,
@@ -210,10 +212,12 @@ class Learner:
     def learn(self, index: int, task: Task) -> Generator[Row, None, tuple[Track, bool]]:
         """The training loop. Numbers stay tensors; every `_CHECK` steps one is waited for, to see a divergence."""
         setting, model, optimizers = self.setting, self.model, self.optimizers
-        steps, every = task.length(setting.batch), self._period(task)
+        acting = bool(index) or not setting.spare_first
+        steps, every = task.length(setting.batch), self._period(task) if acting else 0
         factor = rate(setting, steps)
         trained = [parameter for group in _groups(optimizers) for parameter in group["params"]]
-        term = self.method.loss_term if self.moment == "loss" else None
+        moment = self.moment if acting else "never"
+        term = self.method.loss_term if moment == "loss" else None
         track, report = Track(), time.perf_counter() + 1.0
         model.train()
         try:
@@ -230,11 +234,11 @@ class Learner:
                 (loss if term is None else loss + self._timed(term, model)).backward()
                 if setting.clip is not None:
                     clip_grad_norm_(trained, setting.clip)
-                if self.moment == "backward":
+                if moment == "backward":
                     self._treat()
                 for optimizer in optimizers:
                     optimizer.step()
-                if self.moment == "step":
+                if moment == "step":
                     self._treat()
                 if step % _CHECK == _CHECK - 1 and track.diverged():
                     return track, True
