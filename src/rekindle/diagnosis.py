@@ -306,7 +306,9 @@ class Reading:
             elif len(found.shape) > 1:
                 self.unmeasured.append(Unmeasured(found.name, "weight", reason))
         stored = (Stored(found.name, found.blocks, _weight(model, found)) for found in chosen)
-        for _ in self.measured(stored, sum(math.prod(found.shape) for found in chosen)):
+        # Threads are for LAPACK on processors; an accelerator is kept busy by one.
+        processors = all(parameter.device.type == "cpu" for parameter in model.parameters())
+        for _ in self.measured(stored, sum(math.prod(found.shape) for found in chosen) if processors else 0):
             pass
 
     def measured(self, weights: Iterable[Stored], numbers: int) -> Iterator[tuple[Stored, dict[str, Measures]]]:
