@@ -7,7 +7,7 @@ ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
 BENCHMARKS ?= polar fire health methods lab
 STUDIES := random-labels permuted-inputs warm-start class-incremental alphabet domains optimizer-state nearness replay
-JOINED := tuned remedies scales over-streams
+JOINED := tuned scales over-streams
 
 .PHONY: demo test bench evidence lint docs clean
 
