@@ -429,3 +429,17 @@ def test_compare_says_better_only_after_holm() -> None:
 def test_compare_needs_both_arms(folder: Path) -> None:
     result = run("lab", "compare", "fire", "dash", folder)
     assert "no study here has finished runs of both 'fire' and 'dash'" in one_line(result)
+
+
+def test_what_tuning_chose_is_said() -> None:
+    data = told(tuned=("nothing", "fire"))
+    name = next(iter(data["settings"]))
+    data["tuning"] = {
+        f"{name}/nothing": {"place": 0, "arm": {"lr": None, "options": {}}, "values": []},
+        f"{name}/fire": {"place": 2, "arm": {"lr": None, "options": {"scale": "nearest"}}, "values": []},
+        "other/dash": {"place": 0, "arm": {}, "values": []},
+    }
+    (contest,) = contests(data)
+    (said,) = [sentence for sentence in contest.said() if sentence.startswith("Tuning")]
+    assert said.endswith("chose: doing nothing: its default; FIRE: scale=nearest.")
+    assert said in document(data, "x").text

@@ -30,6 +30,7 @@ class Contest:
     refused: Mapping[str, str] = field(default_factory=dict)
     failed: Mapping[str, str] = field(default_factory=dict)
     validity: Mapping[str, Any] = field(default_factory=dict)
+    chosen: Mapping[str, str] = field(default_factory=dict)  # by tuning, in words
 
     @property
     def name(self) -> str:
@@ -125,6 +126,9 @@ class Contest:
             difference = self.against(FIRE, reference)
             if difference is not None:
                 yield f"{start} {self._told(difference)}{', which is within chance' if _even(difference) else ''}."
+        if self.chosen:
+            words = "; ".join(f"{_called(arm)}: {words}" for arm, words in self.chosen.items())
+            yield f"Tuning, by the same budget for every arm and on seeds that are not reported, chose: {words}."
         if not self.headline.higher:
             yield "Less is better here: a minus is a gain."
         yield from self._diverged()
@@ -230,6 +234,24 @@ def _called(arm: str) -> str:
     return {FIRE: "FIRE", NOTHING: "doing nothing"}.get(arm, arm)
 
 
+def _choice(made: Mapping[str, Any]) -> str:
+    """What tuning changed in an arm.
+
+    >>> _choice({"place": 1, "arm": {"lr": 0.5, "options": {"scale": "nearest"}}})
+    '0.5 of the learning rate, scale=nearest'
+    >>> _choice({"place": 0, "arm": {"options": {"tau": 0.1}}}), _choice({"arm": None, "note": "none ran"})
+    ('its default', 'none ran')
+    """
+    if not made.get("arm"):
+        return str(made.get("note") or "nothing yet")
+    if made["place"] == 0:
+        return "its default"
+    arm = made["arm"]
+    options = {**(arm.get("options") or {}), **(arm.get("optimizer_options") or {})}
+    rate = [f"{arm['lr']:g} of the learning rate"] if arm.get("lr") else []
+    return ", ".join([*rate, *(f"{key}={value}" for key, value in options.items())])
+
+
 def contests(data: Mapping[str, Any]) -> list[Contest]:
     """A contest for each setting of a study, in its order.
 
@@ -250,6 +272,8 @@ def contests(data: Mapping[str, Any]) -> list[Contest]:
                 reasons[run["state"]][run["arm"]] = run.get("reason") or ""
         values = {row["arm"]: {int(seed): value for seed, value in row["values"].items()} for row in table}
         validity = (data.get("validity") or {}).get(name) or {}
-        contest = Contest(setting, table, tasks, values, validity=validity, **reasons)
+        tuned, prefix = data.get("tuning") or {}, f"{name}/"
+        chosen = {key.removeprefix(prefix): _choice(made) for key, made in tuned.items() if key.startswith(prefix)}
+        contest = Contest(setting, table, tasks, values, validity=validity, chosen=chosen, **reasons)
         found.append(replace(contest, table=sorted(table, key=lambda row: contest.ranked.index(row["arm"]))))
     return found
