@@ -221,7 +221,7 @@ def lab_compare(
         else:
             typer.echo(
                 printable(
-                    f"{arm} minus {other}, paired by seed; better and worse are {arm}'s, after Holm over all lines"
+                    f"{arm} minus {other}, paired by seed; better and worse are {arm}'s, after Holm over a setting"
                 )
             )
             typer.echo("\n".join(map(printable, table(pairs))))

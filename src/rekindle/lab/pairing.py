@@ -1,6 +1,6 @@
 """Two arms held against each other in everything that is measured, setting by setting, paired by seed.
 
-Whether one is better is said after Holm's correction over all that is compared; the intervals are plain ones.
+Whether one is better is said after Holm's correction over the measures of a setting; the intervals are plain ones.
 The question "does it matter that FIRE's isometry is the nearest one?" is this, with FIRE and a random isometry.
 """
 
@@ -42,14 +42,14 @@ class Pair:
 
 
 def compared(studies: Iterable[Results], arm: str, other: str) -> list[Pair]:
-    """Every measure of every setting that has finished runs of both arms, with Holm's p over all of them."""
+    """Every measure of every setting that has finished runs of both arms, with Holm's p over those of a setting."""
     found: list[Pair] = []
     for results in studies:
         for name, setting in results.settings.items():
             arms = {each.name: each for each in results.contenders(name)}
             if arm in arms and other in arms:
-                found += _setting(setting, arms[arm], arms[other], arms.get(NOTHING))
-    return with_holm(found)
+                found += with_holm(_setting(setting, arms[arm], arms[other], arms.get(NOTHING)))
+    return found
 
 
 def with_holm(pairs: Sequence[Pair]) -> list[Pair]:
