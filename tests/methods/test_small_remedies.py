@@ -1,6 +1,7 @@
 """Hare and tortoise, Adam-Rel, the clips, NaP, UPGD and Compose against their formulas."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -250,7 +251,8 @@ def test_upgd_protects_the_most_useful_weight_and_needs_gradients():
         UPGD()(model)
     model.weight.data = torch.tensor([[1.0, 1.0]]).double()
     model.weight.grad = torch.tensor([[-5.0, 1.0]]).double()  # −g·w: the first is useful, the second harmful
-    UPGD(sigma=0.0)(model)
+    foreign = SimpleNamespace(param_groups=[{"params": [model.weight], "lr": 0.1}], state={})  # has no hooks
+    UPGD(sigma=0.0)(model, foreign)
     kept = model.weight.grad / torch.tensor([[-5.0, 1.0]]).double()
     assert kept[0, 0] == pytest.approx(1 - torch.sigmoid(torch.tensor(1.0)).item())
     assert kept[0, 1] > 0.5

@@ -74,7 +74,9 @@ class UPGD(Remedy):
         for hook in self._waiting:  # a step that was never taken
             hook.remove()
         self._waiting = []
-        adaptive = [each for each in optimizers.unwrap(optimizer) if not isinstance(each, torch.optim.SGD)]
+        # What is no torch optimizer has no hook to wait for, and gets the gated gradient.
+        opened = [each for each in optimizers.unwrap(optimizer) if hasattr(each, "register_step_post_hook")]
+        adaptive = [each for each in opened if not isinstance(each, torch.optim.SGD)]
         later = {id(parameter) for each in adaptive for group in each.param_groups for parameter in group["params"]}
         gates: dict[int, tuple[Tensor, Tensor | None, Tensor]] = {}
         with torch.no_grad():
