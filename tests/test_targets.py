@@ -10,7 +10,8 @@ from torch import nn
 
 from rekindle.blocks import Found
 from rekindle.planning import Plan, plan
-from rekindle.targets import PRESETS
+from rekindle.skeletons import find_in_state
+from rekindle.targets import PRESETS, choose
 from zoo_models import build
 
 
@@ -153,3 +154,12 @@ class TestTargets:
         model = build("mlp")
         assert names(plan(model, heads=())) == ["layers.0.weight", "layers.2.weight", "layers.4.weight"]
         assert names(plan(model, heads="layers.0")) == ["layers.2.weight", "layers.4.weight"]
+
+
+def test_a_preset_that_matches_nothing_is_not_proposed_again_and_what_was_not_read_is_said() -> None:
+    found = find_in_state({"h.0.attn.c_attn.weight": torch.zeros(8, 24), "h.0.mlp.c_fc.weight": torch.zeros(8, 32)})
+    assert any(each.refusal for each in found)
+    with pytest.raises(ValueError, match="matches no weight") as error:
+        choose(found, targets="attention.qk")
+    text = str(error.value)
+    assert "Not read: 1 × " in text and "'attention.qk' or" not in text.split("Did you mean")[-1]

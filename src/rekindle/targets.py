@@ -204,11 +204,14 @@ def _hint(term: Any, found: Sequence[Found]) -> str:
     roles = sorted({b.role for f in weights for b in f.blocks})
     text = f"Presets: {', '.join(PRESETS)}. Roles here: {', '.join(roles) or 'none'}."
     if isinstance(term, str):
-        close = difflib.get_close_matches(term, [*PRESETS, *ROLES, *(f.name for f in weights)], 3)
+        others = [name for name in (*PRESETS, *ROLES, *(f.name for f in weights)) if name != term]
+        close = difflib.get_close_matches(term, others, 3)
         text += f" Did you mean {' or '.join(map(repr, dict.fromkeys(close)))}?" if close else ""
     names = [f.name for f in weights]
     shown = ", ".join(names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "")
-    return f"{text} Weights with matrices: {shown or 'none'}."
+    refused = Counter(f.refusal for f in found if f.refusal and not f.blocks and len(f.shape) > 1)
+    why = "".join(f" Not read: {n} × {reason}." for reason, n in refused.most_common(2))
+    return f"{text}{why} Weights with matrices: {shown or 'none'}."
 
 
 def _what_there_was(choices: Sequence[Choice]) -> str:
