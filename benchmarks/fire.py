@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from rekindle.lab.networks import network
-from rekindle.projection import fire
+from rekindle.projection.firing import fire
 
 BARS = {"ResNet-18": 2.3, "GPT-2-small": 4.0}
 MEMORY_BAR = 60.0

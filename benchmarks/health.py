@@ -24,12 +24,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rekindle.blocks import find
-from rekindle.cores import one_blas_thread
-from rekindle.diagnosis import health
+from rekindle.blocks.finding import find
+from rekindle.diagnosis.examination import health
 from rekindle.lab.networks import network
-from rekindle.monitor import Monitor
-from rekindle.spectra import eigenvalues, gram
+from rekindle.measures.spectra import eigenvalues, gram
+from rekindle.measures.threads import one_blas_thread
+from rekindle.monitoring.monitor import Monitor
 
 EVERY = 100
 Draw = Callable[[], tuple[Tensor, Tensor]]

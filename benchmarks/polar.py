@@ -20,7 +20,9 @@ import torch
 from torch import Tensor
 
 from measuring import growth, interleaved
-from rekindle import polar, schedules, solvers
+from rekindle import polar
+from rekindle.engine import routes as solvers
+from rekindle.engine import schedules
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from matrices import ZOO, build

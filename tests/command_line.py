@@ -12,7 +12,7 @@ pytest.importorskip("rich", reason='pip install "rekindle[cli]"')
 
 from typer.testing import CliRunner, Result
 
-from rekindle.commands.app import app
+from rekindle.cli.app import app
 
 
 def run(*arguments: object, **environment: str) -> Result:

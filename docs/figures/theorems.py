@@ -20,9 +20,9 @@ import torch.nn.functional as F
 from matplotlib.axes import Axes
 from torch import Tensor
 
-from rekindle.bounds import covariance_bound, curvature_bound, rank_bound, score_bounds
-from rekindle.isometry import polar
-from rekindle.measures import deviation_from_isometry, singular_values, squared_frobenius_error, srank
+from rekindle.engine.isometry import polar
+from rekindle.measures.bounds import covariance_bound, curvature_bound, rank_bound, score_bounds
+from rekindle.measures.matrices import deviation_from_isometry, singular_values, squared_frobenius_error, srank
 
 OUT = Path(__file__).with_suffix(".svg")
 WIDTH = 256

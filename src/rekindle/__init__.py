@@ -15,33 +15,33 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rekindle import methods
-    from rekindle.diagnosis import Health, health
-    from rekindle.guide import FIREConfig, FIREReinitializer, ReinitStats
-    from rekindle.isometry import Certificate, polar
-    from rekindle.monitor import Monitor
-    from rekindle.planning import Plan, plan
-    from rekindle.projection import fire
-    from rekindle.receipt import Receipt
-    from rekindle.triggers import Schedule
-    from rekindle.verdict import Thresholds
+    from rekindle.diagnosis.examination import Health, health
+    from rekindle.diagnosis.verdict import Thresholds
+    from rekindle.engine.isometry import Certificate, polar
+    from rekindle.monitoring.monitor import Monitor
+    from rekindle.monitoring.triggers import Schedule
+    from rekindle.projection.firing import fire
+    from rekindle.projection.planning import Plan, plan
+    from rekindle.projection.receipt import Receipt
+    from rekindle.projection.reinitializer import FIREConfig, FIREReinitializer, ReinitStats
 
 __version__ = "0.1.0"
 
 _HOME = {
-    "Certificate": "isometry",
-    "FIREConfig": "guide",
-    "FIREReinitializer": "guide",
-    "Health": "diagnosis",
-    "Monitor": "monitor",
-    "Plan": "planning",
-    "Receipt": "receipt",
-    "ReinitStats": "guide",
-    "Schedule": "triggers",
-    "Thresholds": "verdict",
-    "fire": "projection",
-    "health": "diagnosis",
-    "plan": "planning",
-    "polar": "isometry",
+    "Certificate": "engine.isometry",
+    "FIREConfig": "projection.reinitializer",
+    "FIREReinitializer": "projection.reinitializer",
+    "Health": "diagnosis.examination",
+    "Monitor": "monitoring.monitor",
+    "Plan": "projection.planning",
+    "Receipt": "projection.receipt",
+    "ReinitStats": "projection.reinitializer",
+    "Schedule": "monitoring.triggers",
+    "Thresholds": "diagnosis.verdict",
+    "fire": "projection.firing",
+    "health": "diagnosis.examination",
+    "plan": "projection.planning",
+    "polar": "engine.isometry",
 }
 __all__ = [
     "Certificate",

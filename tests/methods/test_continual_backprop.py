@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from rekindle.consumers.wiring import wire
 from rekindle.methods import ContinualBackprop
 from rekindle.methods.continual_backprop import outgoing
-from rekindle.wiring import wire
 
 
 def mlp(width=10):

@@ -5,10 +5,10 @@ import torch
 from torch import nn
 
 import zoo_models
-from rekindle.blocks import find
+from rekindle.blocks.finding import find
 from rekindle.initial import draw
 from rekindle.methods import FIRE, FreshAtNorm, RandomIsometry, Rescale
-from rekindle.planning import plan
+from rekindle.projection.planning import plan
 
 
 def net():

@@ -9,9 +9,9 @@ from torch import nn
 
 import zoo_models
 from rekindle import methods
+from rekindle.consumers.wiring import WiringError, wire
 from rekindle.methods.remedy import FromStart, Remedy
-from rekindle.receipt import Method, Receipt
-from rekindle.wiring import WiringError, wire
+from rekindle.projection.receipt import Method, Receipt
 
 MODELS = ("mlp", "resnet", "vit", "nanogpt", "gpt2", "encoder", "lstm")
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
+from rekindle.consumers.wiring import wire
 from rekindle.methods import ReDo
 from rekindle.methods.neurons import Replacement
-from rekindle.wiring import wire
 
 
 class Net(nn.Module):

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 import zoo_models
+from rekindle.consumers.wiring import WiringError
 from rekindle.methods import ContinualBackprop, ReDo, ReGraMa, SelfNormalizedReset
-from rekindle.wiring import WiringError
 
 
 def mlp():

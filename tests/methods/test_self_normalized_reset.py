@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
+from rekindle.consumers.wiring import wire
 from rekindle.methods import SelfNormalizedReset
 from rekindle.methods.self_normalized_reset import upper_edges
-from rekindle.wiring import wire
 
 
 def net(neurons=3):

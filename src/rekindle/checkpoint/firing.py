@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from rekindle.blocks import Block
+from rekindle.blocks.finding import Block
 from rekindle.checkpoint import training_state
 from rekindle.checkpoint.assembly import assemble, staged_size
 from rekindle.checkpoint.journal import Journal, identify
@@ -25,11 +25,12 @@ from rekindle.checkpoint.opening import Checkpoint, open_checkpoint
 from rekindle.checkpoint.planmatch import match_plan
 from rekindle.checkpoint.refusal import CheckpointError, clearly
 from rekindle.checkpoint.staging import Staging, allocated, check_space, check_target
-from rekindle.cost import Meter
-from rekindle.isometry import Solver, solve
-from rekindle.planning import Entry, Plan
-from rekindle.projection import execute
-from rekindle.receipt import Receipt, StateReset
+from rekindle.engine.isometry import Solver, solve
+from rekindle.optimizers import StateReset
+from rekindle.projection.cost import Meter
+from rekindle.projection.firing import execute
+from rekindle.projection.planning import Entry, Plan
+from rekindle.projection.receipt import Receipt
 
 Progress = Callable[[int, int, str], None]
 

@@ -14,7 +14,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from rekindle.receipt import BlockRecord, Receipt
+from rekindle.projection.receipt import BlockRecord, Receipt
 
 _SAMPLE = 1 << 16
 _FIELDS = tuple(field.name for field in fields(BlockRecord))

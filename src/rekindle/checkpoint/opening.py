@@ -15,8 +15,8 @@ from rekindle.checkpoint.folders import OPTIMIZER_FILES, Weights, check_index, c
 from rekindle.checkpoint.part import Part, TensorMeta
 from rekindle.checkpoint.refusal import CheckpointError, clearly
 from rekindle.checkpoint.safetensors_files import SafetensorsPart
-from rekindle.planning import Entry, Plan
-from rekindle.planning import plan as make_plan
+from rekindle.projection.planning import Entry, Plan
+from rekindle.projection.planning import plan as make_plan
 
 _DCP = ".metadata"
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from rekindle.checkpoint.opening import Checkpoint
 from rekindle.checkpoint.refusal import CheckpointError
-from rekindle.planning import Entry, Plan
+from rekindle.projection.planning import Entry, Plan
 
 
 def match_plan(plan: Plan, checkpoint: Checkpoint) -> Plan:

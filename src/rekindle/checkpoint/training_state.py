@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from rekindle import optimizers
 from rekindle.checkpoint.refusal import CheckpointError
-from rekindle.optimizer_slots import slots
-from rekindle.receipt import StateReset
+from rekindle.optimizers import StateReset
+from rekindle.optimizers import resetting as optimizers
+from rekindle.optimizers.slots import slots
 
 if TYPE_CHECKING:
     from rekindle.checkpoint.opening import Checkpoint

@@ -129,7 +129,7 @@ def register(name: str, **fields: Any) -> Callable[[F], F]:
     it has them.
 
     >>> from rekindle.methods.remedy import Remedy
-    >>> from rekindle.receipt import Receipt
+    >>> from rekindle.projection.receipt import Receipt
     >>> @register("zeroed", about="all weights become zero")
     ... class Zeroed(Remedy):
     ...     def __call__(self, model, optimizer=None, **_):

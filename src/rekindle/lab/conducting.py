@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from rekindle.lab.pool import LAST, Executor
 from rekindle.lab.schedule import Clock, Expectation, choose, order, start_group, time_left
 from rekindle.lab.store import Claim, Row, Store
-from rekindle.sinks import Sink, send
+from rekindle.monitoring.sinks import Sink, send
 
 if TYPE_CHECKING:
     from rekindle.lab.train import Run

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from rekindle.diagnosis import health
+from rekindle.diagnosis.examination import health
 from rekindle.lab.sources import Examples
 
 _AT_ONCE = 500  # rows a forward pass

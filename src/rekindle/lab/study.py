@@ -26,7 +26,7 @@ from rekindle.lab.settings import Setting, read_source
 from rekindle.lab.settings import setting as named_setting
 from rekindle.lab.store import Store
 from rekindle.lab.train import Run
-from rekindle.sinks import MlflowSink, Sink, TensorBoardSink, WandbSink
+from rekindle.monitoring.sinks import MlflowSink, Sink, TensorBoardSink, WandbSink
 
 if TYPE_CHECKING:
     from rekindle.lab.results import Results

@@ -35,7 +35,7 @@ from rekindle.lab.sources import Examples, Stream, Task
 from rekindle.lab.starts import Start
 from rekindle.lab.tracking import Track
 from rekindle.methods import DASH, ReDo, ReGraMa
-from rekindle.recalibration import recalibrate
+from rekindle.projection.recalibration import recalibrate
 
 FORMAT = 1  # of the rows; results of another format are other results
 

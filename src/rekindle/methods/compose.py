@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rekindle.cost import Meter
 from rekindle.methods.neurons import Observation
 from rekindle.methods.remedy import Moment, Remedy
-from rekindle.receipt import Batch, Loss, Method, Receipt, StateReset
+from rekindle.optimizers import StateReset
+from rekindle.projection.cost import Meter
+from rekindle.projection.receipt import Batch, Loss, Method, Receipt
 
 
 class Compose(Remedy):

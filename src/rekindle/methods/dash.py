@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity
 
-from rekindle.cost import Meter
+from rekindle.diagnosis.sampling import undisturbed
 from rekindle.initial import clean_name
 from rekindle.methods.matrices import Chosen, plain_weights
 from rekindle.methods.parameters import overwrite
 from rekindle.methods.remedy import Remedy
-from rekindle.receipt import Batch, Loss, Receipt
-from rekindle.sampling import undisturbed
-from rekindle.targets import Targets
+from rekindle.projection.cost import Meter
+from rekindle.projection.receipt import Batch, Loss, Receipt
+from rekindle.projection.targets import Targets
 
 
 class DASH(Remedy):

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from rekindle.methods.remedy import Remedy
-from rekindle.projection import fire
-from rekindle.receipt import Batch, Loss, Receipt
+from rekindle.projection.firing import fire
+from rekindle.projection.receipt import Batch, Loss, Receipt
 
 
 class FIRE(Remedy):

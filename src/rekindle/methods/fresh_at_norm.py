@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rekindle.blocks import Block
+from rekindle.blocks.finding import Block
 from rekindle.methods.matrices import chosen_matrices, rewrite
 from rekindle.methods.remedy import FromStart
-from rekindle.receipt import Batch, Loss, Receipt
-from rekindle.targets import Targets
+from rekindle.projection.receipt import Batch, Loss, Receipt
+from rekindle.projection.targets import Targets
 
 
 class FreshAtNorm(FromStart):

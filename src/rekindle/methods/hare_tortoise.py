@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rekindle.cost import Meter
 from rekindle.initial import clean_name, tensors_of
 from rekindle.methods.neurons import Observation
 from rekindle.methods.parameters import overwrite
 from rekindle.methods.remedy import PerModel, Remedy
-from rekindle.receipt import Batch, Loss, Receipt
+from rekindle.projection.cost import Meter
+from rekindle.projection.receipt import Batch, Loss, Receipt
 
 
 class HareTortoise(Remedy):

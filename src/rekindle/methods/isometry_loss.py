@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from rekindle.methods.matrices import Chosen, chosen_matrices, isometry_scale, with_gradient
 from rekindle.methods.regulariser import Regulariser
 from rekindle.methods.remedy import PerModel
-from rekindle.scales import Scale
-from rekindle.targets import Targets
+from rekindle.projection.scales import Scale
+from rekindle.projection.targets import Targets
 
 
 class IsometryLoss(Regulariser):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from rekindle.methods.parameters import chosen
 from rekindle.methods.regulariser import Regulariser, trainable
 from rekindle.methods.remedy import FromStart, PerModel
-from rekindle.targets import Targets
+from rekindle.projection.targets import Targets
 
 
 class L2Init(Regulariser, FromStart):

@@ -9,16 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rekindle import optimizers, parametrized
-from rekindle.blocks import Block, Found, find
-from rekindle.cost import Meter
-from rekindle.isometry import polar
-from rekindle.measures import scale_free_deviation
+from rekindle.blocks import parametrized
+from rekindle.blocks.finding import Block, Found, find
+from rekindle.engine.isometry import polar
+from rekindle.measures.matrices import scale_free_deviation
 from rekindle.methods.parameters import clear_gradients
-from rekindle.receipt import BlockRecord, Receipt, StateReset
-from rekindle.scales import Scale
-from rekindle.stores import Weight
-from rekindle.targets import Targets, choose
+from rekindle.optimizers import StateReset
+from rekindle.optimizers import resetting as optimizers
+from rekindle.projection.cost import Meter
+from rekindle.projection.receipt import BlockRecord, Receipt
+from rekindle.projection.scales import Scale
+from rekindle.projection.stores import Weight
+from rekindle.projection.targets import Targets, choose
 
 # New matrices (count, out, in) from the old ones; the name and block tell which they are.
 Change = Callable[[str, Block, Tensor], Tensor]

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import AdamW, Optimizer
 
 from rekindle.methods.matrices import chosen_matrices
-from rekindle.targets import Targets
+from rekindle.projection.targets import Targets
 
 
 def muon(

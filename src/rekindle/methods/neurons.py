@@ -17,12 +17,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from rekindle import initial, optimizers
-from rekindle.cost import Meter
+from rekindle import initial
+from rekindle.consumers.wiring import Group, Wiring, WiringError, unwrapped, watch, wire
+from rekindle.diagnosis.sampling import call, undisturbed
 from rekindle.methods.remedy import PerModel, Remedy
-from rekindle.receipt import Batch, BlockRecord, Receipt, StateReset
-from rekindle.sampling import call, undisturbed
-from rekindle.wiring import Group, Wiring, WiringError, unwrapped, watch, wire
+from rekindle.optimizers import StateReset
+from rekindle.optimizers import resetting as optimizers
+from rekindle.projection.cost import Meter
+from rekindle.projection.receipt import Batch, BlockRecord, Receipt
 
 Handle = torch.utils.hooks.RemovableHandle
 
@@ -69,8 +71,8 @@ class NeuronRemedy(Remedy):
     """A remedy that judges and replaces single hidden neurons.
 
     `targets` are globs of layer names ("auto": every layer whose neurons' consumers are known). `consumers` is the
-    map for models that cannot be traced (`rekindle.wiring.wire`). Layers that cannot be wired are in the receipt
-    with the reason; a model without any is refused. `second_moment` is what Adam's second moment becomes in the
+    map for models that cannot be traced (`rekindle.consumers.wiring.wire`). Layers that cannot be wired are in the
+    receipt with the reason; a model without any is refused. `second_moment` is what Adam's second moment becomes in the
     replaced rows and columns: its step count is one number a parameter, so single rows cannot be quite fresh, and
     with a zero second moment their next step would be 3 to 6.5 times too large. `fresh` is a factory of a new model,
     from which incoming weights are taken where the model initialises itself in its `__init__`: else they are drawn by

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from rekindle.cost import Meter
 from rekindle.initial import UnknownStart
 from rekindle.methods.matrices import plain_weights
 from rekindle.methods.remedy import PerModel, Remedy
-from rekindle.receipt import Batch, BlockRecord, Loss, Receipt, StateReset
-from rekindle.targets import Targets
+from rekindle.optimizers import StateReset
+from rekindle.projection.cost import Meter
+from rekindle.projection.receipt import Batch, BlockRecord, Loss, Receipt
+from rekindle.projection.targets import Targets
 
 
 class NormalizeAndProject(Remedy):

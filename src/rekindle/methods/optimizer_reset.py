@@ -8,12 +8,12 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from rekindle import optimizers
-from rekindle.cost import Meter
 from rekindle.methods.parameters import chosen
 from rekindle.methods.remedy import Remedy
-from rekindle.receipt import Batch, Loss, Receipt
-from rekindle.targets import Targets
+from rekindle.optimizers import resetting as optimizers
+from rekindle.projection.cost import Meter
+from rekindle.projection.receipt import Batch, Loss, Receipt
+from rekindle.projection.targets import Targets
 
 
 class OptimizerReset(Remedy):

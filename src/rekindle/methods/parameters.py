@@ -9,12 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from rekindle import optimizers
-from rekindle.blocks import find
-from rekindle.cost import Meter
+from rekindle.blocks.finding import find
 from rekindle.initial import clean_name
-from rekindle.receipt import BlockRecord, Receipt, StateReset
-from rekindle.targets import Targets, choose
+from rekindle.optimizers import StateReset
+from rekindle.optimizers import resetting as optimizers
+from rekindle.projection.cost import Meter
+from rekindle.projection.receipt import BlockRecord, Receipt
+from rekindle.projection.targets import Targets, choose
 
 
 def chosen(model: nn.Module, targets: Targets) -> dict[str, Parameter]:

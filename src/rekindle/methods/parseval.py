@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from rekindle.methods.matrices import Chosen, chosen_matrices, with_gradient
 from rekindle.methods.regulariser import Regulariser
 from rekindle.methods.remedy import PerModel
-from rekindle.targets import Targets
+from rekindle.projection.targets import Targets
 
 
 class Parseval(Regulariser):

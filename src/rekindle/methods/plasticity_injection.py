@@ -9,12 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rekindle import initial, optimizers
-from rekindle.blocks import find
-from rekindle.cost import Meter
+from rekindle import initial
+from rekindle.blocks.finding import find
+from rekindle.consumers.wiring import as_layer, unwrapped
 from rekindle.methods.remedy import Remedy
-from rekindle.receipt import Batch, BlockRecord, Loss, Receipt, StateReset
-from rekindle.wiring import as_layer, unwrapped
+from rekindle.optimizers import StateReset
+from rekindle.optimizers import resetting as optimizers
+from rekindle.projection.cost import Meter
+from rekindle.projection.receipt import Batch, BlockRecord, Loss, Receipt
 
 
 class InjectedHead(nn.Module):

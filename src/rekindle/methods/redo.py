@@ -8,10 +8,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from rekindle.cost import Meter
+from rekindle.consumers.wiring import Group
 from rekindle.methods.neurons import NeuronRemedy, Replacement, sizes
-from rekindle.receipt import Batch, Loss, Receipt
-from rekindle.wiring import Group
+from rekindle.projection.cost import Meter
+from rekindle.projection.receipt import Batch, Loss, Receipt
 
 
 class ReDo(NeuronRemedy):

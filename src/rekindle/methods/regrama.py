@@ -8,11 +8,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from rekindle.cost import Meter
+from rekindle.consumers.wiring import Group, Layer
+from rekindle.diagnosis.sampling import undisturbed
 from rekindle.methods.neurons import Handle, NeuronRemedy, Observation, Replacement, sizes
-from rekindle.receipt import Batch, Loss, Receipt
-from rekindle.sampling import undisturbed
-from rekindle.wiring import Group, Layer
+from rekindle.projection.cost import Meter
+from rekindle.projection.receipt import Batch, Loss, Receipt
 
 
 class ReGraMa(NeuronRemedy):

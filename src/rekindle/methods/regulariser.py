@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from rekindle import optimizers
-from rekindle.cost import Meter
 from rekindle.initial import clean_name
 from rekindle.methods.remedy import Remedy
-from rekindle.receipt import Batch, BlockRecord, Loss, Receipt, StateReset
+from rekindle.optimizers import StateReset
+from rekindle.optimizers import resetting as optimizers
+from rekindle.projection.cost import Meter
+from rekindle.projection.receipt import Batch, BlockRecord, Loss, Receipt
 
 
 class Regulariser(Remedy):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rekindle import initial
-from rekindle.receipt import Batch, Loss, Receipt
+from rekindle.projection.receipt import Batch, Loss, Receipt
 
 Moment = Literal["event", "step", "backward", "loss"]
 

@@ -9,12 +9,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from rekindle.blocks import find
-from rekindle.cost import Meter
+from rekindle.blocks.finding import find
 from rekindle.initial import clean_name
 from rekindle.methods.parameters import overwrite
 from rekindle.methods.remedy import FromStart
-from rekindle.receipt import Batch, Loss, Receipt
+from rekindle.projection.cost import Meter
+from rekindle.projection.receipt import Batch, Loss, Receipt
 
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
 

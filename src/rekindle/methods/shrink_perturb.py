@@ -8,11 +8,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from rekindle.cost import Meter
 from rekindle.methods.parameters import chosen, overwrite
 from rekindle.methods.remedy import FromStart
-from rekindle.receipt import Batch, Loss, Receipt
-from rekindle.targets import Targets
+from rekindle.projection.cost import Meter
+from rekindle.projection.receipt import Batch, Loss, Receipt
+from rekindle.projection.targets import Targets
 
 
 class ShrinkPerturb(FromStart):

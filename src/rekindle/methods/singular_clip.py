@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rekindle.blocks import Block
+from rekindle.blocks.finding import Block
 from rekindle.methods.matrices import isometry_scale, rewrite
 from rekindle.methods.remedy import Remedy
-from rekindle.receipt import Batch, Loss, Receipt
-from rekindle.scales import Scale
-from rekindle.targets import Targets
+from rekindle.projection.receipt import Batch, Loss, Receipt
+from rekindle.projection.scales import Scale
+from rekindle.projection.targets import Targets
 
 
 class SingularClip(Remedy):

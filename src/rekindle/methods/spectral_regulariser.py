@@ -12,7 +12,7 @@ from rekindle.initial import clean_name
 from rekindle.methods.matrices import Chosen, chosen_matrices, with_gradient
 from rekindle.methods.regulariser import Regulariser
 from rekindle.methods.remedy import PerModel
-from rekindle.targets import Targets
+from rekindle.projection.targets import Targets
 
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
 

@@ -11,12 +11,13 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
-from rekindle import optimizers
-from rekindle.cost import Meter
 from rekindle.methods.parameters import chosen
 from rekindle.methods.remedy import PerModel, Remedy
-from rekindle.receipt import Batch, BlockRecord, Loss, Receipt, StateReset
-from rekindle.targets import Targets
+from rekindle.optimizers import StateReset
+from rekindle.optimizers import resetting as optimizers
+from rekindle.projection.cost import Meter
+from rekindle.projection.receipt import Batch, BlockRecord, Loss, Receipt
+from rekindle.projection.targets import Targets
 
 
 class UPGD(Remedy):

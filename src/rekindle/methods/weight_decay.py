@@ -9,7 +9,7 @@ from torch.nn import Parameter
 from rekindle.methods.parameters import chosen
 from rekindle.methods.regulariser import Regulariser, trainable
 from rekindle.methods.remedy import PerModel
-from rekindle.targets import Targets
+from rekindle.projection.targets import Targets
 
 
 class WeightDecay(Regulariser):

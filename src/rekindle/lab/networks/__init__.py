@@ -19,7 +19,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from rekindle import blocks
+from rekindle.blocks import finding as blocks
+from rekindle.blocks.layouts import Recipe
 from rekindle.initial import forked_rng
 from rekindle.lab.networks.cnn import CNN
 from rekindle.lab.networks.dawn import DAWN, DAWNConfig, Router
@@ -29,7 +30,6 @@ from rekindle.lab.networks.resnet import ResNet18
 from rekindle.lab.networks.sizes import at_least_one, context
 from rekindle.lab.networks.vgg import VGG16
 from rekindle.lab.networks.vit import ViT
-from rekindle.layouts import Recipe
 
 __all__ = ["CNN", "DAWN", "GPT", "MLP", "VGG16", "ResNet18", "ViT", "names", "network", "options", "register"]
 

@@ -13,7 +13,7 @@ Four things differ from the document that describes the system, each because it 
   for tasks that may look at the whole sequence).
 - Rows of a tall QR factor are not unit vectors (512 in 16 dimensions: norm .18). They are scaled to norm 1 here, and
   so is the Gaussian start, so that the two starts differ in angles and not in size.
-- Counting coefficients above a threshold has no gradient: `rekindle.diversity.basis_usage_loss` counts softly.
+- Counting coefficients above a threshold has no gradient: `rekindle.methods.diversity.basis_usage_loss` counts softly.
 - n > d vectors cannot be orthogonal: the losses are ratios to the Welch bound, 1 being the best there is.
 
 >>> model = DAWN(DAWNConfig(width=16, heads=2, hidden=32, layers=2, neurons=24, chosen=4, basis=4, neuron_rank=4))
@@ -33,9 +33,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rekindle.diversity import basis_usage_loss, diversity_loss, mean_squared_cosine, orthogonal_
 from rekindle.initial import forked_rng
-from rekindle.measures import welch_bound
+from rekindle.measures.matrices import welch_bound
+from rekindle.methods.diversity import basis_usage_loss, diversity_loss, mean_squared_cosine, orthogonal_
 
 Start = Literal["gaussian", "qr", "positive"]
 

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rekindle.diversity import basis_usage
 from rekindle.lab.networks.dawn import DAWN, Layer
-from rekindle.measures import effective_rank, participation_rank, similar_pairs, singular_values, welch_ratio
+from rekindle.measures.matrices import effective_rank, participation_rank, similar_pairs, singular_values, welch_ratio
+from rekindle.methods.diversity import basis_usage
 
 Pair = tuple[float, float]
 

@@ -18,9 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rekindle.blocks import matrices, register
+from rekindle.blocks.finding import matrices, register
+from rekindle.blocks.layouts import Recipe
 from rekindle.lab.networks.sizes import at_least_one, context, whole_heads
-from rekindle.layouts import Recipe
 
 _STD = 0.02
 

@@ -1,0 +1,375 @@
+"""Which matrices each parameter of a model holds, what they do, and why some are better left alone.
+
+`find(model)` walks the parameters in registration order and gives one `Found` for each. How matrices lie in a
+weight comes from the class of its module (`families.py`, or your own `register`), never from its name alone; a
+weight that looks fused but whose class is unknown is left alone and says so.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from rekindle.blocks import parametrized
+from rekindle.blocks.families import looks_fused, recipes, register
+from rekindle.blocks.layouts import ROLES, Block, LayoutError, Recipe, convolution, matrices
+from rekindle.blocks.roles import Place, is_backbone, output_layers, role
+from rekindle.blocks.storage import is_lazy, is_sharded, packed_weights, unusable
+
+__all__ = ["ROLES", "Block", "Conv", "Found", "LayoutError", "find", "matrices", "register"]
+
+Conv = Literal["taps", "flat"]
+
+# Marks are reasons by default that a target may overrule; without blocks there is nothing to overrule.
+_ROLE_REASONS = {
+    "embedding": "embedding",
+    "depthwise": "depthwise kernel (1-wide)",
+    "router": "router",
+    "adapter": "adapter (A or B alone)",
+}
+_EMBEDDING_NAMES = re.compile(r"pos(itional)?_?emb|position_emb|cls_token|mask_token|dist_token|embed", re.I)
+_WRAPPER_CLASSES = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "AveragedModel"}
+_WRAPPER_CLASSES |= {"DeepSpeedEngine", "_FabricModule"}
+WRAPPER_NAMES = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"}
+WRAPPER_NAMES |= {"_original_module"}
+
+
+@dataclass(frozen=True)
+class Found:
+    """One parameter: its matrices, its role, and the reasons for which it is left alone by default.
+
+    `name` is the clean name (wrappers seen through; `layer.weight` for a parametrised weight), `key` the name in
+    `named_parameters()`. `refusal` says why there is nothing to project at all; `marks` map a kind ("head",
+    "frozen", …) to its reason in words. `also` lists the other names of a tied parameter.
+    """
+
+    name: str
+    key: str
+    role: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    blocks: tuple[Block, ...]
+    module: str
+    module_type: str
+    refusal: str | None = None
+    marks: Mapping[str, str] = field(default_factory=dict)
+    also: tuple[str, ...] = ()
+    parametrized: bool = False
+    classes: tuple[type, ...] = ()
+
+    @property
+    def reason(self) -> str | None:
+        """Why it is left alone by default, or None."""
+        return self.refusal or next(iter(self.marks.values()), None)
+
+    @property
+    def count(self) -> int:
+        """The number of matrices."""
+        return sum(block.count for block in self.blocks)
+
+
+def find(
+    model: nn.Module,
+    *,
+    conv: Conv = "taps",
+    split_heads: bool = False,
+    heads: Iterable[str] | str | None = None,
+    layouts: Mapping[str, Recipe] | None = None,
+    meta: bool = False,
+    sharded: bool = False,
+) -> list[Found]:
+    """One `Found` for every parameter of the model, in registration order.
+
+    `conv` gives one matrix a tap, or "flat" ones with the taps side by side. `heads` names the output layers
+    (globs of parameter or module names) instead of detecting them; `()` means there is none. `layouts` states the
+    layout of single weights by name or glob, before what their classes say. `meta` and `sharded`
+    lift the reasons that a parameter has no data here (for plans that are applied elsewhere).
+
+    >>> for found in find(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))):
+    ...     print(found.name, found.role, found.count, found.reason)
+    0.weight other 1 None
+    0.bias other 0 bias
+    2.weight head 1 output head
+    2.bias other 0 bias
+    """
+    if conv not in ("taps", "flat"):
+        raise ValueError(f'conv is "taps" or "flat", not {conv!r}')
+    finder = _Finder(model, conv, layouts or {}, meta, sharded)
+    found = finder.parameters()
+    chosen = _detect_heads(model, found, finder) if heads is None else named_heads(found, heads)
+    found = mark_heads(found, chosen)
+    if split_heads:
+        found = [replace(f, blocks=tuple(b.per_head() for b in f.blocks)) for f in found]
+    for name, module, shape, dtype in packed_weights(model):
+        kind, path = type(module), _clean(name)
+        why = f"quantised or packed ({dtype})"
+        owner = path.rpartition(".")[0]
+        found.append(Found(path, name, "other", shape, dtype, (), owner, kind.__name__, why, classes=kind.__mro__))
+    return found
+
+
+class _Finder:
+    """Walks the parameters once; remembers the rules of modules and which parameter was met under which name."""
+
+    def __init__(self, model: nn.Module, conv: Conv, layouts: Mapping[str, Recipe], meta: bool, sharded: bool) -> None:
+        self.model, self.conv, self.layouts, self.meta, self.sharded = model, conv, layouts, meta, sharded
+        self.known_class: set[str] = set()
+        self.identity: dict[str, int] = {}
+        self._recipes: dict[int, Mapping[str, Any] | str] = {}
+
+    def parameters(self) -> list[Found]:
+        found: dict[str, Found] = {}
+        first: dict[int, str] = {}
+        for key, parameter in self.model.named_parameters(remove_duplicate=False):
+            place, original = self._place(key)
+            name = place.name
+            if original and name in found:
+                # Further originals (the magnitude beside the direction) are written through the first.
+                part = f"part of the parametrisation of {name}, written through it"
+                found[key] = self._refused(place, key, parameter, part, name=_clean(key))
+                continue
+            if id(parameter) in first:
+                owner = first[id(parameter)]
+                if owner == name:  # a wrapper that holds the same model twice
+                    continue
+                tied = self._refused(place, key, parameter, f"tied to {owner}, treated there")
+                found[name] = replace(tied, role=found[owner].role)
+                found[owner] = replace(found[owner], also=(*found[owner].also, name))
+                continue
+            first[id(parameter)] = name
+            self.identity[name] = id(parameter)
+            found[name] = self._found(place, key, parameter, original)
+        return list(found.values())
+
+    def _found(self, place: Place, key: str, parameter: Tensor, original: bool) -> Found:
+        refusal = unusable(parameter)
+        if refusal:
+            return self._refused(place, key, parameter, refusal)
+        weight = parametrized.read(place.owner, place.tensor) if original and not parameter.is_meta else parameter
+        blocks, does, refusal = self._blocks(place, weight)
+        marks = {}
+        if parameter.is_meta and not self.meta:
+            refusal = "on the meta device: load the weights first"
+        if not refusal:
+            if is_sharded(parameter) and not self.sharded:
+                marks["sharded"] = "sharded (DTensor)"
+            if does in _ROLE_REASONS:
+                marks[does] = _ROLE_REASONS[does]
+            held = parametrized.originals(place.owner, place.tensor) if original else [parameter]
+            if not any(p.requires_grad for p in held):
+                marks["frozen"] = "frozen"
+        blocks = tuple(replace(b, role=does) if b.role == "other" and not b.part else b for b in blocks)
+        return replace(
+            self._refused(place, key, weight, refusal),
+            role=does,
+            blocks=() if refusal else blocks,
+            marks=marks,
+            parametrized=original,
+        )
+
+    def _refused(self, place: Place, key: str, parameter: Tensor, refusal: str | None, name: str = "") -> Found:
+        shape = () if is_lazy(parameter) else tuple(parameter.shape)
+        owner = place.owner
+        return Found(
+            name or place.name,
+            key,
+            "other",
+            shape,
+            parameter.dtype,
+            (),
+            place.module,
+            type(owner).__name__,
+            refusal,
+            classes=type(owner).__mro__,
+        )
+
+    def _blocks(self, place: Place, weight: Tensor) -> tuple[tuple[Block, ...], str, str | None]:
+        """(blocks, role, refusal) of a usable tensor."""
+        owner, shape, does = place.owner, tuple(weight.shape), role(place)
+        kind = type(owner).__name__
+        if "bias" in place.tensor:
+            return (), "other", "bias"
+        if _is_norm(owner, len(shape)):
+            return (), "other", f"norm ({kind})"
+        if len(shape) < 2:
+            return (), "other", "vector"
+        if f"{place.tensor.removesuffix('_orig')}_mask" in owner._buffers:
+            return (), does, "pruned: its mask would cut the isometry again (torch.nn.utils.prune.remove first)"
+        if math.prod(shape) == 0:
+            return (), does, "empty"
+        if does == "adapter" and len(shape) == 2:
+            return matrices("out in")(shape, does), does, None
+        try:
+            known = self._recipe(place)
+            if isinstance(known, str):
+                return (), does, known
+            if known is not None:
+                self.known_class.add(place.name)
+                blocks = known(shape, does)
+                # A fused weight goes by its first part that has a role of its own; targets look at the parts.
+                return blocks, next((b.role for b in blocks if b.role != "other"), "other"), None
+            return self._plain(place, shape, does)
+        except LayoutError as error:
+            return (), does, f"the shape is not what {kind} should have: {error}"
+
+    def _plain(self, place: Place, shape: tuple[int, ...], does: str) -> tuple[tuple[Block, ...], str, str | None]:
+        owner, kind = place.owner, type(place.owner).__name__
+        if isinstance(owner, nn.Embedding | nn.EmbeddingBag):
+            return matrices("out in")(shape, "embedding"), "embedding", None
+        transposed = _is_conv1d(owner)
+        looks = looks_fused(place, shape[::-1] if transposed else shape)
+        if looks and (transposed or isinstance(owner, nn.Linear | nn.modules.conv._ConvNd)):
+            return (), does, looks
+        if isinstance(owner, nn.modules.conv._ConvNd):
+            recipe = convolution(shape, groups=owner.groups, transposed=owner.transposed, flat=self.conv == "flat")
+            tap = convolution(shape, groups=owner.groups, transposed=owner.transposed, flat=False)(shape)[0]
+            does = "depthwise" if owner.groups > 1 and tap.smaller == 1 else "conv" if does == "other" else does
+            return recipe(shape, does), does, None
+        plain = transposed or isinstance(owner, nn.Linear) or does == "router"
+        if len(shape) == 2 and place.tensor == "weight" and plain:
+            return self._split(place, shape, does, transposed), does, None
+        if _EMBEDDING_NAMES.search(place.tensor):
+            return (), "embedding", f"a position or token vector of {kind}, no matrix"
+        return (), does, f"layout not known: a parameter of {kind} (rekindle.blocks.register tells it)"
+
+    def _split(self, place: Place, shape: tuple[int, ...], does: str, transposed: bool) -> tuple[Block, ...]:
+        """A Linear, with its attention heads named where the attention module says how wide a head is."""
+        dim = _head_dim(place) if does in ("query", "key", "value", "attention-output") else None
+        out, in_ = shape[::-1] if transposed else shape
+        turn = "{1} {0}" if transposed else "{0} {1}"
+        if dim and does == "attention-output" and in_ % dim == 0 and in_ > dim:
+            turned = turn.format("out", "(head in)")
+            return matrices(turned, inputs="head in", heads="head", head=in_ // dim)(shape, does)
+        if dim and does != "attention-output" and out % dim == 0 and out > dim:
+            return matrices(turn.format("(head dim)", "in"), heads="head", dim=dim)(shape, does)
+        return matrices(turn.format("out", "in"))(shape, does)
+
+    def _recipe(self, place: Place) -> Any:
+        """The recipe that the caller states, else that of the nearest known class that speaks about this tensor."""
+        for glob, recipe in self.layouts.items():
+            if fnmatch.fnmatchcase(place.name, glob):
+                return recipe
+        names = [n for n in place.names if n != "base_layer"]
+        local = place.tensor
+        modules = [m for n, m in zip(("", *place.names), place.modules, strict=True) if n != "base_layer"]
+        for depth in range(len(modules) - 1, -1, -1):
+            module = modules[depth]
+            if id(module) not in self._recipes:
+                try:
+                    self._recipes[id(module)] = recipes(module)
+                except (AttributeError, TypeError) as error:
+                    self._recipes[id(module)] = f"{type(module).__name__} lacks what its layout needs: {error}"
+            table = self._recipes[id(module)]
+            if isinstance(table, str):
+                return table
+            if local in table:
+                return table[local]
+            if depth:
+                local = f"{names[depth - 1]}.{local}"
+        return None
+
+    def _place(self, key: str) -> tuple[Place, bool]:
+        *path, tensor = key.split(".")
+        modules: list[nn.Module] = [self.model]
+        names: list[str] = []
+        for name in path:
+            parent = modules[-1]
+            child = parent._modules[name]
+            assert child is not None
+            if name == "parametrizations" and hasattr(parent, "parametrizations"):
+                return Place(tuple(names), tuple(modules), path[path.index(name) + 1]), True
+            if name in WRAPPER_NAMES or (name == "module" and _is_wrapper(parent)):
+                modules[-1] = child
+                continue
+            modules.append(child)
+            names.append(name)
+        hooked = parametrized.hooked_tensor(modules[-1], tensor)
+        return Place(tuple(names), tuple(modules), hooked or tensor), hooked is not None
+
+
+def named_heads(found: list[Found], heads: Iterable[str] | str) -> set[str]:
+    """The names of the weights that these globs (of parameter or module names) call heads; a miss is an error."""
+    globs = [heads] if isinstance(heads, str) else list(heads)
+    for glob in globs:
+        if not any(_named(f, glob) for f in found if f.blocks):
+            names = ", ".join(f.name for f in found if f.blocks)
+            raise ValueError(f"heads={glob!r} names no weight with matrices; there are: {names}")
+    return {f.name for f in found if any(_named(f, glob) for glob in globs)}
+
+
+def mark_heads(found: list[Found], heads: set[str], reason: str = "output head") -> list[Found]:
+    """The same list with these weights marked as heads; a tied embedding keeps its role."""
+    marked = []
+    for f in found:
+        if f.name in heads and f.blocks:
+            does = f.role if f.role == "embedding" else "head"
+            blocks = f.blocks if does == "embedding" else tuple(replace(b, role="head") for b in f.blocks)
+            why = "embedding, tied to the output head" if does == "embedding" else reason
+            f = replace(f, role=does, blocks=blocks, marks={"head": why, **f.marks})
+        marked.append(f)
+    return marked
+
+
+def _detect_heads(model: nn.Module, found: list[Found], finder: _Finder) -> set[str]:
+    core = _core(model)
+    layers = output_layers(core)
+    held = {id(p) for layer in layers for p in layer.parameters()}
+    chosen = {f.name for f in found if finder.identity.get(f.name) in held}
+    matrices_found = [f for f in found if f.blocks and f.role not in ("embedding", "adapter")]
+    if chosen or is_backbone(core) or len(matrices_found) < 2:
+        return chosen
+    # Nothing is told: the last matrix, unless its own class or name says that it is the middle of a block.
+    last = matrices_found[-1]
+    return {last.name} if last.role in ("other", "conv") and last.name not in finder.known_class else set()
+
+
+def _core(model: nn.Module) -> nn.Module:
+    """Through wrappers, and through modules that only hold one other."""
+    while True:
+        inner = [c for c in model.children() if any(True for _ in c.parameters())]
+        named = next((model._modules[n] for n in WRAPPER_NAMES if model._modules.get(n) is not None), None)
+        if named is not None:
+            model = named
+        elif len(inner) == 1 and not any(True for _ in model.parameters(recurse=False)):
+            model = inner[0]
+        else:
+            return model
+
+
+def _head_dim(place: Place) -> int | None:
+    for module in place.modules[-2:-4:-1]:
+        for attribute in ("head_dim", "attention_head_size", "key_value_proj_dim", "head_size", "dim_head"):
+            value = getattr(module, attribute, None)
+            if isinstance(value, int) and value > 0:
+                return value
+    return None
+
+
+def _named(found: Found, glob: str) -> bool:
+    names = (found.name, found.module, found.key, *found.also)
+    return any(fnmatch.fnmatchcase(name, glob) for name in names)
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    return any(
+        c.__name__ == "Conv1D" and c.__module__.partition(".")[0] == "transformers" for c in type(module).__mro__
+    )
+
+
+def _is_norm(module: nn.Module, dimensions: int) -> bool:
+    return isinstance(module, nn.LayerNorm | nn.RMSNorm) or (dimensions < 2 and "norm" in type(module).__name__.lower())
+
+
+def _is_wrapper(module: nn.Module) -> bool:
+    return any(c.__name__ in _WRAPPER_CLASSES for c in type(module).__mro__)
+
+
+def _clean(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in WRAPPER_NAMES)

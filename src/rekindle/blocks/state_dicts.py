@@ -1,0 +1,200 @@
+"""Finding blocks in a state dict: by a model without weights that its config describes, or by what is sure.
+
+Tensors alone do not show groups, transposition or how a weight is fused. A transformers config (or a model on the
+meta device) does: the blocks come from that skeleton and its names are matched to the keys. Without one, only
+weights whose orientation nothing leaves open are used; everything else is refused and says why.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rekindle.blocks.families import FUSED
+from rekindle.blocks.finding import WRAPPER_NAMES, Found, find, mark_heads, named_heads
+from rekindle.blocks.layouts import matrices
+from rekindle.blocks.roles import named_role
+from rekindle.blocks.storage import unusable
+
+_UNSURE = "a state dict alone does not show {}; pass config= or a plan saved from the live model"
+_EMBEDDING = re.compile(r"(^|[._])(wte|wpe|shared|embed\w*|\w*embeddings?|\w*embed)$", re.IGNORECASE)
+_HEADS = {"lm_head", "head", "classifier", "fc", "score", "embed_out", "qa_outputs"}
+_LINEAR_ONLY = {"query", "key", "value", "attention-output", "mlp-in", "mlp-gate", "mlp-out"}
+
+
+def find_in_state(
+    tensors: Mapping[str, Tensor], config: Any = None, *, skeleton_options: Mapping[str, Any] | None = None
+) -> list[Found]:
+    """One `Found` for each tensor, in the order of the keys.
+
+    >>> tensors = {"a.weight": torch.zeros(4, 6), "a.bias": torch.zeros(4), "b.weight": torch.zeros(4, 4, 3, 3)}
+    >>> for f in find_in_state(tensors):
+    ...     print(f.name, f.count, f.reason)
+    a.weight 1 None
+    a.bias 0 vector
+    b.weight 0 a state dict alone does not show the groups of a convolution; ...
+    """
+    options = dict(skeleton_options or {})
+    if config is None:
+        found = _untied(tensors, {key: _bare(key, tensor, tensors) for key, tensor in tensors.items()})
+        return _bare_heads(found, options.get("heads"))
+    if isinstance(config, nn.Module):
+        model, origin = config, f"the given {type(config).__name__}"
+    else:
+        model, origin = skeleton(config), "the model of this config"
+    described: dict[str, Found] = {}
+    tied: dict[str, Found] = {}
+    for f in find(model, meta=True, **options):
+        described[f.name] = f
+        tied |= dict.fromkeys(f.also, f)
+    rename = _renaming(list(tensors), {*described, *tied}, getattr(model, "base_model_prefix", ""))
+    matched: dict[str, Found] = {}
+    for key, tensor in tensors.items():
+        name = rename(key)
+        # Of tied names a file may hold only the later one (safetensors keeps one of each storage).
+        stand_in = name in tied and not any(rename(k) == tied[name].name for k in tensors)
+        f = tied[name] if stand_in else described.get(name)  # type: ignore[assignment]
+        if f is None:
+            matched[key] = _unmatched(key, tensor, tensors, origin)
+        elif f.shape != tuple(tensor.shape):
+            why = f"has shape {tuple(tensor.shape)}, {origin} has {f.shape}"
+            matched[key] = replace(f, name=key, key=key, shape=tuple(tensor.shape), blocks=(), refusal=why, marks={})
+        else:
+            marks = {m: why for m, why in f.marks.items() if m != "frozen"}
+            refusal = f.refusal or unusable(tensor)
+            blocks = () if refusal else f.blocks
+            matched[key] = replace(
+                f, name=key, key=key, dtype=tensor.dtype, refusal=refusal, marks=marks, blocks=blocks
+            )
+    return _untied(tensors, matched)
+
+
+def skeleton(config: Any) -> nn.Module:
+    """The model that a transformers config describes, on the meta device: shapes and classes, no weights.
+
+    Takes a config object, its dict, or the path of a config.json or of the folder that holds it.
+    """
+    try:
+        import transformers
+    except ImportError as error:
+        raise ImportError('reading a config needs transformers: pip install "rekindle[transformers]"') from error
+    if isinstance(config, str | Path):
+        path = Path(config)
+        path = path / "config.json" if path.is_dir() else path
+        config = json.loads(path.read_text())
+    if isinstance(config, Mapping):
+        fields = dict(config)
+        kind = fields.pop("model_type", None)
+        if kind is None:
+            raise ValueError("the config has no model_type; pass the model on the meta device as config= instead")
+        config = transformers.AutoConfig.for_model(kind, **fields)
+    named = (getattr(config, "architectures", None) or [None])[0]
+    model_class = getattr(transformers, named, None) if named else None
+    with torch.device("meta"):
+        model: nn.Module = model_class(config) if model_class else transformers.AutoModel.from_config(config)
+    return model
+
+
+def _renaming(keys: list[str], names: set[str], prefix: str) -> Callable[[str], str]:
+    """The way of turning keys into skeleton names that hits most: wrappers off, the base prefix on or off."""
+
+    def plain(key: str) -> str:
+        return ".".join(p for p in key.removeprefix("module.").split(".") if p not in WRAPPER_NAMES)
+
+    ways: list[Callable[[str], str]] = [
+        plain,
+        lambda key: f"{prefix}.{plain(key)}",
+        lambda key: plain(key).removeprefix(f"{prefix}."),
+        lambda key: plain(key).removeprefix("model."),
+    ]
+    return max(ways, key=lambda way: sum(way(key) in names for key in keys))
+
+
+def _unmatched(key: str, tensor: Tensor, tensors: Mapping[str, Tensor], origin: str) -> Found:
+    f = _bare(key, tensor, tensors)
+    if f.refusal and tensor.dim() > 1:
+        return replace(f, refusal=f"not in {origin}")
+    return f
+
+
+def _bare_heads(found: list[Found], heads: Any) -> list[Found]:
+    if heads is not None:
+        return mark_heads(found, named_heads(found, heads))
+    weights = [f for f in found if f.blocks and f.role != "embedding"]
+    # Matrices that a bare file cannot explain (convolutions) count too: a single Linear behind them is the head.
+    matrices = [f for f in found if len(f.shape) > 1 and f.role != "embedding"]
+    alone = not weights or len(matrices) < 2 or (len(weights) < 2 and matrices[-1] is not weights[-1])
+    if alone or weights[-1].role != "other" or any("head" in f.marks for f in weights):
+        return found
+    why = "last matrix of the file, taken for the output head (heads= tells otherwise)"
+    return mark_heads(found, {weights[-1].name}, why)
+
+
+def _untied(tensors: Mapping[str, Tensor], found: dict[str, Found]) -> list[Found]:
+    """Tensors that share their memory are one weight."""
+    first: dict[tuple[Any, ...], str] = {}
+    for key, tensor in tensors.items():
+        if tensor.is_meta or not tensor.numel() or found[key].refusal:
+            continue
+        identity = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+        if identity in first:
+            owner = first[identity]
+            is_head = "head" in found[key].marks
+            found[key] = replace(found[key], blocks=(), refusal=f"tied to {owner}, treated there", marks={})
+            found[owner] = replace(found[owner], also=(*found[owner].also, key))
+            if is_head:
+                found[owner] = mark_heads([found[owner]], {owner})[0]
+        else:
+            first[identity] = key
+    return list(found.values())
+
+
+def _bare(key: str, tensor: Tensor, tensors: Mapping[str, Tensor]) -> Found:
+    """What is sure about one tensor without any config."""
+    module = key.rpartition(".")[0]
+    steps = [p for p in module.split(".") if p not in WRAPPER_NAMES]
+    words = [p for p in steps if not p.isdigit()]
+    leaf = words[-1].lower() if words else ""
+    does = named_role(leaf, words[:-1])
+    refusal = unusable(tensor) or _unclear(key, leaf, does, tensor, tensors)
+    marks = {}
+    transposed = False
+    if refusal is None:
+        bias = tensors.get(f"{module}.bias" if module else "bias")
+        transposed = bias is not None and tensor.shape[0] != tensor.shape[1] and tuple(bias.shape) == (tensor.shape[1],)
+        if _EMBEDDING.search(module):
+            does, marks = "embedding", {"embedding": "embedding, by its name"}
+        elif steps and steps[-1] in _HEADS and len(steps) <= 2:
+            does, marks = "head", {"head": "output head, by its name"}
+    blocks = () if refusal else matrices("in out" if transposed else "out in")(tuple(tensor.shape), does)
+    shape = () if tensor.dim() == 0 else tuple(tensor.shape)
+    return Found(key, key, does, shape, tensor.dtype, blocks, module, "", refusal, marks)
+
+
+def _unclear(key: str, leaf: str, does: str, tensor: Tensor, tensors: Mapping[str, Tensor]) -> str | None:
+    module, _, local = key.rpartition(".")
+    if tensor.dim() < 2:
+        return "vector"
+    if not tensor.numel():
+        return "empty"
+    if local != "weight":
+        return _UNSURE.format(f"what {local} is")
+    if tensor.dim() > 2:
+        return _UNSURE.format("the groups of a convolution" if tensor.dim() < 6 else "what this tensor is")
+    out, in_ = tensor.shape
+    if FUSED.search(leaf) or (leaf in ("in_proj", "x_proj") and out != in_):
+        return _UNSURE.format(f"how {leaf} is fused")
+    if ("lora_a" in key.lower()) or ("lora_b" in key.lower()):
+        return "adapter (A or B alone is not the layer's matrix)"
+    bias = tensors.get(f"{module}.bias" if module else "bias")
+    told = out == in_ or (bias is not None and tuple(bias.shape) in ((out,), (in_,)))
+    if told or does in _LINEAR_ONLY or _EMBEDDING.search(module):
+        return None
+    return _UNSURE.format("which side of this weight is the output")

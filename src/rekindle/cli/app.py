@@ -1,0 +1,102 @@
+"""The commands put together, and the page of help that teaches them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from inspect import cleandoc
+from typing import Annotated
+
+import typer
+
+import rekindle
+from rekindle.cli import lab
+from rekindle.cli.compare import compare
+from rekindle.cli.demo import demo
+from rekindle.cli.doctor import doctor
+from rekindle.cli.fire import fire
+from rekindle.cli.inspect import inspect
+from rekindle.cli.page import report
+from rekindle.cli.planning import plan
+from rekindle.cli.polar import polar
+
+_HELP = """Tell whether a network has lost its plasticity, and give it back.
+
+A checkpoint goes in, a checkpoint comes out; no script is needed:
+
+  [bold]rekindle inspect[/] ./my-model [dim]· is it needed? spectra, ranks, a verdict[/]
+
+  [bold]rekindle plan[/] ./my-model [dim]· what would be done, and why not[/]
+
+  [bold]rekindle fire[/] ./my-model -o ./rekindled [dim]· project onto isometries, certified[/]
+
+  [bold]rekindle compare[/] ./my-model ./rekindled --html report.html [dim]· what changed[/]
+
+Or see it first, and compare remedies on streams of your own:
+
+  [bold]rekindle demo[/] [dim]· plasticity is lost; six remedies, live[/]
+
+  [bold]rekindle lab run[/] random-labels --seeds 5 [dim]· the laboratory[/]
+
+Exit codes: 0 fine, 1 findings (with --fail-on), 2 bad input. Results go to stdout, messages to stderr.
+"""
+
+app = typer.Typer(
+    name="rekindle",
+    help=_HELP,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"rekindle {rekindle.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def rekindle_(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version.", callback=_version, is_eager=True)
+    ] = False,
+) -> None:
+    """The options that stand before a command."""
+
+
+_LAB_HELP = """Compare remedies fairly: the same data, start, optimizer and budget for all, on streams of tasks.
+
+A study is every arm on every seed in every setting. It can be killed and resumed, uses all cores or a Ray
+cluster, and reports paired differences with intervals.
+
+  [bold]rekindle lab list[/] [dim]· settings, arms, data[/]
+
+  [bold]rekindle lab run[/] random-labels --methods main --seeds 5 [dim]· or mine.yaml, or mine.py[/]
+
+  [bold]rekindle lab report[/] results/lab/random-labels --html report.html [dim]· the page[/]
+"""
+
+
+def _taught(words: str | None) -> str:
+    """A sentence that the source breaks over two lines is one line of help."""
+    return re.sub(r"(?<!\n)\n(?!\n) *", " ", cleandoc(words or ""))
+
+
+laboratory = typer.Typer(help=_taught(_LAB_HELP), rich_markup_mode="rich", no_args_is_help=True)
+_COMMANDS: tuple[Callable[..., None], ...] = (inspect, plan, fire, compare, polar, report, doctor, demo)
+_LABORATORY: dict[str, Callable[..., None]] = {
+    "list": lab.lab_list,
+    "run": lab.run,
+    "resume": lab.resume,
+    "show": lab.lab_show,
+    "report": lab.lab_report,
+    "compare": lab.lab_compare,
+    "fetch": lab.fetch,
+}
+for command in _COMMANDS:
+    app.command(help=_taught(command.__doc__))(command)
+for name, command in _LABORATORY.items():
+    laboratory.command(name, help=_taught(command.__doc__))(command)
+app.add_typer(laboratory, name="lab")

@@ -1,0 +1,191 @@
+"""Two checkpoints of one model, layer by layer: how far each matrix moved, in which way, and which looks more tired.
+
+With A and B the same matrix in the two files:
+- drift ‖B − A‖_F/‖A‖_F; SFE ‖B − A‖²_F; both beside the DfI of each, for a change alone says nothing good or bad;
+- angles between the spans of the r largest singular directions, on the output and on the input side, r = k/8 but at
+  most 64. They are undefined, and left out, where the r-th and the next singular value are (nearly) equal, as in an
+  isometry;
+- frame tr(Q_Aᵀ Q_B)/k of the polar factors: 1 if only the spectrum changed, which is what FIRE does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rekindle.blocks.finding import Block
+from rekindle.checkpoint import Checkpoint
+from rekindle.cli.examination import Layer
+from rekindle.diagnosis.examination import Health
+from rekindle.engine.isometry import polar
+from rekindle.measures.matrices import frobenius_norm, gram, squared_frobenius_error
+
+_LARGEST_SPAN = 64
+# A relative gap below this leaves the span of the leading directions to rounding.
+_GAP = 1e-3
+# By how much one of two numbers must differ to count as worse.
+_MARGIN = 1.05
+_MOST = 0.6
+
+
+@dataclass(frozen=True)
+class Change:
+    """What became of one block; None is undefined (a zero matrix, a span without a gap)."""
+
+    name: str
+    role: str
+    shape: str
+    drift: float | None
+    sfe: float
+    sfe_relative: float | None
+    frame: float | None = None
+    span: int | None = None
+    angle_out: float | None = None
+    angle_in: float | None = None
+    overlap_out: float | None = None
+    overlap_in: float | None = None
+
+    @property
+    def same(self) -> bool:
+        """Not a single number differs."""
+        return self.sfe == 0
+
+
+@dataclass(frozen=True)
+class Tired:
+    """Which of two files looks more worn, and by which counts."""
+
+    which: str
+    text: str
+    counts: Mapping[str, Mapping[str, int]]
+
+
+def changes(
+    first: Checkpoint,
+    second: Checkpoint,
+    layers: Iterable[Layer],
+    *,
+    angles: bool = True,
+    advance: Callable[[float], None] = lambda done: None,
+) -> list[Change]:
+    """One `Change` for every block that both files hold in the same shape."""
+    there = second.meta_tensors()
+    found = []
+    for layer in layers:
+        if layer.reason is None and layer.key in there and tuple(there[layer.key].shape) == layer.shape:
+            before, after = first.read(layer.key), second.read(layer.key)
+            for block in layer.blocks:
+                name = f"{layer.name}[{block.part}]" if block.part else layer.name
+                found.append(change(name, block, block.read(before), block.read(after), angles=angles))
+        advance(layer.numbers)
+    return found
+
+
+def change(name: str, block: Block, before: Tensor, after: Tensor, *, angles: bool = True) -> Change:
+    """The numbers of one block from its matrices (count, out, in) in the two files.
+
+    >>> from rekindle.blocks.layouts import matrices
+    >>> block = matrices("out in")((2, 2))[0]
+    >>> moved = change("a", block, torch.eye(2)[None], 2 * torch.eye(2)[None])
+    >>> round(moved.drift, 9), moved.frame, moved.angle_out
+    (1.0, 1.0, None)
+    """
+    before, after = before.double(), after.double()
+    shape = f"{block.out}×{block.in_}" if block.count == 1 else f"{block.count}·{block.out}×{block.in_}"
+    sfe = float(squared_frobenius_error(before, after).sum())
+    energy = float(frobenius_norm(before).square().sum())
+    finite = math.isfinite(sfe)
+    relative = sfe / energy if energy and finite else None
+    plain = Change(name, block.role, shape, None if relative is None else math.sqrt(relative), sfe, relative)
+    if not finite or not energy or not angles:
+        return plain
+    facts: dict[str, Any] = {**asdict(plain), "frame": 1.0}
+    if sfe:
+        k = block.smaller
+        inner = (polar(before) * polar(after)).sum((1, 2)) / k
+        facts["frame"] = round(float(inner.mean()), 12)
+    facts |= _angles(before, after)
+    return Change(**facts)
+
+
+def _angles(before: Tensor, after: Tensor) -> dict[str, float | int | None]:
+    """Of the matrices whose leading spans are defined in both files: the mean of largest angle and overlap."""
+    k = min(before.shape[1:])
+    span = max(1, min(k // 8, _LARGEST_SPAN))
+    if k < 2:
+        return {}
+    spans = [_leading(each, span) for each in (before, after)]
+    defined = spans[0][2] & spans[1][2]
+    if not bool(defined.any()):
+        return {"span": span}
+    facts: dict[str, float | int | None] = {"span": span}
+    for side, first, second in zip(("out", "in"), spans[0][:2], spans[1][:2], strict=True):
+        cosines = torch.linalg.svdvals(first[defined].mT @ second[defined]).clamp(max=1)
+        # Of a small angle the cosine is all rounding: the sine comes from what leaves the first span.
+        rest = second[defined] - first[defined] @ (first[defined].mT @ second[defined])
+        sines = torch.linalg.matrix_norm(rest, ord=2).clamp(max=1)
+        largest = torch.atan2(sines, cosines[:, -1]).rad2deg()
+        facts[f"angle_{side}"] = float(largest.mean())
+        facts[f"overlap_{side}"] = float(cosines.square().mean())
+    return facts
+
+
+def _leading(matrices: Tensor, span: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Orthonormal bases of the leading directions (output side, input side), and where they are defined."""
+    # Eigenvectors of the smaller Gram matrix: several times faster than an SVD, and exact for the leading ones.
+    wide = matrices.shape[1] <= matrices.shape[2]
+    values, vectors = torch.linalg.eigh(gram(matrices))
+    sigma = values.flip(-1).clamp_min(0).sqrt()
+    tiny = torch.finfo(sigma.dtype).tiny
+    shorter = vectors.flip(-1)[:, :, :span]
+    longer = ((matrices.mT if wide else matrices) @ shorter) / sigma[:, None, :span].clamp_min(tiny)
+    gap = (sigma[:, span - 1] - sigma[:, span]) / sigma[:, 0].clamp_min(tiny)
+    out, in_ = (shorter, longer) if wide else (longer, shorter)
+    return out, in_, gap > _GAP
+
+
+def tired(first: Health, second: Health) -> Tired:
+    """Which file looks more worn: lower effective rank, higher scale-free DfI, more zero rows, more similar neurons.
+
+    A verdict that is worse decides; else the file that is worse by 5 % in most layers, in rank and in DfI both.
+
+    >>> from rekindle.diagnosis.examination import health
+    >>> now = health(torch.nn.Linear(4, 4))
+    >>> tired(now, now).which
+    'neither'
+    """
+    measures = (
+        ("effective_rank" if second.mode == "full" else "participation_rank", -1, "lower effective rank"),
+        ("dfi_scale_free", 1, "higher scale-free DfI"),
+        ("dead_rows", 1, "more zero rows"),
+        ("similar_pairs", 1, "more similar neurons"),
+    )
+    counts: dict[str, dict[str, int]] = {}
+    for name, sign, words in measures:
+        pairs = [
+            (first.weights[layer][name], second.weights[layer][name])
+            for layer in first.weights
+            if name in first.weights[layer] and name in second.weights.get(layer, {})
+        ]
+        worse = [sum(_worse(mine, other, sign) for mine, other in pairs), sum(_worse(b, a, sign) for a, b in pairs)]
+        counts[words] = {"A": worse[0], "B": worse[1], "of": len(pairs)}
+    if first.verdict.level != second.verdict.level:
+        which = "A" if first.verdict.level > second.verdict.level else "B"
+        reason = f"its verdict is {second.verdict if which == 'B' else first.verdict}"
+        return Tired(which, f"{which} looks more tired: {reason}", counts)
+    for which in ("A", "B"):
+        leading = [counts[words] for _, _, words in measures[:2]]
+        if all(row["of"] and row[which] > _MOST * row["of"] for row in leading):
+            facts = ", ".join(f"{words} in {row[which]} of {row['of']}" for words, row in counts.items() if row[which])
+            return Tired(which, f"{which} looks more tired: {facts} layers", counts)
+    return Tired("neither", "neither looks clearly more tired than the other", counts)
+
+
+def _worse(mine: float, other: float, sign: int) -> bool:
+    high, low = (mine, other) if sign > 0 else (other, mine)
+    return high > low * _MARGIN and high - low > 1e-9

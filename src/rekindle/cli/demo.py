@@ -1,0 +1,73 @@
+"""`rekindle demo`: a network loses its plasticity on real images, and six remedies are compared while you watch."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rekindle.cli import options
+from rekindle.cli.studies import conducted, described, needing_extras, print_tables, write_page
+from rekindle.cli.terminal import FINDINGS, say, show_json, speaking, write_text
+
+GROUP, SEEDS = "main", 3
+# A little shorter than the setting itself, so that three seeds of seven arms take a minute and a half on two cores.
+SHORTER = {"tasks": 12, "epochs": 20}
+ABOUT = (
+    "One network learns 500 handwritten digits by heart, with new random labels, twelve times over. Every task is as "
+    "hard as the one before: only its ability to learn can change."
+)
+
+
+@speaking
+def demo(
+    seeds: Annotated[int, typer.Option("--seeds", "-n", min=1, help="Runs of every arm.")] = SEEDS,
+    methods: Annotated[str, typer.Option("--methods", "-m", help="Arms and groups, with commas.")] = GROUP,
+    workers: Annotated[int | None, typer.Option(help="Runs at once.", show_default="one a core")] = None,
+    html: Annotated[Path, typer.Option(metavar="FILE", help="The page; overwritten.")] = Path("results/demo.html"),
+    picture: Annotated[
+        Path | None, typer.Option(metavar="FILE.svg", help="Also write the curves.", show_default=False)
+    ] = None,
+    json: options.Json = False,
+) -> None:
+    """Watch a network lose its plasticity on real images, and six remedies try to give it back. About 90 seconds.
+
+    One network learns handwritten digits with new random labels, again and again: every task is as hard as the one
+    before, and only the ability to learn can change. All arms see the same data from the same start. Then the page
+    with the curves is written, and what was seen is said.
+
+    [bold]Examples[/]
+
+      rekindle demo
+
+      rekindle demo --seeds 5 --picture docs/images/demo.svg
+    """
+    with needing_extras(), tempfile.TemporaryDirectory(prefix="rekindle-demo-") as folder:
+        from rekindle.lab import gallery
+        from rekindle.lab.arms import arms
+        from rekindle.lab.contest import contests
+        from rekindle.lab.settings import SETTINGS
+        from rekindle.lab.study import Study
+
+        digits = SETTINGS["digits"]
+        setting = replace(digits, name="demo", about=ABOUT, stream_options={**digits.stream_options, **SHORTER})
+        study = Study("demo", [setting], arms(methods.split(",")), list(range(seeds)), Path(folder))
+        say(ABOUT)
+        results = conducted(study, again="rekindle demo", workers=workers)
+        data = described(results, f"rekindle demo --seeds {seeds} --methods {methods}")
+        for path in filter(None, (html, picture)):
+            path.absolute().parent.mkdir(parents=True, exist_ok=True)
+        found = contests(data)
+        if picture is not None:
+            write_text(picture, gallery.learning(found[0])[0].file(), force=True)
+        write_page(html, data, force=True)
+        if json:
+            show_json(data)
+        else:
+            print_tables(found)
+        if study.last is not None and study.last.errors:
+            say(f"[bold red]{len(study.last.errors)} runs failed[/]: {next(iter(study.last.errors.values()))[-300:]}")
+            raise typer.Exit(FINDINGS)

@@ -1,0 +1,123 @@
+"""`rekindle doctor`: what is installed, what is missing, and whether the arithmetic works here."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import sys
+import time
+from typing import Any
+
+import torch
+import typer
+
+import rekindle
+from rekindle.cli import options
+from rekindle.cli.terminal import FINDINGS, show, show_json, speaking
+from rekindle.engine.isometry import polar
+
+_NEEDED = ("torch", "numpy", "safetensors")
+# Module → the extra that brings it, and what for.
+_OPTIONAL = {
+    "typer": ("cli", "the command line"),
+    "rich": ("cli", "the command line"),
+    "pandas": ("report", "to_frame()"),
+    "transformers": ("transformers", "config.json of checkpoints, Trainer callback"),
+    "accelerate": ("transformers", "wrapped optimizers"),
+    "lightning": ("lightning", "Lightning callback"),
+    "tensorboard": ("sinks", "logging"),
+    "wandb": ("sinks", "logging"),
+    "mlflow": ("sinks", "logging"),
+    "sklearn": ("lab", "the laboratory's data"),
+    "scipy": ("lab", "the laboratory's statistics"),
+    "matplotlib": ("lab", "the laboratory's figures"),
+}
+_DISTRIBUTIONS = {"sklearn": "scikit-learn", "mlflow": "mlflow-skinny"}
+
+
+@speaking
+def doctor(json: options.Json = False) -> None:
+    """Show versions, threads, devices, what is installed and what is missing; solve one matrix to be sure.
+
+    [bold]Examples[/]
+
+      rekindle doctor
+
+      rekindle doctor --json
+    """
+    facts = examined()
+    if json:
+        show_json(facts)
+    else:
+        show(_text(facts))
+    if not facts["check"]["ok"]:
+        raise typer.Exit(FINDINGS)
+
+
+def examined() -> dict[str, Any]:
+    """Everything that a report of a problem should carry.
+
+    >>> examined()["check"]["ok"]
+    True
+    """
+    return {
+        "rekindle": rekindle.__version__,
+        "python": f"{platform.python_version()} ({sys.executable})",
+        "platform": platform.platform(),
+        "needed": {name: _version(name) for name in _NEEDED},
+        "optional": {name: _version(name) for name in _OPTIONAL},
+        "threads": torch.get_num_threads(),
+        "cores": os.cpu_count(),
+        "devices": _devices(),
+        "check": _check(),
+    }
+
+
+def _version(module: str) -> str | None:
+    if importlib.util.find_spec(module) is None:
+        return None
+    for name in (_DISTRIBUTIONS.get(module, module), module):
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return "unknown version"
+
+
+def _devices() -> list[str]:
+    found = ["cpu"]
+    if torch.cuda.is_available():
+        found += [f"cuda:{i} {torch.cuda.get_device_name(i)}" for i in range(torch.cuda.device_count())]
+    if torch.backends.mps.is_available():
+        found.append("mps")
+    return found
+
+
+def _check() -> dict[str, Any]:
+    """The polar factor of one Gaussian 256² matrix."""
+    matrix = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
+    start = time.perf_counter()
+    _, certificate = polar(matrix, certificate=True)
+    seconds = time.perf_counter() - start
+    residual = float(certificate.residual.max())
+    return {"ok": bool(certificate.converged.all()), "residual": residual, "seconds": seconds}
+
+
+def _text(facts: dict[str, Any]) -> str:
+    check = facts["check"]
+    lines = [
+        f"rekindle  {facts['rekindle']}",
+        f"python    {facts['python']}",
+        f"platform  {facts['platform']}",
+        f"devices   {', '.join(facts['devices'])}; {facts['threads']} torch threads on {facts['cores']} cores",
+        *(f"{name:<13} {version}" for name, version in facts["needed"].items()),
+    ]
+    for name, version in facts["optional"].items():
+        extra, use = _OPTIONAL[name]
+        advice = f'missing, for {use}: pip install "rekindle[{extra}]"'
+        lines.append(f"{name:<13} {version or advice}")
+    word = "ok" if check["ok"] else "FAILED"
+    lines.append(f"check: 256² polar factor {word}, residual {check['residual']:.1e}, {check['seconds'] * 1e3:.0f} ms")
+    return "\n".join(lines)

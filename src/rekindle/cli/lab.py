@@ -1,0 +1,260 @@
+"""`rekindle lab`: compare remedies fairly on streams of tasks. The laboratory itself is imported when it is used."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rekindle.cli import options
+from rekindle.cli.studies import (
+    described,
+    kept_command,
+    loaded,
+    needing_extras,
+    opened,
+    perform,
+    present,
+    write_page,
+)
+from rekindle.cli.terminal import progress, refuse_existing, say, show_json, speaking, width, write_text
+from rekindle.report.words import printable, size
+
+Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder of a study.", show_default=False)]
+Methods = Annotated[
+    str | None,
+    typer.Option(
+        "--methods",
+        "-m",
+        metavar="ARMS",
+        help="Arms and groups, with commas: all, main, controls, scales, fire,nothing… `rekindle lab list` has them.",
+        show_default="main, or what the file says",
+    ),
+]
+Seeds = Annotated[
+    str | None, typer.Option("--seeds", "-n", help="How many, or which, as in 0,3,7.", show_default="5, or the file's")
+]
+Tune = Annotated[bool, typer.Option("--tune", help="Also show every arm tuned by the same small budget.")]
+On = Annotated[str, typer.Option("--on", help="local, ray (of this machine), or the address of a Ray cluster.")]
+Workers = Annotated[int | None, typer.Option(help="Runs at once.", show_default="one a core")]
+Sinks = Annotated[
+    list[str] | None,
+    typer.Option("--sink", help="Also send results to tensorboard, wandb (offline) or mlflow.", show_default=False),
+]
+
+
+@speaking
+def lab_list(json: options.Json = False) -> None:
+    """Show the settings, the arms and their groups, and the data sets with where they are or how to get them.
+
+    [bold]Examples[/]
+
+      rekindle lab list
+
+      rekindle lab list --json
+    """
+    with needing_extras():
+        from rekindle.lab.catalogue import catalogue, listed
+
+        found = catalogue()
+    if json:
+        show_json(found)
+    else:
+        typer.echo(listed(found, width()))
+
+
+@speaking
+def run(
+    names: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="NAME|FILE...",
+            help="Settings by name, or one study as a .yaml or .py file (a .py file is run).",
+            show_default=False,
+        ),
+    ],
+    methods: Methods = None,
+    seeds: Seeds = None,
+    tune: Tune = False,
+    replay: Annotated[
+        float | None,
+        typer.Option(help="Share of every earlier task's data mixed into each task.", show_default=False),
+    ] = None,
+    changed: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="FIELD=VALUE",
+            help="Change a field of every setting, such as lr=0.01 or stream_options.tasks=5. Repeat for several.",
+            show_default=False,
+        ),
+    ] = None,
+    on: On = "local",
+    workers: Workers = None,
+    folder: Annotated[Path | None, typer.Option(help="Where results go.", show_default="results/lab/<name>")] = None,
+    sink: Sinks = None,
+    html: options.Html = None,
+    json: options.Json = False,
+    force: options.Force = False,
+) -> None:
+    """Compare remedies: every arm, on every seed, in every setting. Finished runs are never repeated.
+
+    [bold]Examples[/]
+
+      rekindle lab run random-labels --methods main --seeds 5
+
+      rekindle lab run random-labels permuted-inputs -m fire,nothing,scales --html report.html
+
+      rekindle lab run mine.py --on ray
+    """
+    if html is not None:
+        refuse_existing(html, force)
+    with needing_extras():
+        study = loaded(names, methods, seeds, tune or None, folder, replay, changed or ())
+        perform(study, on, workers, sink or (), html, json, force)
+
+
+@speaking
+def resume(
+    folder: Folder,
+    on: On = "local",
+    workers: Workers = None,
+    sink: Sinks = None,
+    html: options.Html = None,
+    json: options.Json = False,
+    force: options.Force = False,
+) -> None:
+    """Go on with a study that was stopped or killed; what is finished is not done again.
+
+    [bold]Examples[/]
+
+      rekindle lab resume results/lab/random-labels
+    """
+    if html is not None:
+        refuse_existing(html, force)
+    with needing_extras():
+        perform(opened(folder), on, workers, sink or (), html, json, force)
+
+
+@speaking
+def lab_show(folder: Folder, json: options.Json = False) -> None:
+    """Show the table of a study, finished or not: means with intervals, differences, what was seen.
+
+    [bold]Examples[/]
+
+      rekindle lab show results/lab/random-labels
+
+      rekindle lab show results/lab/random-labels --json > results.json
+    """
+    with needing_extras():
+        study = opened(folder)
+        present(described(study.results(), kept_command(study)), json)
+
+
+@speaking
+def lab_report(
+    folder: Folder,
+    html: options.Html = None,
+    markdown: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Write the result as Markdown, its pictures as SVG beside it.",
+            show_default=False,
+        ),
+    ] = None,
+    force: options.Force = False,
+) -> None:
+    """Make the page of a study (--html), or a Markdown document with pictures (--markdown).
+
+    [bold]Examples[/]
+
+      rekindle lab report results/lab/random-labels --html report.html
+
+      rekindle lab report results/lab/random-labels --markdown docs/evidence/random-labels.md
+    """
+    if html is None and markdown is None:
+        raise ValueError("say what to write: --html FILE, --markdown FILE or both")
+    for path in (html, markdown):
+        if path is not None:
+            refuse_existing(path, force)
+    with needing_extras():
+        study = opened(folder)
+        data = described(study.results(), kept_command(study))
+        if html is not None:
+            write_page(html, data, force)
+        if markdown is not None:
+            from rekindle.lab.document import document
+
+            written = document(data, markdown.stem)
+            for name, content in written.pictures.items():
+                write_text(markdown.with_name(name), content, force)
+            write_text(markdown, written.text, force)
+            say(f"document: {markdown}, with {len(written.pictures)} pictures beside it")
+
+
+@speaking
+def lab_compare(
+    arm: Annotated[str, typer.Argument(help="The arm, such as fire.", show_default=False)],
+    other: Annotated[str, typer.Argument(help="What it is held against, such as random-isometry.", show_default=False)],
+    folders: Annotated[
+        list[Path], typer.Argument(metavar="FOLDER...", help="The folders of studies.", show_default=False)
+    ],
+    json: options.Json = False,
+) -> None:
+    """Hold two arms against each other in everything that is measured, over one study or several, as Markdown.
+
+    [bold]Examples[/]
+
+      rekindle lab compare fire random-isometry results/lab/nearness results/lab/random-labels
+    """
+    with needing_extras():
+        from rekindle.lab.pairing import compared, table
+
+        pairs = compared([opened(folder).results() for folder in folders], arm, other)
+        if not pairs:
+            raise ValueError(f"no study here has finished runs of both {arm!r} and {other!r} in one setting")
+        if json:
+            cells = [{"setting": p.setting, "measure": p.what, **p.difference.to_dict()} for p in pairs]
+            show_json({"arm": arm, "other": other, "differences": cells})
+        else:
+            typer.echo(
+                printable(
+                    f"{arm} minus {other}, paired by seed; better and worse are {arm}'s, after Holm over a setting"
+                )
+            )
+            typer.echo("\n".join(map(printable, table(pairs))))
+
+
+@speaking
+def fetch(
+    name: Annotated[str, typer.Argument(help="A data set; `rekindle lab list` has their names.", show_default=False)],
+    folder: Annotated[
+        Path | None, typer.Option(help="Where it goes.", show_default="$REKINDLE_DATA or the user's cache")
+    ] = None,
+) -> None:
+    """Get a data set, checked by hash.
+
+    [bold]Examples[/]
+
+      rekindle lab fetch cifar-10
+    """
+    with needing_extras():
+        from rekindle.lab import fetching
+
+        expected = max((way.size for way in fetching.known(name).ways), default=0)
+        so_far = 0
+
+        with progress(f"fetching {name} ({size(expected)})", float(max(expected, 1))) as advance:
+
+            def told(done: int, total: int) -> None:
+                nonlocal so_far
+                advance(float(done - so_far))
+                so_far = done
+
+            try:
+                path = fetching.fetch(name, folder, progress=told)
+            except (fetching.Missing, fetching.FetchError) as error:
+                raise ValueError(str(error)) from error
+        typer.echo(printable(str(path)))

@@ -1,0 +1,180 @@
+"""What the commands of the laboratory share: the study that arguments mean, running it live, its result in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+from rich.markup import escape
+
+from rekindle.cli.provenance import made
+from rekindle.cli.terminal import FINDINGS, say, show_json, width, write_text
+from rekindle.report.words import printable
+
+if TYPE_CHECKING:
+    from rekindle.lab.contest import Contest
+    from rekindle.lab.results import Results
+    from rekindle.lab.study import Study
+
+INTERRUPTED = 130
+COMMANDS = "commands.txt"
+
+
+def loaded(
+    names: list[str],
+    methods: str | None,
+    seeds: str | None,
+    tune: bool | None,
+    folder: Path | None,
+    replay: float | None,
+    changed: Any,
+) -> Study:
+    """The study that the arguments of `run` mean."""
+    from rekindle.lab.study import UNNAMED, Study
+
+    what: Any = names[0] if len(names) == 1 else names
+    study = Study.load(what, _listed(methods), _seeds(seeds), tune=tune, folder=folder)
+    changes = list(changed) + ([] if replay is None else [f"replay={replay}"])
+    if changes:
+        from rekindle.lab.catalogue import altered
+
+        settings = [altered(setting, changes) for setting in study.settings]
+        study = replace(study, settings=settings)
+        if folder is None:
+            # Another result: it must not take the place of the unchanged study in its folder.
+            study = replace(study, name=f"{study.name}-{'-'.join(changes).replace('/', '-')}", folder=UNNAMED)
+    return study
+
+
+def opened(folder: Path) -> Study:
+    """The study of a folder."""
+    from rekindle.lab.study import Study
+
+    if not (folder / "study.json").is_file():
+        raise ValueError(f"{folder} holds no study (no study.json); `rekindle lab run` makes one")
+    return Study.load(folder)
+
+
+def described(results: Results, command: str) -> dict[str, Any]:
+    """The results as a dict with the command that they come from, for JSON and pages."""
+    data = made("lab") | results.to_dict()
+    return data | {"study": {**data["study"], "command": command}}
+
+
+def write_page(path: Path, data: dict[str, Any], force: bool) -> None:
+    """The page of a study, written whole or not at all."""
+    from rekindle.lab.page import render
+
+    page = render(data)
+    write_text(path, page, force)
+    say(f"page: {path} ({len(page.encode()) / 1e6:.2g} MB)")
+
+
+def perform(study: Study, on: str, workers: int | None, sinks: Any, html: Path | None, json: bool, force: bool) -> None:
+    """Run or go on with a study, and show what came of it; failed runs make the exit code 1."""
+    _find_data(study)
+    _keep_command(study)
+    results = conducted(study, on=on, workers=workers, sinks=sinks)
+    data = described(results, kept_command(study))
+    if html is not None:
+        write_page(html, data, force)
+    present(data, json)
+    if not json:
+        say(f"[dim]results: {escape(str(study.folder))}; the page: rekindle lab report {study.folder} --html FILE[/]")
+    errors = study.last.errors if study.last is not None else {}
+    if errors:
+        first = printable(next(iter(errors.values())).strip().splitlines()[-1])
+        say(f"[bold red]{len(errors)} runs failed[/], the first with: {escape(first)}")
+        raise typer.Exit(FINDINGS)
+
+
+def conducted(study: Study, *, again: str | None = None, **how: Any) -> Results:
+    """Run a study with its live table on a terminal; Ctrl-C says how to go on, or how to start `again`."""
+    from rekindle.lab.show import Board, live
+
+    board = Board(study.name, {run.identity: run.arm.name for run in study.runs()})
+    try:
+        with live(board) as watch:
+            return study.run(progress=watch, **how)
+    except KeyboardInterrupt:
+        if again is None:
+            say(f"stopped; finished runs are kept. Go on with: [bold]rekindle lab resume {study.folder}[/]")
+        else:
+            say(f"stopped. Start again with: [bold]{again}[/]")
+        raise typer.Exit(INTERRUPTED) from None
+
+
+def present(data: dict[str, Any], json: bool) -> None:
+    """The result on stdout, for programs or for people."""
+    from rekindle.lab.contest import contests
+
+    if json:
+        show_json(data)
+    else:
+        print_tables(contests(data))
+
+
+def print_tables(found: list[Contest]) -> None:
+    """The tables and what was seen, on stdout."""
+    from rich.console import Console
+
+    from rekindle.lab.show import tables
+
+    Console(width=width(), highlight=False).print(tables(found, width()))
+
+
+def _find_data(study: Study) -> None:
+    """A data set that is not there is told before anything runs, once, with the command that gets it."""
+    from rekindle.lab import fetching
+
+    for setting in study.settings:
+        named = setting.stream_options.get("data", ())
+        for name in [named] if isinstance(named, str) else named:
+            if name in fetching.KNOWN and "folder" not in setting.stream_options:
+                fetching.find(name)
+
+
+def _keep_command(study: Study) -> None:
+    """Note how the study was started, for whoever reads its folder later; resuming is not another way."""
+    path, line = study.folder / COMMANDS, made("lab")["made"]["line"]
+    known = path.read_text().splitlines() if path.exists() else []
+    if line not in known and not line.startswith("rekindle lab resume"):
+        study.folder.mkdir(parents=True, exist_ok=True)
+        write_text(path, "\n".join([*known, line]) + "\n", force=True)
+
+
+def kept_command(study: Study) -> str:
+    """How the study was started."""
+    path = study.folder / COMMANDS
+    return path.read_text().strip() if path.exists() else f"rekindle lab resume {study.folder}"
+
+
+@contextmanager
+def needing_extras() -> Iterator[None]:
+    """A missing package of the laboratory is said in one line, and so is a missing data set."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise ImportError(f'the laboratory needs {error.name}: pip install "rekindle[lab]"') from error
+    except LookupError as error:
+        if type(error).__name__ == "Missing":
+            raise ValueError(str(error)) from error
+        raise
+
+
+def _listed(names: str | None) -> list[str] | None:
+    return None if names is None else [name.strip() for name in names.split(",") if name.strip()]
+
+
+def _seeds(words: str | None) -> int | list[int] | None:
+    if words is None:
+        return None
+    try:
+        numbers = [int(part) for part in words.split(",")]
+    except ValueError:
+        raise ValueError(f"--seeds {words!r}: give a count, as in 5, or seeds with commas, as in 0,3,7") from None
+    return numbers[0] if len(numbers) == 1 and "," not in words else numbers

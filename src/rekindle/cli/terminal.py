@@ -1,0 +1,199 @@
+"""How commands speak: results on stdout, messages and progress on stderr, exit codes 0, 1 and 2.
+
+Colours follow rich: off where there is no terminal and under NO_COLOR.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import os
+import re
+import shutil
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+from rekindle.checkpoint import CheckpointError
+from rekindle.projection.receipt import MethodError
+from rekindle.report.words import printable
+
+FINDINGS, BAD_INPUT = 1, 2
+_COLOURS = {"healthy": "green", "watch": "yellow", "act": "red"}
+_PATIENCE = 2.0  # seconds without a progress bar
+_WIDE = 220  # columns where no terminal limits them: full layer names fit
+
+# The library speaks of arguments; here they are options.
+_AS_OPTIONS = {
+    "pass config= or a plan saved from the live model": "give --config, --model or --plan",
+    "pass reference= an earlier Health or a fresh model": "give --reference, an earlier checkpoint",
+    "include=… asks for them by name": "--include asks for them by name",
+}
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def speaking(command: Callable[P, R]) -> Callable[P, R]:
+    """Turn what can go wrong into one clear line on stderr and exit code 2; Ctrl-C is typer's (130)."""
+
+    @functools.wraps(command)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            # Whatever torch thinks about a strange pickle, the file is read or refused in our own words.
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", category=UserWarning, module="torch")
+                return command(*args, **kwargs)
+        except BrokenPipeError:
+            raise
+        except Exception as error:
+            if isinstance(error, typer.Exit | typer.Abort | typer.BadParameter) or "REKINDLE_TRACEBACK" in os.environ:
+                raise
+            say(f"[bold red]error:[/] {escape(_line(error))}")
+            raise typer.Exit(BAD_INPUT) from None
+
+    return run
+
+
+def _line(error: Exception) -> str:
+    """The error in one line; what nobody foresaw says where to look."""
+    if isinstance(error, OSError) and error.filename is not None:
+        text = f"{error.filename}: {error.strerror}"
+    else:
+        text = " ".join(str(error).split()) or type(error).__name__
+    if not isinstance(error, CheckpointError | MethodError | ValueError | OSError | ImportError | TypeError):
+        text = f"{type(error).__name__}: {text} (REKINDLE_TRACEBACK=1 shows where)"
+    return printable(as_options(text))
+
+
+def as_options(text: str) -> str:
+    """A sentence of the library in the words of the command line.
+
+    >>> as_options("include=… asks for them by name")
+    '--include asks for them by name'
+    """
+    for argument, option in _AS_OPTIONS.items():
+        text = text.replace(argument, option)
+    return text
+
+
+def say(text: str) -> None:
+    """A message for people, with rich markup, on stderr."""
+    Console(stderr=True, soft_wrap=True, highlight=False).print(text)
+
+
+def show(text: str) -> None:
+    """A result for people on stdout; a line that holds a verdict is coloured by it."""
+    console = Console(soft_wrap=True, highlight=False)
+    for line in as_options(text).splitlines():
+        word = re.match(r"(?:! |.*?verdict: )?(healthy|watch|act)?", line)
+        level = word[1] if word else None
+        style = _COLOURS[level] if level and "verdict" in line else "yellow" if line.startswith("! ") else None
+        console.print(printable(line), style=style, markup=False)
+
+
+def show_json(data: Mapping[str, Any]) -> None:
+    """JSON on stdout and nothing else."""
+    sys.stdout.write(as_json(data) + "\n")
+
+
+def as_json(data: Mapping[str, Any], indent: int | None = 1) -> str:
+    """Strict JSON: numbers that are not finite become null.
+
+    >>> as_json({"a": float("inf")}, indent=None)
+    '{"a": null}'
+    """
+    return json.dumps(_finite(data), indent=indent, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def width() -> int:
+    """Columns to fill: the terminal's, or plenty."""
+    return shutil.get_terminal_size((100, 24)).columns if sys.stdout.isatty() else _WIDE
+
+
+@contextmanager
+def progress(what: str, total: float, quiet: bool = False) -> Iterator[Callable[[float], None]]:
+    """A bar with the time left on stderr, once the work has taken two seconds and only on a terminal.
+
+    Yields a function that is told how much more was done.
+
+    >>> with progress("measuring", 10) as advance:
+    ...     advance(5)
+    """
+    if quiet or not sys.stderr.isatty():
+        yield lambda more: None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    bar = Progress(*columns, console=Console(stderr=True), transient=True)
+    task = bar.add_task(what, total=max(total, 1e-9))
+    start = time.monotonic()
+
+    def advance(more: float) -> None:
+        bar.advance(task, more)
+        if not bar.live.is_started and time.monotonic() - start > _PATIENCE:
+            bar.start()
+
+    try:
+        yield advance
+    finally:
+        bar.stop()
+
+
+def write_text(path: Path, text: str, force: bool = False) -> None:
+    """Write a file whole or not at all: beside its place first, then renamed.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     write_text(Path(folder, "a.txt"), "hello")
+    ...     [path.name for path in Path(folder).iterdir()]
+    ['a.txt']
+    """
+    with replacing(path, force) as handle:
+        handle.write(text.encode())
+
+
+@contextmanager
+def replacing(path: Path, force: bool = False) -> Iterator[Any]:
+    """A binary file that takes the place of `path` when all went well, and leaves nothing behind when not."""
+    refuse_existing(path, force)
+    beside = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        with beside.open("xb") as handle:
+            yield handle
+        beside.replace(path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
+
+
+def refuse_existing(path: Path, force: bool) -> None:
+    """Before any work: an output that is there already, or whose folder is not.
+
+    >>> refuse_existing(Path("/no/such/folder/x.html"), force=False)
+    Traceback (most recent call last):
+    ValueError: /no/such/folder is no folder: cannot write x.html there
+    """
+    if not path.absolute().parent.is_dir():
+        raise ValueError(f"{path.absolute().parent} is no folder: cannot write {path.name} there")
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder")
+    if path.exists() and not force:
+        raise ValueError(f"{path} is there already; --force overwrites it")

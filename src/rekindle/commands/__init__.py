@@ -1,1 +1,0 @@
-"""What stands behind each command of `rekindle`: one file a command, and the numbers that they share."""

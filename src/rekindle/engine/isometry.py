@@ -1,0 +1,447 @@
+"""polar(): the nearest isometry of every matrix in a tensor, certified. Knows tensors only.
+
+The polar factor Q of W is the (semi-)orthogonal matrix nearest to it; FIRE replaces weights by it. From top to bottom:
+the public verb checks its input; `solve` brings matrices into groups of one shape and chunks that bound memory;
+`_solve_group` chooses a route. `solvers.py` has the routes, `completion.py` the directions that a matrix lacks,
+`symmetric.py` and `schedules.py` what they are made of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal, cast, get_args, overload
+
+import torch
+from torch import Tensor
+
+from rekindle.engine import routes as solvers
+from rekindle.engine.routes import Solved, Start
+from rekindle.engine.symmetric import norm2
+
+Solver = Literal["auto", "fast", "paper", "svd"]
+
+# Elements worked on at a time. On CPUs a million keeps the working set near the caches (8 million take 30 % more
+# time); accelerators want more work a call.
+CPU_CHUNK = 2**20
+ACCELERATOR_CHUNK = 2**24
+
+SVD_UP_TO = 16  # rows up to which batched LAPACK beats any iteration
+PRODUCTS_UP_TO = 48  # rows up to which products beat factorisations on a CPU
+ONE_STEP_FROM = 384  # rows from which on ten steps of the recipe leave so much that a single Halley step leaves less
+FLAT = 0.4  # mean σ² over σ_max² (a Gaussian has .25) from which on the recipe converges, and one step is not enough
+TAME = (1e-12, 1e12)  # ‖W‖²_F within which fourth powers fit into float32
+WIDE = 1.5  # m/n from which on working on the n×n side pays
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """What is known of each polar factor, and of the matrix that it came from: tensors of one entry a matrix.
+
+    `residual` is DfI/k of the factor in the arithmetic that it was computed in, before any cast. `completed` counts the
+    directions in which the matrix was zero and that were filled from the seed (0 with `complete=False`, where
+    `residual` is taken over the other directions). `converged` says whether `residual` is within the tolerance.
+    `norm` ‖W‖_F, `gram_norm` ‖WWᵀ‖_F on the smaller side and `spectral_norm` (σ_max by a short power iteration, from
+    below: up to 15 % low where the spectrum is flat) describe W; `nuclear` is tr(QᵀW), which is ‖W‖_* for the polar
+    factor and less for any other isometry.
+    """
+
+    residual: Tensor
+    steps: Tensor
+    completed: Tensor
+    converged: Tensor
+    norm: Tensor
+    gram_norm: Tensor
+    spectral_norm: Tensor
+    nuclear: Tensor
+
+    def __getitem__(self, part: Any) -> Certificate:
+        return self._each(lambda entry: entry[part])
+
+    def reshape(self, shape: Sequence[int]) -> Certificate:
+        """The same with its entries arranged as the batch dimensions of the input."""
+        return self._each(lambda entry: entry.reshape(tuple(shape)))
+
+    def __str__(self) -> str:
+        if not self.residual.numel():
+            return "no matrices"
+        filled = int(self.completed.sum())
+        return (
+            f"{int(self.converged.sum())} of {self.residual.numel()} converged, "
+            f"DfI/k ≤ {float(self.residual.max()):.1e}, at most {int(self.steps.max())} steps"
+            + (f", {filled} directions completed" if filled else "")
+        )
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> Certificate:
+        return Certificate(*(change(getattr(self, field.name)) for field in fields(self)))
+
+
+@dataclass(frozen=True)
+class Source:
+    """Matrices (count, out, in) that are read only when their turn comes, so that memory stays bounded."""
+
+    shape: tuple[int, int, int]
+    dtype: torch.dtype
+    device: torch.device
+    read: Callable[[], Tensor]
+
+
+@dataclass(frozen=True)
+class _Options:
+    solver: Solver
+    tol: float
+    steps: int
+    complete: bool
+    seed: int
+    certificate: bool
+
+
+@overload
+def polar(
+    w: Tensor,
+    *,
+    solver: Solver = ...,
+    tol: float = ...,
+    steps: int | None = ...,
+    complete: bool = ...,
+    seed: int = ...,
+    certificate: Literal[False] = ...,
+) -> Tensor: ...
+@overload
+def polar(
+    w: Tensor,
+    *,
+    solver: Solver = ...,
+    tol: float = ...,
+    steps: int | None = ...,
+    complete: bool = ...,
+    seed: int = ...,
+    certificate: Literal[True],
+) -> tuple[Tensor, Certificate]: ...
+@overload
+def polar(
+    w: Sequence[Tensor],
+    *,
+    solver: Solver = ...,
+    tol: float = ...,
+    steps: int | None = ...,
+    complete: bool = ...,
+    seed: int = ...,
+    certificate: Literal[False] = ...,
+) -> list[Tensor]: ...
+@overload
+def polar(
+    w: Sequence[Tensor],
+    *,
+    solver: Solver = ...,
+    tol: float = ...,
+    steps: int | None = ...,
+    complete: bool = ...,
+    seed: int = ...,
+    certificate: Literal[True],
+) -> tuple[list[Tensor], list[Certificate]]: ...
+def polar(
+    w: Tensor | Sequence[Tensor],
+    *,
+    solver: Solver = "auto",
+    tol: float = 1e-6,
+    steps: int | None = None,
+    complete: bool = True,
+    seed: int = 0,
+    certificate: bool = False,
+) -> Tensor | tuple[Tensor, Certificate] | list[Tensor] | tuple[list[Tensor], list[Certificate]]:
+    """The nearest isometry of every matrix in `w` (…, out, in), in the dtype of `w`.
+
+    A list of tensors of any shapes gives a list, solved in groups of one shape and in chunks that bound memory.
+    Gradients flow (once; a second derivative raises).
+
+    Args:
+        w: a real floating tensor of at least two dimensions, or a list of them.
+        solver: `"auto"` converges to `tol`; `"fast"` is the cheapest whose DfI is no worse than that of the paper's ten
+            steps; `"paper"` is the released recipe; `"svd"` the float64 reference.
+        tol: DfI/k to reach, k = min(out, in). 0 asks for what the arithmetic can give (about 1e-13 in float32).
+        steps: how many steps of the recipe, for `solver="paper"` only (10 if not given).
+        complete: fill the directions in which a matrix is zero, so that the result is a true isometry. Without it
+            they stay zero.
+        seed: what the filling is drawn from; the matrices of one call get different ones.
+        certificate: return a pair, the second a `Certificate` with one entry a matrix. Without it a large matrix is
+            trusted after a cheaper, probabilistic check.
+
+    >>> w = torch.randn(3, 50, 80)
+    >>> q, proof = polar(w, certificate=True)
+    >>> bool(proof.converged.all()), bool((proof.residual <= 1e-6).all())
+    (True, True)
+    >>> torch.allclose(q @ q.mT, torch.eye(50).expand(3, 50, 50), atol=1e-2)
+    True
+    """
+    options = _checked(solver, tol, steps, complete, seed, certificate)
+    tensors = [w] if isinstance(w, Tensor) else list(w)
+    names = ["w"] if isinstance(w, Tensor) else [f"w[{i}]" for i in range(len(tensors))]
+    for each, name in zip(tensors, names, strict=True):
+        _check(each, name)
+    sources = [
+        Source((each.shape[:-2].numel(), *each.shape[-2:]), each.dtype, each.device, _reader(each)) for each in tensors
+    ]
+    factors = list(tensors)
+    certificates: list[Certificate] = [None for _ in tensors]  # type: ignore[misc]
+    for i, q, proof in _located(_solve(sources, options), tensors, names):
+        each = tensors[i]
+        q = q.reshape(each.shape)
+        tracked = each.requires_grad and torch.is_grad_enabled()
+        factors[i] = _Polar.apply(each, q) if tracked else q.to(each.dtype)  # type: ignore[no-untyped-call]
+        if proof is not None:
+            certificates[i] = proof.reshape(each.shape[:-2])
+    if isinstance(w, Tensor):
+        return (factors[0], certificates[0]) if certificate else factors[0]
+    return (factors, certificates) if certificate else factors
+
+
+def solve(
+    sources: Sequence[Source],
+    *,
+    solver: Solver = "auto",
+    tol: float = 1e-6,
+    steps: int | None = None,
+    complete: bool = True,
+    seed: int = 0,
+) -> Iterator[tuple[int, Tensor, Certificate]]:
+    """Polar factors of many sources, each yielded as (index, Q (count, out, in), certificate) when it is ready.
+
+    Matrices of one shape (or its transpose) are solved together, so the order is not that of the sources. Q is in the
+    arithmetic's dtype: float64 for float64, float32 for all others.
+
+    >>> weights = [torch.randn(1, 20, 30), torch.randn(4, 30, 20)]
+    >>> sources = [Source(tuple(w.shape), w.dtype, w.device, lambda w=w: w) for w in weights]
+    >>> sorted((i, tuple(q.shape)) for i, q, _ in solve(sources))
+    [(0, (1, 20, 30)), (1, (4, 30, 20))]
+    """
+    options = _checked(solver, tol, steps, complete, seed, certificate=True)
+    return cast(Iterator[tuple[int, Tensor, Certificate]], _solve(sources, options))
+
+
+def _solve(sources: Sequence[Source], options: _Options) -> Iterator[tuple[int, Tensor, Certificate | None]]:
+    """Group the sources by shape, and pack neighbours into chunks."""
+    groups: dict[tuple[int, int, torch.dtype, torch.device], list[int]] = {}
+    for i, source in enumerate(sources):
+        _, rows, columns = source.shape
+        arithmetic = torch.float64 if source.dtype == torch.float64 else torch.float32
+        groups.setdefault((min(rows, columns), max(rows, columns), arithmetic, source.device), []).append(i)
+    for (n, m, arithmetic, device), members in groups.items():
+        room = max(1, (CPU_CHUNK if device.type == "cpu" else ACCELERATOR_CHUNK) // max(1, n * m))
+        chunk: list[int] = []
+        for i in members:
+            if chunk and sum(sources[j].shape[0] for j in (*chunk, i)) > room:
+                yield from _solve_chunk(sources, chunk, arithmetic, room, options)
+                chunk = []
+            chunk.append(i)
+        yield from _solve_chunk(sources, chunk, arithmetic, room, options)
+
+
+def _solve_chunk(
+    sources: Sequence[Source], members: list[int], arithmetic: torch.dtype, room: int, options: _Options
+) -> Iterator[tuple[int, Tensor, Certificate | None]]:
+    """Solve sources of one shape: together if they fit into `room` matrices, else (one alone) slice by slice."""
+    wides = [_wide(sources[i].read().detach()) for i in members]
+    seeds = [_seed(options.seed, i, j) for i in members for j in range(sources[i].shape[0])]
+    whole = wides[0] if len(wides) == 1 else torch.cat(wides)
+    del wides
+    if len(seeds) <= room:
+        q, proof = _solve_group(whole.to(arithmetic), seeds, options)
+    else:
+        q = torch.empty(whole.shape, dtype=arithmetic, device=whole.device)
+        proofs: list[Certificate] = []
+        for top in range(0, len(seeds), room):
+            part = slice(top, top + room)
+            q[part], part_proof = _solve_group(whole[part].to(arithmetic), seeds[part], options)
+            proofs += [part_proof] if part_proof else []
+        columns = [torch.cat([getattr(each, field.name) for each in proofs]) for field in fields(Certificate) if proofs]
+        proof = Certificate(*columns) if proofs else None
+    del whole
+    top = 0
+    for i in members:
+        count, rows, columns_ = sources[i].shape
+        part = slice(top, top + count)
+        top += count
+        yield i, q[part] if rows <= columns_ else q[part].mT, None if proof is None else proof[part]
+
+
+@torch.no_grad()
+def _solve_group(w: Tensor, seeds: list[int], options: _Options) -> tuple[Tensor, Certificate | None]:
+    """The polar factors of a chunk (batch, n, m), n ≤ m, and what is known of them."""
+    w, unit = w.contiguous(), w.new_ones(w.shape[0])
+    draw = torch.tensor(seeds, dtype=torch.int64)
+    if not w.numel():
+        zero = w.new_zeros(w.shape[0])
+        known, gram2, solved = Start(w, zero, zero), zero, Solved.new(w.clone(), 0)
+        solved.residual = zero
+    else:
+        known = solvers.start(w)
+        if not bool(((known.norm2 > TAME[0]) & (known.norm2 < TAME[1])).all()):  # a NaN is in no range
+            w, unit = _in_range(w)
+            known = solvers.start(w)
+        gram2 = norm2(known.a) if options.certificate else known.norm2
+        solved = _by_route(w, known, draw, options)
+    if not options.certificate:
+        return solved.x, None
+    scale = unit.double()  # fourth powers of 1e30 are out of float32's range
+    return solved.x, Certificate(
+        residual=solved.residual,
+        steps=solved.steps,
+        completed=solved.null if options.complete else torch.zeros_like(solved.null),
+        converged=solved.residual <= _reach(options.tol, w.dtype),
+        norm=known.norm2.double().sqrt() * scale,
+        gram_norm=gram2.double().sqrt() * scale.square(),
+        spectral_norm=(known.sigma2.double() / solvers.HEADROOM).sqrt() * scale,
+        nuclear=torch.linalg.vecdot(solved.x.flatten(1), w.flatten(1)).double() * scale,
+    )
+
+
+def _by_route(w: Tensor, known: Start, seeds: Tensor, options: _Options) -> Solved:
+    """The one place that chooses: cheapest route first, float64 for what it marks as hard, SVD if all else fails."""
+    _, n, m = w.shape
+    if options.solver == "paper":
+        solved = Solved.new(solvers.by_recipe(w, options.steps), options.steps)
+    elif options.solver == "svd" or n <= SVD_UP_TO:
+        return solvers.by_svd(w, complete=options.complete, seeds=seeds)
+    elif n <= PRODUCTS_UP_TO or (w.device.type != "cpu" and w.dtype == torch.float32):
+        solved = solvers.by_products(w, known)
+    elif m >= WIDE * n:
+        solved = solvers.by_gram(w, known)
+    elif options.solver == "fast" and n >= ONE_STEP_FROM and not bool((known.norm2 > FLAT * n * known.sigma2).any()):
+        solved = solvers.by_one_step(w, known)
+    else:
+        solved = solvers.by_halley(w, known, solvers.FLOOR[w.dtype])
+    if options.solver != "auto":
+        if options.certificate:
+            solvers.measure(solved)
+        return solved
+
+    settings: dict[str, Any] = {"tol": options.tol, "complete": options.complete, "exact": options.certificate}
+    solvers.settle(w, solved, known.sigma2, seeds=seeds, last=False, **settings)
+    hard = solved.hard.nonzero().flatten()
+    if len(hard):
+        some, sigma2 = w[hard], known.sigma2[hard]
+        if m >= 2 * n:
+            again = solvers.by_eigh(some)
+        else:
+            lifted = solvers.lift(some, sigma2).to(w.dtype)
+            again = solvers.by_halley(lifted, solvers.start(lifted), solvers.LIFTED)
+            again.hard[:] = False
+        solvers.settle(some, again, sigma2, seeds=seeds[hard.cpu()], last=True, **settings)
+        solved.put(hard, again)
+    missed = (solved.residual > _reach(options.tol, w.dtype)).nonzero().flatten()
+    if len(missed):
+        solved.put(missed, solvers.by_svd(w[missed], complete=options.complete, seeds=seeds[missed.cpu()]))
+    return solved
+
+
+def _reach(tol: float, dtype: torch.dtype) -> float:
+    """The residual that counts as converged: the tolerance, or what rounding allows if that is more."""
+    return max(tol, solvers.ROUNDING[dtype])
+
+
+def _in_range(w: Tensor) -> tuple[Tensor, Tensor]:
+    """Matrices of extreme scale brought near 1 by a power of two, since fourth powers are to fit into float32."""
+    top = w.abs().amax((1, 2))
+    if not bool(torch.isfinite(top).all()):
+        raise NotFinite("a matrix is not finite: it has a NaN or an infinity in it")
+    extreme = (top > 0) & ((top < 1e-7) | (top > 1e7))
+    if not bool(extreme.any()):
+        return w, torch.ones_like(top)
+    exponent = torch.where(extreme, torch.frexp(top).exponent, 0)
+    half = exponent // 2  # in two factors, because 2^149 cannot be had as one float32
+    scaled = torch.ldexp(torch.ldexp(w, -half[:, None, None]), (half - exponent)[:, None, None])
+    return scaled, torch.ldexp(torch.ones_like(top, dtype=torch.float64), exponent)
+
+
+def _wide(w: Tensor) -> Tensor:
+    """(count, out, in) with the smaller side first."""
+    return w if w.shape[1] <= w.shape[2] else w.mT
+
+
+def _reader(w: Tensor) -> Callable[[], Tensor]:
+    return lambda: w.detach().reshape(w.shape[:-2].numel(), *w.shape[-2:])
+
+
+def _seed(seed: int, source: int, matrix: int) -> int:
+    """A seed of its own for every matrix, so that two dead experts do not become twins."""
+    return (seed * 1_000_003 + source * 8_191 + matrix * 127 + 1) % (2**63 - 1)
+
+
+def _checked(solver: str, tol: float, steps: int | None, complete: bool, seed: int, certificate: bool) -> _Options:
+    if solver not in get_args(Solver):
+        raise ValueError(f"solver={solver!r} is not one of {', '.join(map(repr, get_args(Solver)))}")
+    if not 0 <= tol < 1:
+        raise ValueError(f"tol={tol!r} must be at least 0 and below 1 (it bounds DfI/k; 0 asks for the rounding floor)")
+    if steps is not None and solver != "paper":
+        raise ValueError(f'steps={steps!r} belongs to solver="paper"; solver={solver!r} takes as many as it needs')
+    if steps is not None and steps < 0:
+        raise ValueError(f"steps={steps!r} must not be negative")
+    return _Options(cast(Solver, solver), tol, 10 if steps is None else steps, complete, seed, certificate)
+
+
+def _check(w: Tensor, name: str) -> None:
+    if not isinstance(w, Tensor):
+        raise TypeError(f"{name} must be a tensor, not {type(w).__name__}")
+    if w.is_complex() or not w.is_floating_point():
+        raise TypeError(f"{name} has dtype {w.dtype}; a polar factor needs a real floating dtype (float16 to float64)")
+    if w.ndim < 2:
+        raise ValueError(f"{name} has shape {tuple(w.shape)}; a polar factor needs two dimensions or more (…, out, in)")
+
+
+class NotFinite(ValueError):
+    """A matrix has a NaN or an infinity in it."""
+
+
+def _located(results: Iterator[Any], tensors: list[Tensor], names: list[str]) -> Iterator[Any]:
+    """The results; where a matrix turns out not to be finite, an error that says which and where.
+
+    Every chunk looks at its largest entry anyway, so that looking at each tensor beforehand would be work done twice.
+    """
+    try:
+        yield from results
+    except NotFinite:
+        _say_where(tensors, names)
+        raise
+
+
+def _say_where(tensors: list[Tensor], names: list[str]) -> None:
+    for w, name in zip(tensors, names, strict=True):
+        wrong = (~torch.isfinite(w.detach())).nonzero()
+        if len(wrong):
+            at = tuple(wrong[0].tolist())
+            raise NotFinite(f"{name} is not finite: {w[at].item()} at index {at} ({len(wrong)} such entries in all)")
+
+
+class _Polar(torch.autograd.Function):
+    """Gives a polar factor its derivative.
+
+    With W = QH wide or square, H = U diag(σ) Uᵀ and V = QᵀU, the adjoint of dW ↦ dQ takes G to
+    U[(UᵀGV − VᵀGᵀU)ᵢⱼ/(σᵢ + σⱼ)]Vᵀ + U diag(1/σ) UᵀG(I − VVᵀ): sums of singular values and no differences, so
+    repeated ones do no harm. Directions that W lacks were filled from the seed and do not move with W: they get 0.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, w: Tensor, q: Tensor) -> Tensor:
+        ctx.save_for_backward(w, q)
+        return q.to(w.dtype, copy=True)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        w, q = (each.double() for each in ctx.saved_tensors)
+        g = grad.double()
+        tall = w.shape[-2] > w.shape[-1]
+        if tall:
+            w, q, g = w.mT, q.mT, g.mT
+        h = w @ q.mT
+        s, u = torch.linalg.eigh((h + h.mT) / 2)
+        zero = s <= s.amax(-1, keepdim=True).clamp_min(0) * 1e-12
+        s = s.masked_fill(zero, 0)
+        v = q.mT @ u
+        inner = u.mT @ g @ v
+        sums = s[..., :, None] + s[..., None, :]
+        turn = torch.where(sums > 0, (inner - inner.mT) / sums, 0)
+        outside = g - (g @ v) @ v.mT
+        out = u @ (turn @ v.mT + torch.where(zero, 0, 1 / s)[..., None] * (u.mT @ outside))
+        return (out.mT if tall else out).to(grad.dtype), None

@@ -1,0 +1,367 @@
+"""Routes to the polar factor of a batch of matrices (batch, n, m) with n ≤ m, in float32 or float64.
+
+Each route is a short function with one reason to exist; `isometry.py` chooses between them. An iterative route returns
+an X that has W's singular vectors and singular values close to 1, except in directions that were too small for it.
+`settle` finds those and repairs them, and with a Gram matrix certifies the result.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rekindle.engine import schedules
+from rekindle.engine.completion import fill, rebuild
+from rekindle.engine.symmetric import (
+    factor,
+    gram,
+    inverse,
+    leaf,
+    mirrored,
+    norm2,
+    solve_lower,
+    solve_upper,
+    symmetric_product,
+)
+
+# What a first Halley step may assume of σ_min/σ_max. In float32 its constant c is then 1.6e4, so that rounding in the
+# Gram matrix (1e-7) moves the smallest directions by 1e-3 and no more; float64 has room to spare.
+FLOOR = {torch.float32: 1e-3, torch.float64: 1e-8}
+LIFTED = 0.005  # where a float64 Halley step leaves a singular value of 1e-8
+GRAM_FLOOR = 0.05  # the same for the Gram-side route, whose matrices carry the squares
+GRAM_REACHED = 0.46  # σ² that its first step must lift all directions to: then the second one reaches DfI/n = 8e-7
+FAST_FLOORS = (0.03, 0.02, 0.014, 0.01, 0.007)  # the first leaves DfI/n at .09 on Gaussians, half of the recipe's
+HEADROOM = 1.2  # on the estimate of σ_max², which comes from below; Halley steps do not mind if it is too much
+MANY = 0.3  # share of directions near zero from which on float64 is the shorter way
+WATCHED_FROM = 192  # rows from which on a power iteration is cheaper than a Gram matrix
+CLOSE = 1e-6  # DfI/n that every route reaches before any polishing
+ROUNDING = {torch.float32: 1e-11, torch.float64: 1e-25}  # DfI/n that rounding alone may leave
+
+
+@dataclass
+class Start:
+    """What is known of W beforehand: A = WWᵀ (lower half), and for each matrix σ_max² (an estimate) and ‖W‖²_F."""
+
+    a: Tensor
+    sigma2: Tensor
+    norm2: Tensor
+
+
+@dataclass
+class Solved:
+    """The matrices, and for each: steps taken, DfI/n, directions that W lacks, and two marks on the way.
+
+    `hard` says that float32 was too little; `deficit` is the largest |1 − σ²| seen before the last step.
+    """
+
+    x: Tensor
+    steps: Tensor
+    residual: Tensor
+    null: Tensor
+    hard: Tensor
+    deficit: Tensor
+
+    @classmethod
+    def new(cls, x: Tensor, steps: int) -> Solved:
+        """A result that nothing is known about yet."""
+        count = torch.full((x.shape[0],), steps, dtype=torch.int32, device=x.device)
+        unknown = torch.full((x.shape[0],), torch.nan, dtype=x.dtype, device=x.device)
+        return cls(x, count, unknown, torch.zeros_like(count), torch.zeros_like(count, dtype=torch.bool), unknown)
+
+    def put(self, index: Tensor, other: Solved) -> None:
+        """Replace the matrices at `index` by another route's result for them."""
+        self.x[index] = other.x.to(self.x.dtype)
+        self.steps[index] += other.steps
+        self.residual[index] = other.residual.to(self.residual.dtype)
+        self.null[index] = other.null
+        self.hard[index] = other.hard
+
+
+def start(w: Tensor) -> Start:
+    """One Gram matrix, and σ_max² by power iteration in row form, up to 7 times cheaper on a CPU than column form.
+
+    The first vector is random, because a structured one can be orthogonal to what it looks for (opposite rows).
+    """
+    a = gram(w, mirror=False)
+    weight = _diagonal(a)
+    total = weight.sum(1)
+    signs = torch.randn(w.shape[1], generator=torch.Generator().manual_seed(0)).to(w.device, w.dtype)
+    u = (weight.sqrt() * signs)[:, None]
+    for _ in range(4):
+        u = torch.bmm(torch.bmm(u, w), w.mT)
+        length = torch.linalg.vector_norm(u, dim=2, keepdim=True)
+        u = u / length.clamp_min(1e-30)
+    sigma2 = torch.maximum(length[:, 0, 0], total / w.shape[1]) * HEADROOM
+    return Start(a, torch.where(total > 0, sigma2, 1.0), total)
+
+
+def by_recipe(x: Tensor, steps: int) -> Tensor:
+    """The published recipe: divide by the Frobenius norm, then `steps` cubic Newton–Schulz steps on the tall side.
+
+    Kept as published, for comparison and for reproducing results: it converges too slowly to certify. A zero matrix
+    stays zero (published: NaN).
+    """
+    norm = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True)
+    x = (x / torch.where(norm == 0, 1.0, norm)).mT
+    for _ in range(steps):
+        x = 1.5 * x - 0.5 * (x @ (x.mT @ x))
+    return x.mT
+
+
+def by_schedule(x: Tensor, steps: tuple[schedules.Polynomial, ...]) -> Tensor:
+    """Apply fixed odd polynomials to a batch whose singular values are at most 1: products only, no branches.
+
+    This is what an accelerator runs, and what `torch.compile(fullgraph=True)` accepts.
+
+    >>> w = torch.randn(1, 20, 40, dtype=torch.float64)
+    >>> x = by_schedule(w / torch.linalg.matrix_norm(w), schedules.products(1e-3))
+    >>> torch.allclose(x @ x.mT, torch.eye(20, dtype=torch.float64), atol=2e-3)
+    True
+    """
+    for step in steps:
+        a = torch.bmm(x, x.mT)
+        if step.c:
+            x = torch.baddbmm(x, torch.baddbmm(a, a, a, beta=step.b, alpha=step.c), x, beta=step.a)
+        else:
+            x = torch.baddbmm(x, a, x, beta=step.a, alpha=step.b)
+    return x
+
+
+def by_products(w: Tensor, known: Start) -> Solved:
+    """Minimax quintics and a cubic: for small matrices and accelerators, where a factorisation costs many products.
+
+    Polynomials blow up beyond 1, so σ_max needs a rigorous bound and not an estimate: λ_max(A) ≤ ‖A²‖_F^½.
+    """
+    a = mirrored(known.a)
+    bound = torch.linalg.vector_norm(torch.bmm(a, a), dim=(1, 2)).pow(0.25) * (1 + 1e-4)
+    x = w / torch.where(known.norm2 > 0, bound, 1.0)[:, None, None]
+    steps = schedules.products(FLOOR[torch.float32])
+    return Solved.new(by_schedule(x, steps), len(steps))
+
+
+def by_halley(w: Tensor, known: Start, floor: float) -> Solved:
+    """Weighted Halley steps and a cubic: three steps for a spread of 1000, the cheapest on CPUs from n ≈ 100 on."""
+    step = schedules.halley(floor)
+    a = known.a
+    x, near_zero = halley_step(w, a, step, known.sigma2)
+    taken = 1
+    while step.reached < 0.96:
+        step = schedules.halley(step.reached)
+        x, _ = halley_step(x, gram(x, mirror=False, out=a), step)
+        taken += 1
+    last = schedules.centred(schedules.cubic(step.reached))
+    a = gram(x, mirror=True, out=a)
+    deficit = largest_deficit(a) if w.shape[1] >= WATCHED_FROM else None
+    a.mul_(last.b)
+    _diagonal(a).add_(last.a)
+    solved = Solved.new(torch.bmm(a, x), taken + 1)
+    solved.hard = near_zero > MANY * w.shape[1]
+    if deficit is not None:
+        solved.deficit = deficit
+    return solved
+
+
+def halley_step(x: Tensor, a: Tensor, step: schedules.Halley, sigma2: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """X ← (βI + α(I + cA)⁻¹)X/σ with A = XXᵀ/σ² (`a` is XXᵀ, destroyed), and how many directions still lie near zero.
+
+    The inverse is never formed: two triangular solves cost less than inverting and multiplying. That
+    tr (I + cA)⁻¹ = n − c‖L⁻¹X/σ‖²_F counts the directions that the step did not reach comes for free.
+    """
+    size = leaf(x.shape[1])
+    scale = torch.ones_like(x[:, 0, 0]) if sigma2 is None else sigma2
+    a.mul_((step.c / scale)[:, None, None])
+    _diagonal(a).add_(1)
+    factor(a, size)
+    y, z = x.clone(), torch.empty_like(x)
+    solve_lower(a, y, z, size)
+    near_zero = x.shape[1] - step.c / scale * torch.linalg.vector_norm(z, dim=(1, 2)).square()
+    solve_upper(a, z, y, size)
+    root = scale.rsqrt()[:, None, None]
+    return y.mul_(step.gain * root).addcmul_(x, step.shift * root), near_zero
+
+
+def by_gram(w: Tensor, known: Start, floor: float = GRAM_FLOOR) -> Solved:
+    """Two Halley steps on the n×n side, applied to W once: for m ≥ 1.5n, where products with W are what costs.
+
+    With P = (I + cA)⁻¹ the next Gram matrix is β²A + 2αβ(I − P)/c + α²(P − P²)/c: no product with X is needed.
+    Squared singular values leave float32 room for a spread of 20, which wide random matrices keep well within.
+    """
+    first = schedules.halley(floor)
+    a = mirrored(known.a).div_(known.sigma2[:, None, None])
+    p = a * first.c
+    _diagonal(p).add_(1)
+    p = inverse(p)
+    a.mul_(first.shift**2).add_(p, alpha=(first.gain**2 - 2 * first.gain * first.shift) / first.c)
+    a.add_(symmetric_product(p, p), alpha=-(first.gain**2) / first.c)
+    _diagonal(a).add_(2 * first.gain * first.shift / first.c)
+    deficit = largest_deficit(a)
+
+    low = min(first.reached, max(GRAM_REACHED, 1 - 1.1 * float(deficit.max())) ** 0.5)
+    second = schedules.halley(low)
+    middle = 2 / (1 + second.reached)
+    a.mul_(second.c)
+    _diagonal(a).add_(1)
+    q = inverse(a).mul_(second.gain)
+    _diagonal(q).add_(second.shift)
+    p.mul_(first.gain)
+    _diagonal(p).add_(first.shift)
+    q = symmetric_product(p, q).mul_((middle * known.sigma2.rsqrt())[:, None, None])
+    solved = Solved.new(torch.bmm(q, w), 2)
+    solved.hard, solved.deficit = 1 - 1.1 * deficit < GRAM_REACHED, torch.zeros_like(deficit)
+    return solved
+
+
+def by_one_step(w: Tensor, known: Start) -> Solved:
+    """A single Halley step, for `solver="fast"` on large square matrices: no more DfI than ten steps of the recipe.
+
+    Those multiply the smallest singular values by 1.5¹⁰/‖W‖_F; ours must lift by as much, relative to σ_max. A dense
+    spectrum, Gaussian or nearly so, keeps the recipe far from an isometry and one step suffices. Where many directions
+    lie near zero (and the others apart from them) the recipe does the others well, and a quintic step follows.
+    """
+    n = w.shape[1]
+    sigma2 = known.sigma2 / HEADROOM
+    lift_needed = float((sigma2 / known.norm2.clamp_min(torch.finfo(w.dtype).tiny)).max().sqrt()) * 1.5**10
+    candidates = [schedules.halley(floor) for floor in FAST_FLOORS]
+    step = next((each for each in candidates if each.shift + each.gain >= lift_needed), candidates[-1])
+    x, near_zero = halley_step(w, known.a, step, known.sigma2)
+    solved = Solved.new(x, 1)
+    # A few spikes over a dense bulk make the bulk look small, which is not the same as being parted from it.
+    spiked = (known.norm2 < 0.1 * n * sigma2) & (near_zero < 0.5 * n)
+    apart = (near_zero > 0.25 * n) & ~spiked
+    parted = apart.nonzero().flatten()
+    if len(parted):
+        x[parted] = by_schedule(x[parted], (schedules.centred(schedules.quintic(step.reached)),))
+        solved.steps[parted] += 1
+    x[~apart] *= 2 / (1 + step.reached)
+    return solved
+
+
+def by_eigh(w: Tensor) -> Solved:
+    """W ↦ (WWᵀ)^(-½)W by eigendecomposition in float64: for wide matrices of any spectrum, m ≥ 2n.
+
+    One float64 Gram matrix resolves singular values down to 3e-6 of the largest; `settle` rebuilds what is below.
+    """
+    x = torch.empty_like(w)
+    for one, out in zip(w, x, strict=True):  # one at a time: float64 copies of a whole chunk would double the memory
+        a = gram(one[None].double(), mirror=True)[0]
+        values, vectors = torch.linalg.eigh(a)
+        weight = torch.where(values > 1e-11 * values[-1], values.clamp_min(1e-300).rsqrt(), 0.0)
+        out.copy_(((vectors * weight) @ vectors.mT) @ one.double())  # in float32 small directions would drown
+    return Solved.new(x, 1)
+
+
+def by_svd(w: Tensor, *, complete: bool, seeds: Tensor) -> Solved:
+    """The reference, in float64: UVᵀ, with null directions taken from the seed and not from LAPACK's last bits."""
+    u, s, vh = torch.linalg.svd(w.double(), full_matrices=False)
+    small = s <= s[:, :1] * (torch.finfo(torch.float64).eps * w.shape[2])
+    x = (u * ~small[:, None]) @ vh
+    for i in small.any(1).nonzero().flatten().tolist() if complete else ():
+        x[i] = fill(x[i], u[i][:, small[i]].mT, int(seeds[i]))
+    solved = Solved.new(x.to(w.dtype), 1)
+    solved.null = small.sum(1, dtype=torch.int32)
+    measure(solved, complete=complete)
+    return solved
+
+
+def lift(w: Tensor, sigma2: Tensor) -> Tensor:
+    """One Halley step in float64: takes singular values from 1e-8 of the largest to where float32 can go on."""
+    wide = w.double()
+    return halley_step(wide, gram(wide, mirror=False), schedules.halley(FLOOR[torch.float64]), sigma2.double())[0]
+
+
+def measure(solved: Solved, *, complete: bool = True) -> None:
+    """Fill in the residual DfI/n; without `complete`, over the directions that W has."""
+    g = gram(solved.x, mirror=False)
+    _diagonal(g).sub_(1)
+    solved.residual = norm2(g) / g.shape[1]
+    if not complete:
+        solved.residual = solved.residual - solved.null / g.shape[1]
+
+
+def settle(
+    w: Tensor, solved: Solved, sigma2: Tensor, *, tol: float, complete: bool, seeds: Tensor, exact: bool, last: bool
+) -> None:
+    """Repair what is not yet an isometry, and mark as hard what should rather be solved again in float64.
+
+    A route that watched its largest deficit before the last step knows which matrices lack a direction. With `exact`
+    (and always where that is cheap) a Gram matrix measures every result, and what still falls short is repaired too.
+    With `last` no matrix is marked as hard because too much is missing.
+    """
+    n = w.shape[1]
+    # A cubic step leaves ¾e² of a deficit e; one direction may take up a third of the tolerance.
+    watched = ~solved.deficit.isnan()
+    short = watched & (0.75 * solved.deficit.square() > (0.3 * max(tol, CLOSE) * n) ** 0.5) & ~solved.hard
+    expected = torch.zeros_like(solved.steps)
+    for attempt in range(2):
+        for i in short.nonzero().flatten().tolist():
+            _repair(i, w, solved, sigma2, int(expected[i]), complete, int(seeds[i]), n if last else n // 4)
+        if not exact and n >= WATCHED_FROM and tol >= CLOSE and bool(watched.all()):
+            solved.residual = torch.zeros_like(solved.residual)
+            return
+        measure(solved, complete=complete)
+        polish(solved, max(tol, CLOSE), complete=complete)
+        short = (solved.residual > max(tol, CLOSE)) & ~solved.hard
+        expected = (solved.residual * n).int()
+        if attempt or not bool(short.any()):
+            break
+    polish(solved, tol, complete=complete)
+
+
+def _repair(
+    i: int, w: Tensor, solved: Solved, sigma2: Tensor, expected: int, complete: bool, seed: int, most: int
+) -> None:
+    """Rebuild the missing directions of one matrix, or mark it as hard if there are more than `most`."""
+    repaired = None
+    if expected <= most:
+        repaired = rebuild(
+            solved.x[i],
+            w[i],
+            sigma=float(sigma2[i].sqrt()),
+            expected=expected,
+            most=most,
+            threshold=2e-3,
+            seed=seed,
+            complete=complete,
+        )
+    if repaired is None:
+        solved.hard[i] = True
+    else:
+        solved.x[i], solved.null[i] = repaired.x, repaired.null
+
+
+def polish(solved: Solved, tol: float, *, complete: bool = True) -> None:
+    """Cubic steps, each squaring the error, while the residual is above `tol` and falls; not for missing directions."""
+    n = solved.x.shape[1]
+    for _ in range(3):
+        near = (solved.residual > tol) & (solved.residual < 0.3 / n) & ~solved.hard
+        index = near.nonzero().flatten()
+        if not len(index):
+            return
+        x = solved.x[index]
+        g = gram(x, mirror=True).mul_(-0.5)
+        _diagonal(g).add_(1.5)
+        better = Solved.new(torch.bmm(g, x), 1)
+        better.null = solved.null[index]
+        measure(better, complete=complete)
+        keep = better.residual < 0.5 * solved.residual[index]
+        index = index[keep]
+        solved.x[index], solved.residual[index] = better.x[keep], better.residual[keep]
+        solved.steps[index] += 1
+
+
+def largest_deficit(a: Tensor) -> Tensor:
+    """The largest eigenvalue, in size, of I − A by a short power iteration from four random rows."""
+    n = a.shape[1]
+    rows = torch.randn(4, n, generator=torch.Generator().manual_seed(1)).to(a.device, a.dtype).expand(a.shape[0], 4, n)
+    length = rows[:, :, :1]
+    for _ in range(5):
+        rows = torch.baddbmm(rows, rows, a.mT, alpha=-1)  # A is symmetric, and this form is the faster one
+        length = torch.linalg.vector_norm(rows, dim=2, keepdim=True)
+        rows = rows / length.clamp_min(1e-30)
+    return length.amax((1, 2))
+
+
+def _diagonal(a: Tensor) -> Tensor:
+    return a.diagonal(dim1=1, dim2=2)

@@ -1,0 +1,239 @@
+"""Health while training: one sample in every N optimizer steps, cheap enough to leave on.
+
+>>> import torch
+>>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+>>> optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+>>> with Monitor(net, optimizer, every=2) as monitor:
+...     for _ in range(4):
+...         optimizer.zero_grad()
+...         net(torch.ones(3, 4)).mean().backward()
+...         optimizer.step()
+>>> [sample.step for sample in monitor.history]
+[2, 4]
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from rekindle.blocks.finding import Found, find
+from rekindle.diagnosis.activity import Activity, Unmeasured, activity
+from rekindle.diagnosis.examination import Health, Reading
+from rekindle.diagnosis.hooks import cleaner
+from rekindle.diagnosis.sampling import Batch, Loss, Recorded
+from rekindle.diagnosis.verdict import Thresholds
+from rekindle.measures.matrices import Mode
+from rekindle.monitoring.sinks import Sink, send
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The health after one optimizer step."""
+
+    step: int
+    health: Health
+
+    def flat(self, prefix: str = "") -> dict[str, float]:
+        """Its numbers for a logger."""
+        return self.health.flat(prefix)
+
+
+class Monitor:
+    """Samples the health of a model every `every` steps of its optimizer, keeps it, and sends it to sinks.
+
+    The data are `batches`, or else the input of the forward pass before the sampled step; padding is left out
+    where an `attention_mask` says so. Gradient norms are those that the step used, and the effective learning
+    rate is ‖update‖/‖w‖ of that step. With `loss` gradient dormancy is measured on `batches` too, at the price of
+    a backward pass. A sample that fails warns and is skipped: watching must not stop a training run.
+
+    `reference` is an earlier Health; `set_reference()` takes the state of now, for example at the end of a task.
+
+    >>> layer = nn.Linear(2, 2)
+    >>> monitor = Monitor(layer, torch.optim.SGD(layer.parameters()), every=10)
+    >>> monitor.sample().health.verdict in ("healthy", "watch", "act")
+    True
+    >>> monitor.detach()
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        every: int = 100,
+        batches: Iterable[Batch] | None = None,
+        loss: Loss | None = None,
+        reference: Health | None = None,
+        sinks: Iterable[Sink] = (),
+        prefix: str = "health/",
+        mode: Mode = "cheap",
+        weights_every: int = 1,
+        history: int = 1000,
+        thresholds: Thresholds | None = None,
+    ) -> None:
+        if every < 1 or weights_every < 1:
+            raise ValueError(f"every and weights_every are positive numbers, got {every} and {weights_every}")
+        if loss is not None and batches is None:
+            raise ValueError("loss is given but batches is not: it could not be applied to a recorded input alone")
+        self.model, self.optimizer = model, optimizer
+        self.every, self.weights_every, self.mode, self.prefix = every, weights_every, mode, prefix
+        self.batches, self.loss, self.reference = batches, loss, reference
+        self.sinks = list(sinks)
+        self.thresholds = thresholds or Thresholds()
+        self.steps = 0
+        self.history: deque[Sample] = deque(maxlen=history)
+        self._handles: list[RemovableHandle] = []
+        self._input: Recorded | None = None
+        self._before: list[Tensor] | None = None
+        self._found: list[Found] | None = None
+        self._samples = 0
+        self._sampling = False
+        self.attach()
+
+    def attach(self) -> None:
+        """Begin to watch; a second call does nothing."""
+        if self._handles:
+            return
+        clean = cleaner(self.model)
+        names = {id(p): clean(name) for name, p in self.model.named_parameters()}
+        held = [p for group in self.optimizer.param_groups for p in group["params"]]
+        self._named = [(names[id(p)], p) for p in held if id(p) in names]
+        if held and not self._named:
+            raise ValueError("the optimizer holds none of this model's parameters: watch the model it trains")
+        self._handles = [
+            self.optimizer.register_step_pre_hook(self._before_step),
+            self.optimizer.register_step_post_hook(self._after_step),
+        ]
+        if self.batches is None:
+            self._handles.append(self.model.register_forward_pre_hook(self._on_forward, with_kwargs=True))
+
+    def detach(self) -> None:
+        """Stop watching; the history stays. Always possible, also twice."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._input = self._before = None
+
+    def __enter__(self) -> Monitor:
+        self.attach()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.detach()
+
+    @property
+    def last(self) -> Sample | None:
+        """The latest sample."""
+        return self.history[-1] if self.history else None
+
+    def set_reference(self, health: Health | None = None) -> Health:
+        """Judge from now on against `health`, or against a sample taken now."""
+        self.reference = self.sample().health if health is None else health
+        return self.reference
+
+    def sample(self) -> Sample:
+        """Measure now, whatever the step; errors are raised."""
+        began = time.perf_counter()
+        self._sampling = True
+        try:
+            reading = Reading(self.mode, self.thresholds.tau)
+            if self._samples % self.weights_every == 0:
+                if self._found is None:
+                    self._found = find(self.model)
+                reading.read_weights(self.model, self._found)
+            found = self._activity()
+            reading.add_activity(found)
+            self._add_step(reading)
+            health = reading.result(time.perf_counter() - began, self.thresholds).against(self.reference)
+        finally:
+            self._sampling = False
+        self._samples += 1
+        sample = Sample(self.steps, health)
+        self.history.append(sample)
+        if self.sinks:
+            send(self.sinks, self.steps, sample.flat(self.prefix))
+        return sample
+
+    def _activity(self) -> Activity:
+        batches = self.batches if self.batches is not None else [self._input] if self._input is not None else None
+        if batches is None:
+            reason = "no forward pass of this model was seen; give batches, or watch the module that is called"
+            return Activity((), unmeasured=(Unmeasured("", "activity", reason),))
+        return activity(self.model, batches, loss=self.loss, mode=self.mode, attention=self.mode == "full")
+
+    def _add_step(self, reading: Reading) -> None:
+        """What the step itself shows: gradients as they were used, and how far the weights went."""
+        held = [(name, p, p.grad) for name, p in self._named if p.grad is not None and not p.grad.is_sparse]
+        if held and not reading.gradients:
+            norms = torch.stack(torch._foreach_norm([grad for _, _, grad in held])).double()
+            reading.gradients = dict(zip([name for name, _, _ in held], norms.tolist(), strict=True))
+            reading.whole["gradient_norm"] = float(norms.norm())
+        if self._before is not None:
+            weights = [p.detach() for _, p in self._named]
+            moved = torch.stack(torch._foreach_norm(torch._foreach_sub(weights, self._before))).double()
+            sizes = torch.stack(torch._foreach_norm(self._before)).double()
+            if float(sizes.norm()) > 0:
+                reading.whole["effective_learning_rate"] = float(moved.norm() / sizes.norm())
+            for (name, _), ratio, size in zip(self._named, (moved / sizes).tolist(), sizes.tolist(), strict=True):
+                if size > 0:
+                    reading.steps[name] = ratio
+            self._before = None
+
+    def _due(self) -> bool:
+        return (self.steps + 1) % self.every == 0 and not self._sampling
+
+    def _on_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._due():
+            self._input = Recorded(args, kwargs)
+
+    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if self._due():
+            self._before = [p.detach().clone() for _, p in self._named]
+
+    def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        due = self._due()
+        self.steps += 1
+        if not due:
+            return
+        try:
+            self.sample()
+        except Exception as error:
+            warnings.warn(f"no health sample at step {self.steps}: {error}", RuntimeWarning, stacklevel=2)
+        # Not kept until the next sample: a batch on a GPU is memory.
+        self._input = self._before = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Steps, history and reference, as plain values."""
+        return {
+            "steps": self.steps,
+            "samples": self._samples,
+            "history": [{"step": sample.step, "health": sample.health.to_dict()} for sample in self.history],
+            "reference": None if self.reference is None else self.reference.to_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved state.
+
+        >>> layer = nn.Linear(2, 2)
+        >>> first = Monitor(layer, torch.optim.SGD(layer.parameters()))
+        >>> second = Monitor(layer, torch.optim.SGD(layer.parameters()))
+        >>> _ = first.sample(); second.load_state_dict(first.state_dict()); len(second.history)
+        1
+        """
+        self.steps, self._samples = state["steps"], state["samples"]
+        self.history.clear()
+        for each in state["history"]:
+            self.history.append(Sample(each["step"], Health.from_dict(each["health"])))
+        self.reference = None if state["reference"] is None else Health.from_dict(state["reference"])

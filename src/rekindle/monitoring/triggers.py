@@ -1,0 +1,402 @@
+"""When a method is applied: triggers that look at metrics and say why they fired, and the Schedule that obeys them.
+
+A trigger is called once a step with a mapping of metrics (a Health's `flat()`, a training loop's own numbers, or
+both) and answers with the reason, or None. A metric that is not there was not measured and fires nothing.
+
+>>> trigger = AnyOf(Every(3), DormancyAbove(0.5))
+>>> [trigger({"dormant": share}) for share in (0.1, 0.7, 0.1)]
+[None, 'dormant 0.7 > 0.5', 'every 3 steps']
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from rekindle.diagnosis.verdict import LEVELS
+
+if TYPE_CHECKING:
+    from rekindle.diagnosis.examination import Health
+    from rekindle.projection.receipt import Batch, Loss, Method, Receipt
+
+Metrics = Mapping[str, Any]
+
+
+class Trigger(ABC):
+    """Says when. `cooldown` steps must pass between two firings, and `most` caps their number.
+
+    A subclass answers `look`, which may keep its own state, and resets that state in `commit`, which is called
+    only if the trigger as a whole fired. `state_dict` holds its attributes that are named in `_kept`.
+    """
+
+    _kept: tuple[str, ...] = ()
+
+    def __init__(self, *, cooldown: int = 0, most: int | None = None) -> None:
+        if cooldown < 0:
+            raise ValueError(f"cooldown is a number of steps, got {cooldown}")
+        if most is not None and most < 0:
+            raise ValueError(f"most is a number of firings, got {most}")
+        self.cooldown, self.most = cooldown, most
+        self.step, self.firings = 0, 0
+        self._last: int | None = None
+
+    def __call__(self, metrics: Metrics | Health) -> str | None:
+        """One step: the reason if it fires, else None."""
+        reason = self.consider(_flat(metrics))
+        if reason is not None:
+            self.fire()
+        return reason
+
+    def consider(self, metrics: Metrics) -> str | None:
+        """One step without firing: what a trigger that contains this one asks."""
+        self.step += 1
+        reason = self.look(metrics)
+        rested = self._last is None or self.step - self._last > self.cooldown
+        return reason if rested and (self.most is None or self.firings < self.most) else None
+
+    def fire(self) -> None:
+        """The reason given at this step was followed."""
+        self.firings += 1
+        self._last = self.step
+        self.commit()
+
+    @abstractmethod
+    def look(self, metrics: Metrics) -> str | None:
+        """The reason to fire now, or None."""
+
+    def commit(self) -> None:
+        """Start anew after a firing; most triggers have nothing to do."""
+        return
+
+    def state_dict(self) -> dict[str, Any]:
+        """What must be saved to go on later.
+
+        >>> every = Every(2)
+        >>> every({}), every.state_dict()["step"]
+        (None, 1)
+        """
+        kept = {name: getattr(self, name) for name in self._kept}
+        return {"step": self.step, "firings": self.firings, "last": self._last, **kept}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved state."""
+        missing = {"step", "firings", "last", *self._kept} - state.keys()
+        if missing:
+            raise ValueError(f"this is not the state of {type(self).__name__}: {sorted(missing)} missing")
+        self.step, self.firings, self._last = state["step"], state["firings"], state["last"]
+        for name in self._kept:
+            setattr(self, name, state[name])
+
+
+class AtBoundary(Trigger):
+    """Where a task ends: `metrics["boundary"]` is true, or `metrics["task"]` differs from the step before.
+
+    >>> trigger = AtBoundary()
+    >>> [trigger({"task": task}) for task in (0, 0, 1)]
+    [None, None, 'task 0 → 1']
+    """
+
+    _kept = ("task",)
+
+    def __init__(self, *, cooldown: int = 0, most: int | None = None) -> None:
+        super().__init__(cooldown=cooldown, most=most)
+        self.task: Any = None
+
+    def look(self, metrics: Metrics) -> str | None:
+        """True boundary, or another task than before."""
+        before, self.task = self.task, metrics.get("task", self.task)
+        if metrics.get("boundary"):
+            return "task boundary"
+        return f"task {before} → {self.task}" if before is not None and self.task != before else None
+
+
+class Every(Trigger):
+    """Every `n` steps.
+
+    >>> trigger = Every(2)
+    >>> [trigger({}) for _ in range(4)]
+    [None, 'every 2 steps', None, 'every 2 steps']
+    """
+
+    def __init__(self, n: int, *, cooldown: int = 0, most: int | None = None) -> None:
+        super().__init__(cooldown=cooldown, most=most)
+        if n < 1:
+            raise ValueError(f"n is a positive number of steps, got {n}")
+        self.n = n
+
+    def look(self, metrics: Metrics) -> str | None:
+        """Whether the step count is a multiple of n."""
+        return f"every {self.n} steps" if self.step % self.n == 0 else None
+
+
+class Plateau(Trigger):
+    """No improvement of `key` by more than `min_delta` over `patience` looks at it; counts anew after a firing.
+
+    >>> trigger = Plateau(patience=2)
+    >>> [trigger({"loss": loss}) for loss in (3.0, 2.0, 2.5, 2.0)]
+    [None, None, None, 'loss not below 2 for 2 looks']
+    """
+
+    _kept = ("best", "waited")
+
+    def __init__(
+        self,
+        patience: int,
+        min_delta: float = 0.0,
+        *,
+        key: str = "loss",
+        higher_is_better: bool = False,
+        cooldown: int = 0,
+        most: int | None = None,
+    ) -> None:
+        super().__init__(cooldown=cooldown, most=most)
+        if patience < 1:
+            raise ValueError(f"patience is a positive number of looks, got {patience}")
+        if min_delta < 0:
+            raise ValueError(f"min_delta cannot be negative, got {min_delta}")
+        self.patience, self.min_delta, self.key, self.higher_is_better = patience, min_delta, key, higher_is_better
+        self.best: float | None = None
+        self.waited = 0
+
+    def look(self, metrics: Metrics) -> str | None:
+        """Count looks since the best value."""
+        value = _number(metrics, self.key)
+        if value is None:
+            return None
+        gain = math.inf if self.best is None else (value - self.best) * (1 if self.higher_is_better else -1)
+        # NaN is no improvement.
+        if gain > self.min_delta and not math.isnan(value):
+            self.best, self.waited = value, 0
+            return None
+        self.waited += 1
+        if self.waited < self.patience:
+            return None
+        where = "above" if self.higher_is_better else "below"
+        best = "any number" if self.best is None else f"{self.best:g}"
+        return f"{self.key} not {where} {best} for {self.waited} looks"
+
+    def commit(self) -> None:
+        """Forget the best value: the model that reached it is gone."""
+        self.best, self.waited = None, 0
+
+
+class _Threshold(Trigger):
+    """One metric against one number."""
+
+    above = True
+
+    def __init__(self, threshold: float, *, key: str, cooldown: int = 0, most: int | None = None) -> None:
+        super().__init__(cooldown=cooldown, most=most)
+        self.threshold, self.key = threshold, key
+
+    def look(self, metrics: Metrics) -> str | None:
+        """Whether the metric is past the threshold."""
+        value = _number(metrics, self.key)
+        if value is None or not (value > self.threshold if self.above else value < self.threshold):
+            return None
+        return f"{self.key} {value:g} {'>' if self.above else '<'} {self.threshold:g}"
+
+
+class DormancyAbove(_Threshold):
+    """More than this share of all units is dormant (`dormant`, or `dormant_worst` for the worst layer).
+
+    >>> DormancyAbove(0.3)({"dormant": 0.4})
+    'dormant 0.4 > 0.3'
+    """
+
+    def __init__(self, share: float, *, key: str = "dormant", cooldown: int = 0, most: int | None = None) -> None:
+        super().__init__(share, key=key, cooldown=cooldown, most=most)
+
+
+class RankBelow(_Threshold):
+    """The lowest feature rank, as a share of what is possible, is below this.
+
+    >>> RankBelow(0.1)({"feature_rank_worst": 0.02})
+    'feature_rank_worst 0.02 < 0.1'
+    """
+
+    above = False
+
+    def __init__(
+        self, share: float, *, key: str = "feature_rank_worst", cooldown: int = 0, most: int | None = None
+    ) -> None:
+        super().__init__(share, key=key, cooldown=cooldown, most=most)
+
+
+class DfIAbove(_Threshold):
+    """The mean scale-free deviation from isometry per dimension is above this (a Gaussian square matrix has 1).
+
+    >>> DfIAbove(5)({"dfi_scale_free": 8.0})
+    'dfi_scale_free 8 > 5'
+    """
+
+    def __init__(
+        self, value: float, *, key: str = "dfi_scale_free", cooldown: int = 0, most: int | None = None
+    ) -> None:
+        super().__init__(value, key=key, cooldown=cooldown, most=most)
+
+
+class GradientVanished(_Threshold):
+    """The norm of the whole gradient is below this.
+
+    >>> GradientVanished(1e-6)({"gradient_norm": 0.0})
+    'gradient_norm 0 < 1e-06'
+    """
+
+    above = False
+
+    def __init__(
+        self, norm: float = 1e-6, *, key: str = "gradient_norm", cooldown: int = 0, most: int | None = None
+    ) -> None:
+        super().__init__(norm, key=key, cooldown=cooldown, most=most)
+
+
+class VerdictIs(Trigger):
+    """The verdict of a Health is at least this.
+
+    >>> VerdictIs("act")({"verdict": 2.0})
+    'verdict act'
+    """
+
+    def __init__(self, level: str = "act", *, cooldown: int = 0, most: int | None = None) -> None:
+        super().__init__(cooldown=cooldown, most=most)
+        if level not in LEVELS:
+            raise ValueError(f"level is one of {LEVELS}, got {level!r}")
+        self.level = level
+
+    def look(self, metrics: Metrics) -> str | None:
+        """Compare the level's number."""
+        value = _number(metrics, "verdict")
+        if value is None or not value >= LEVELS.index(self.level):
+            return None
+        return f"verdict {LEVELS[int(value)]}"
+
+
+class _Joined(Trigger):
+    """Several triggers that are all asked at every step, so that each keeps its own count."""
+
+    def __init__(self, *triggers: Trigger, cooldown: int = 0, most: int | None = None) -> None:
+        super().__init__(cooldown=cooldown, most=most)
+        if not triggers:
+            raise ValueError(f"{type(self).__name__} needs at least one trigger")
+        self.triggers = triggers
+        self._spoke: list[Trigger] = []
+
+    def _reasons(self, metrics: Metrics) -> list[str]:
+        found = [(trigger, trigger.consider(metrics)) for trigger in self.triggers]
+        self._spoke = [trigger for trigger, reason in found if reason is not None]
+        return [reason for _, reason in found if reason is not None]
+
+    def commit(self) -> None:
+        """Those that spoke have fired."""
+        for trigger in self._spoke:
+            trigger.fire()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Its own and its members' state."""
+        return {**super().state_dict(), "triggers": [trigger.state_dict() for trigger in self.triggers]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved state of as many members."""
+        members = state.get("triggers", ())
+        if len(members) != len(self.triggers):
+            raise ValueError(f"the state is of {len(members)} triggers, here are {len(self.triggers)}")
+        super().load_state_dict(state)
+        for trigger, each in zip(self.triggers, members, strict=True):
+            trigger.load_state_dict(each)
+
+
+class AnyOf(_Joined):
+    """Fires where one of its triggers would.
+
+    >>> AnyOf(Every(1), GradientVanished())({"gradient_norm": 1.0})
+    'every 1 steps'
+    """
+
+    def look(self, metrics: Metrics) -> str | None:
+        """All reasons there are."""
+        return " and ".join(self._reasons(metrics)) or None
+
+
+class AllOf(_Joined):
+    """Fires where all of its triggers would.
+
+    >>> AllOf(Every(1), DormancyAbove(0.5))({"dormant": 0.2}) is None
+    True
+    """
+
+    def look(self, metrics: Metrics) -> str | None:
+        """All reasons, if none is missing."""
+        reasons = self._reasons(metrics)
+        return " and ".join(reasons) if len(reasons) == len(self.triggers) else None
+
+
+@dataclass(frozen=True)
+class Firing:
+    """When a schedule applied its method, and why."""
+
+    step: int
+    reason: str
+
+
+class Schedule:
+    """A method, applied where a trigger says so.
+
+    >>> from rekindle.projection.receipt import Receipt
+    >>> schedule = Schedule(lambda model, optimizer=None, **more: Receipt("nothing"), Every(2))
+    >>> [schedule.step(nn.Linear(1, 1), None, {}) is not None for _ in range(4)]
+    [False, True, False, True]
+    >>> schedule.firings[0]
+    Firing(step=2, reason='every 2 steps')
+    """
+
+    def __init__(self, method: Method, trigger: Trigger) -> None:
+        self.method, self.trigger = method, trigger
+        self.firings: list[Firing] = []
+
+    def step(
+        self,
+        model: nn.Module,
+        optimizer: Any,
+        metrics: Metrics | Health,
+        *,
+        batches: Iterable[Batch] | None = None,
+        loss: Loss | None = None,
+    ) -> Receipt | None:
+        """Ask the trigger once; if it fires, apply the method and give its receipt."""
+        reason = self.trigger.consider(_flat(metrics))
+        if reason is None:
+            return None
+        receipt = self.method(model, optimizer, batches=batches, loss=loss)
+        # Only now: a method that refused has not been applied.
+        self.trigger.fire()
+        self.firings.append(Firing(self.trigger.step, reason))
+        return receipt
+
+    def state_dict(self) -> dict[str, Any]:
+        """The trigger's state, the firings, and the method's own state if it has one."""
+        state: dict[str, Any] = {"trigger": self.trigger.state_dict(), "firings": [asdict(f) for f in self.firings]}
+        if hasattr(self.method, "state_dict"):
+            state["method"] = self.method.state_dict()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved state."""
+        self.trigger.load_state_dict(state["trigger"])
+        self.firings = [Firing(**each) for each in state["firings"]]
+        if "method" in state and hasattr(self.method, "load_state_dict"):
+            self.method.load_state_dict(state["method"])
+
+
+def _flat(metrics: Metrics | Health) -> Metrics:
+    return metrics if isinstance(metrics, Mapping) else metrics.flat()
+
+
+def _number(metrics: Metrics, key: str) -> float | None:
+    value = metrics.get(key)
+    return None if value is None else float(value)

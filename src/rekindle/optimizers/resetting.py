@@ -1,0 +1,360 @@
+"""The state that an optimizer keeps for parameters that changed.
+
+After a projection the moments in an optimizer belong to weights that no longer exist. `reset` starts the slots of the
+changed parameters afresh, in place, so that their next step is the one a new optimizer would take, and leaves every
+other parameter's slots alone. `check` finds everything that could go wrong before anything is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from rekindle.optimizers.slots import MASTER_NAMES, ONE_HISTORY, Group, Slot, register, slots, unwrap
+
+__all__ = ["Policy", "StateReset", "check", "register", "reset", "reset_rows", "snapshot", "unwrap"]
+
+Policy = Literal["fresh", "moments", "step", "none"]
+Index = Tensor | Iterable[int] | None
+
+
+@dataclass(frozen=True)
+class StateReset:
+    """What happened to the optimizer state of the changed parameters.
+
+    `matched` counts the slots that these parameters had (an Adam parameter has three), `reset` those that were
+    started afresh, `masters` the float32 copies of weights that were updated. `parameters` were found in the
+    optimizers; `without_state` of them had not been stepped yet. `dropped` names optimizers whose one shared
+    history (LBFGS) was dropped as a whole.
+
+    >>> StateReset("fresh", ("AdamW",), parameters=2, matched=6, reset=6) + StateReset("fresh", ("SGD",))
+    StateReset(policy='fresh', optimizers=('AdamW', 'SGD'), parameters=2, matched=6, reset=6, ...)
+    """
+
+    policy: str
+    optimizers: tuple[str, ...] = ()
+    parameters: int = 0
+    matched: int = 0
+    reset: int = 0
+    masters: int = 0
+    without_state: int = 0
+    dropped: tuple[str, ...] = ()
+
+    def __add__(self, other: StateReset) -> StateReset:
+        return StateReset(
+            self.policy,
+            tuple(dict.fromkeys(self.optimizers + other.optimizers)),
+            self.parameters + other.parameters,
+            self.matched + other.matched,
+            self.reset + other.reset,
+            self.masters + other.masters,
+            self.without_state + other.without_state,
+            tuple(dict.fromkeys(self.dropped + other.dropped)),
+        )
+
+    def __str__(self) -> str:
+        if self.policy == "none" or not self.optimizers:
+            return "optimizer state left as it was"
+        text = f"{self.reset} of {self.matched} slots of {self.parameters} parameters reset"
+        if self.without_state:
+            text += f" ({self.without_state} not stepped yet)"
+        if self.masters:
+            text += f", {self.masters} master copies updated"
+        if self.dropped:
+            text += f", the whole history of {', '.join(self.dropped)} dropped"
+        return f"{text}, policy {self.policy!r}, {', '.join(self.optimizers)}"
+
+
+def check(optimizers: Any, parameters: Mapping[str, Parameter], policy: str = "fresh") -> None:
+    """Raise if `reset` with the same arguments could not be done wholly; write nothing.
+
+    >>> weight, stray = torch.nn.Parameter(torch.ones(2, 2)), torch.nn.Parameter(torch.ones(2, 2))
+    >>> check(torch.optim.Adam([weight]), {"weight": weight, "stray": stray})
+    Traceback (most recent call last):
+    ValueError: 'stray' changes but is in none of the given optimizers (Adam)...
+    """
+    if policy not in get_args(Policy):
+        raise ValueError(f"optimizer_state={policy!r} is not one of {', '.join(map(repr, get_args(Policy)))}")
+    opened = unwrap(optimizers)
+    if not opened:
+        return
+    members = {id(p) for optimizer in opened for group in optimizer.param_groups for p in group["params"]}
+    for name, parameter in parameters.items():
+        if parameter.requires_grad and id(parameter) not in members:
+            classes = ", ".join(type(optimizer).__name__ for optimizer in opened)
+            raise ValueError(
+                f"{name!r} changes but is in none of the given optimizers ({classes}): pass the optimizer that "
+                "trains it too (a list is accepted), or leave it out with exclude="
+            )
+    for optimizer in opened:
+        for name, parameter, group in _held(optimizer, parameters):
+            if not isinstance(optimizer, ONE_HISTORY):
+                _check_slots(optimizer, name, parameter, group, policy)
+        _check_fused_dampening(optimizer, parameters, policy)
+
+
+def reset(optimizers: Any, parameters: Mapping[str, Parameter], *, policy: str = "fresh") -> StateReset:
+    """Reset the slots of changed `parameters` (name → Parameter) in place, and count them.
+
+    policy: "fresh" makes the next step that of a new optimizer with the same settings; "moments" forgets the
+    gradients but keeps the step count (Adam then takes 3–6.5 times too large a step); "step" resets the count
+    only; "none" leaves all. Master copies of weights are brought up to date whatever the policy.
+
+    >>> weight = torch.nn.Parameter(torch.ones(2, 2))
+    >>> adam = torch.optim.Adam([weight])
+    >>> weight.sum().backward(); adam.step()
+    >>> reset(adam, {"weight": weight}).reset
+    3
+    >>> adam.state[weight]["step"].item()
+    0.0
+    """
+    check(optimizers, parameters, policy)
+    total = StateReset(policy)
+    for optimizer in unwrap(optimizers):
+        label = type(optimizer).__name__
+        held = list(_held(optimizer, parameters))
+        done = StateReset(policy, (label,), parameters=len(held))
+        if isinstance(optimizer, ONE_HISTORY):
+            done += _drop_history(optimizer, held, policy, label)
+        else:
+            for _, parameter, group in held:
+                done += _reset_one(optimizer, parameter, group, policy)
+        total += done
+    return total
+
+
+def reset_rows(
+    optimizers: Any,
+    parameter: Parameter,
+    rows: Index = None,
+    columns: Index = None,
+    *,
+    row_dim: int = 0,
+    column_dim: int = 1,
+    second_moment: Literal["mean", "zero"] = "mean",
+    name: str = "parameter",
+) -> StateReset:
+    """Reset the state of the given rows (along `row_dim`) and columns (along `column_dim`) of one parameter.
+
+    rows, columns: indices or a boolean mask. First moments start over; second moments take the mean of the rows (or
+    columns) that are not reset, or start over with `second_moment="zero"`; master copies take the new weights. The
+    step count stays: Adam counts steps per parameter, so single rows cannot become quite fresh, and with a zero
+    second moment their next steps would be 3–6.5 times too large. LBFGS drops its whole history. Slots are counted
+    once each, as in `reset`.
+
+    >>> weight = torch.nn.Parameter(torch.ones(3, 2))
+    >>> adam = torch.optim.Adam([weight])
+    >>> (weight * torch.tensor([[1.0], [2.0], [3.0]])).sum().backward(); adam.step()
+    >>> reset_rows(adam, weight, rows=[0]).reset
+    2
+    >>> state = adam.state[weight]
+    >>> state["exp_avg"][0].tolist(), bool((state["exp_avg_sq"][0] == state["exp_avg_sq"][1:].mean(0)).all())
+    ([0.0, 0.0], True)
+    """
+    if second_moment not in ("mean", "zero"):
+        raise ValueError(f"second_moment={second_moment!r} is neither 'mean' nor 'zero'")
+    check(optimizers, {name: parameter}, "step")
+    places = [
+        (dim, _positions(index, parameter, dim, name))
+        for dim, index in ((row_dim, rows), (column_dim, columns))
+        if index is not None
+    ]
+    places = [(dim, index) for dim, index in places if index.numel()]
+    total = StateReset("rows")
+    if not places:
+        return total
+    for optimizer in unwrap(optimizers):
+        group = next((g for g in optimizer.param_groups if any(p is parameter for p in g["params"])), None)
+        if group is None:
+            continue
+        if isinstance(optimizer, ONE_HISTORY):
+            total += reset(optimizer, {name: parameter})
+            continue
+        state = optimizer.state.get(parameter, {})
+        touched = masters = 0
+        for key, slot in slots(optimizer, parameter).items():
+            start = slot.begin(optimizer, group)
+            if state[key] is not None and _reset_places(state[key], slot, start, parameter, places, second_moment):
+                masters += slot.kind == "master"
+                touched += slot.kind != "master"
+        total += StateReset(
+            "rows", (type(optimizer).__name__,), 1, len(state), touched, masters, without_state=int(not state)
+        )
+    return total
+
+
+def snapshot(optimizers: Any, parameters: Mapping[str, Parameter]) -> Callable[[], None]:
+    """Copy the slots of `parameters`; calling the result puts them back into the same tensors.
+
+    >>> weight = torch.nn.Parameter(torch.ones(2, 2))
+    >>> sgd = torch.optim.SGD([weight], momentum=0.9)
+    >>> weight.sum().backward(); sgd.step()
+    >>> restore = snapshot(sgd, {"weight": weight})
+    >>> _ = reset(sgd, {"weight": weight})
+    >>> restore()
+    >>> sgd.state[weight]["momentum_buffer"].sum().item()
+    4.0
+    """
+    kept: list[tuple[dict[str, Any], dict[str, Any], dict[str, Tensor]]] = []
+    for optimizer in unwrap(optimizers):
+        owners = [parameter for _, parameter, _ in _held(optimizer, parameters)]
+        if owners and isinstance(optimizer, ONE_HISTORY):
+            owners = list(optimizer.state)
+        for owner in owners:
+            state = optimizer.state.get(owner)
+            if state:
+                copies = {key: value.clone() for key, value in state.items() if isinstance(value, Tensor)}
+                kept.append((state, dict(state), copies))
+
+    def restore() -> None:
+        for state, entries, copies in kept:
+            state.clear()
+            state.update(entries)
+            for key, copy in copies.items():
+                state[key].copy_(copy)
+
+    return restore
+
+
+def _held(optimizer: Optimizer, parameters: Mapping[str, Parameter]) -> Iterator[tuple[str, Parameter, Group]]:
+    names = {id(parameter): name for name, parameter in reversed(list(parameters.items()))}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if id(parameter) in names:
+                yield names[id(parameter)], parameter, group
+
+
+def _check_slots(optimizer: Optimizer, name: str, parameter: Parameter, group: Group, policy: str) -> None:
+    label = type(optimizer).__name__
+    if policy == "none":
+        return
+    how = f"rekindle.optimizers.register({label}, fresh={{...}}) with the start value of each slot"
+    try:
+        slots(optimizer, parameter)
+    except KeyError as error:
+        if error.args[0] == label:
+            raise ValueError(
+                f"the state of {label} for {name!r} is not known how to reset: call {how}, "
+                "or pass optimizer_state='none'"
+            ) from None
+        raise ValueError(f"{label} keeps an unknown slot {error.args[0]!r} for {name!r}: call {how}") from None
+
+
+def _check_fused_dampening(optimizer: Optimizer, parameters: Mapping[str, Parameter], policy: str) -> None:
+    if policy not in ("fresh", "moments") or not isinstance(optimizer, torch.optim.SGD):
+        return
+    changed = {id(parameter) for parameter in parameters.values()}
+    for group in optimizer.param_groups:
+        if not (group.get("fused") and group.get("dampening")):
+            continue
+        stepped = [p for p in group["params"] if optimizer.state.get(p, {}).get("momentum_buffer") is not None]
+        touched = [p for p in stepped if id(p) in changed]
+        if touched and len(touched) < len(stepped):
+            # torch's fused SGD takes the buffers of a group as all there or all absent.
+            raise ValueError(
+                "SGD(fused=True, dampening≠0) cannot start some parameters of a group afresh and keep others: "
+                "use foreach=True, put the changed parameters in a group of their own, or optimizer_state='none'"
+            )
+
+
+def _starts_over(slot: Slot, policy: str) -> bool:
+    if policy == "fresh":
+        return slot.kind != "master"
+    return slot.kind in {"moments": ("moment", "second", "average"), "step": ("count",)}.get(policy, ())
+
+
+def _reset_one(optimizer: Optimizer, parameter: Parameter, group: Group, policy: str) -> StateReset:
+    state = optimizer.state.get(parameter)
+    if not state:
+        return StateReset(policy, without_state=1)
+    try:
+        known = slots(optimizer, parameter)
+    except KeyError:  # only policy "none" gets here
+        known = {name: Slot("master") for name in state if name in MASTER_NAMES}
+    matched = started = masters = 0
+    with torch.no_grad():
+        for name, slot in known.items():
+            if state[name] is None:
+                continue
+            matched += 1
+            if slot.kind == "master" or (slot.kind == "average" and policy == "moments"):
+                state[name].copy_(parameter.detach())
+                masters += slot.kind == "master"
+                started += slot.kind == "average"
+            elif _starts_over(slot, policy):
+                _start(state, name, slot.begin(optimizer, group))
+                started += 1
+    return StateReset(policy, matched=matched, reset=started, masters=masters)
+
+
+def _start(state: dict[str, Any], name: str, start: Any) -> None:
+    if start is None:
+        del state[name]
+    elif isinstance(state[name], Tensor):
+        state[name].fill_(start)  # in place: a captured CUDA graph holds this very tensor
+    else:
+        state[name] = type(state[name])(start)
+
+
+def _drop_history(
+    optimizer: Optimizer, held: Iterable[tuple[str, Parameter, Group]], policy: str, label: str
+) -> StateReset:
+    if policy == "none" or not list(held):
+        return StateReset(policy)
+    matched = sum(len(state) for state in optimizer.state.values())
+    for state in optimizer.state.values():
+        state.clear()
+    return StateReset(policy, matched=matched, reset=matched, dropped=(label,) if matched else ())
+
+
+def _positions(index: Index, parameter: Parameter, dim: int, name: str) -> Tensor:
+    if not -parameter.ndim <= dim < parameter.ndim:
+        raise ValueError(f"{name!r} of shape {tuple(parameter.shape)} has no dimension {dim}")
+    size = parameter.shape[dim]
+    places = torch.as_tensor(index if isinstance(index, Tensor) else list(index or ()), device=parameter.device)
+    if places.dtype == torch.bool:
+        if places.shape != (size,):
+            raise ValueError(f"the mask for {name!r} has shape {tuple(places.shape)}, expected ({size},)")
+        return places.nonzero().flatten()
+    places = places.long()
+    if places.numel() and (int(places.min()) < 0 or int(places.max()) >= size):
+        raise IndexError(f"{name!r} has {size} entries along dimension {dim}, indices go up to {int(places.max())}")
+    return places
+
+
+def _reset_places(
+    value: Any,
+    slot: Slot,
+    start: Any,
+    parameter: Parameter,
+    places: list[tuple[int, Tensor]],
+    second_moment: str,
+) -> bool:
+    if not isinstance(value, Tensor) or value.ndim != parameter.ndim or slot.kind == "count":
+        return False
+    done = False
+    with torch.no_grad():
+        for dim, index in places:
+            if value.shape[dim] != parameter.shape[dim]:
+                continue  # Adafactor's row and column factors have no such direction
+            done = True
+            if slot.kind in ("master", "average"):
+                value.index_copy_(dim, index, parameter.detach().index_select(dim, index).to(value.dtype))
+            elif slot.kind == "second" and second_moment == "mean" and torch.unique(index).numel() < value.shape[dim]:
+                value.index_copy_(dim, index, _living_mean(value, dim, index))
+            else:
+                value.index_fill_(dim, index, 0.0 if start is None else start)
+    return done
+
+
+def _living_mean(value: Tensor, dim: int, index: Tensor) -> Tensor:
+    living = torch.ones(value.shape[dim], dtype=torch.bool, device=value.device)
+    living[index] = False
+    mean = value.index_select(dim, living.nonzero().flatten()).mean(dim, keepdim=True)
+    return mean.expand(*(index.numel() if d == dim % value.ndim else size for d, size in enumerate(value.shape)))

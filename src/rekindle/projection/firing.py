@@ -1,0 +1,364 @@
+"""FIRE: every planned weight matrix is replaced by its nearest isometry, scaled.
+
+`fire` is the verb for a live model: plan, check everything, solve and write, tidy the optimizer, say what happened.
+`execute` is its middle, and all that a store other than a live model needs: it reads, solves and writes block after
+block, so that no more than a chunk of solutions is ever in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from rekindle.blocks.finding import Block
+from rekindle.engine.isometry import Certificate, Solver, Source, solve
+from rekindle.optimizers import resetting as optimizers
+from rekindle.projection.cost import Meter
+from rekindle.projection.planning import Entry, Plan
+from rekindle.projection.planning import plan as make_plan
+from rekindle.projection.recalibration import recalibrate as recalibrate_statistics
+from rekindle.projection.recalibration import training_layers
+from rekindle.projection.receipt import BlockRecord, MethodError, Receipt
+from rekindle.projection.records import Measuring, record
+from rekindle.projection.stores import LiveStore, Store
+
+__all__ = ["LiveStore", "Store", "execute", "fire"]
+
+
+def fire(
+    model: nn.Module,
+    optimizer: Any = None,
+    *,
+    targets: Any = "auto",
+    scale: str | float = "paper",
+    strength: float = 1.0,
+    solver: Solver = "auto",
+    tol: float = 1e-6,
+    steps: int | None = None,
+    complete: bool = True,
+    seed: int = 0,
+    optimizer_state: str = "fresh",
+    mirrors: nn.Module | Iterable[nn.Module] = (),
+    biases: Literal["keep", "zero"] = "keep",
+    measure: Measuring = "cheap",
+    atomic: bool = False,
+    recalibrate: Iterable[Any] | None = None,
+    plan: Plan | None = None,
+    **planning: Any,
+) -> Receipt:
+    """Replace the targeted weight matrices W of `model` by s·Q, Q the nearest isometry, in place.
+
+    optimizer: one, a list, or accelerate's or lightning's wrapper; the state of changed parameters is treated as
+        `optimizer_state` says: "fresh", "moments", "step" or "none" (`rekindle.optimizers.reset`).
+    targets, scale and further keywords (include, exclude, heads, split_heads, …) make the plan, see
+        `rekindle.plan`; or pass one with `plan=` and it is executed exactly.
+    strength: t in (0, 1]: W ← (1 − t)·W + t·s·Q.
+    solver, tol, steps, complete, seed: see `rekindle.polar`. A matrix that misses `tol` is solved again by float64
+        SVD, unless the number of steps was asked for.
+    mirrors: target or EMA networks that get the same weights, matched by name.
+    biases: "zero" also zeroes the biases of the projected layers (a ReLU that is dead by its bias survives FIRE).
+    measure: "cheap" takes the receipt's numbers from the solver's own products, "full" adds spectra and ranks.
+    atomic: keep a copy of everything that changes and put it back if anything fails.
+    recalibrate: batches for new BatchNorm statistics, see `rekindle.projection.recalibration`.
+
+    Everything that can be checked is checked before the first write. A failure after it raises `MethodError`, whose
+    `receipt` says what had been changed.
+
+    >>> model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4), nn.ReLU(), nn.Linear(4, 2))
+    >>> receipt = fire(model, torch.optim.Adam(model.parameters()))
+    >>> receipt.changed
+    ('0.weight', '2.weight')
+    >>> w = model[0].weight
+    >>> torch.allclose(w.T @ w, 16 / 8 * torch.eye(8), atol=1e-3)
+    True
+    """
+    meter = Meter()
+    _check_options(strength, measure)
+    if plan is None:
+        plan = make_plan(model, targets=targets, scale=scale, measure=False, **planning)
+    elif planning or targets != "auto" or scale != "paper":
+        raise ValueError("plan= already holds targets, scale and the like: pass either the plan or those")
+    store = LiveStore(model, plan.selected, mirrors=mirrors, biases=biases)
+    solving: dict[str, Any] = {"solver": solver, "tol": tol, "steps": steps, "complete": complete, "seed": seed}
+    plan = _without_refused(plan, store, strength, solving)
+    optimizers.check(optimizer, store.parameters(entry.name for entry in plan.selected), optimizer_state)
+    restore = _snapshot(model, optimizer, store, recalibrate is not None) if atomic else None
+    receipt = Receipt("fire")
+    try:
+        try:
+            receipt = execute(plan, store, strength=strength, measure=measure, **solving)
+        except MethodError as error:
+            error.receipt = _finish(error.receipt, store, optimizer, optimizer_state)
+            raise
+        receipt = _finish(receipt, store, optimizer, optimizer_state)
+        if recalibrate is not None:
+            receipt = _recalibrated(model, recalibrate, receipt)
+    except BaseException as error:
+        if restore is not None:
+            restore()
+            if isinstance(error, MethodError):
+                raise MethodError(f"{error}; everything was put back", Receipt("fire")) from error
+        raise
+    settings = {**receipt.settings, "optimizer_state": optimizer_state, "biases": biases, "atomic": atomic}
+    return replace(receipt, settings=settings, seconds=meter.seconds, memory=meter.memory)
+
+
+def execute(
+    plan: Plan,
+    store: Store,
+    *,
+    strength: float = 1.0,
+    solver: Solver = "auto",
+    tol: float = 1e-6,
+    steps: int | None = None,
+    complete: bool = True,
+    seed: int = 0,
+    measure: Measuring = "cheap",
+) -> Receipt:
+    """Carry out a plan on a store; the parameters are those of `fire`.
+
+    >>> from rekindle.projection.planning import plan
+    >>> model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    >>> dry = plan(model)
+    >>> execute(dry, LiveStore(model, dry.selected)).changed
+    ('0.weight',)
+    """
+    meter = Meter()
+    _check_options(strength, measure)
+    for entry in plan.selected:
+        _check_finite(entry, store.read(entry))
+    work = [(entry, block) for entry in plan.selected for block in entry.blocks]
+    exact = solver in ("auto", "svd")  # the others promise no tolerance
+    records: dict[int, BlockRecord] = {}
+    notes: list[str] = []
+
+    def receipt() -> Receipt:
+        return Receipt(
+            "fire",
+            tuple(records[index] for index in sorted(records)),
+            _skipped(plan),
+            {
+                "targets": plan.targets,
+                "scale": str(plan.scale),
+                "strength": strength,
+                "solver": solver,
+                "tol": tol,
+                "steps": steps,
+                "complete": complete,
+                "seed": seed,
+            },
+            seconds=meter.seconds,
+            memory=meter.memory,
+            notes=tuple(dict.fromkeys(notes)),
+        )
+
+    try:
+        solutions = solve(
+            [_source(store, entry, block) for entry, block in work],
+            solver=solver,
+            tol=tol,
+            steps=steps,
+            complete=complete,
+            seed=seed,
+        )
+        for index, factors, certificate in solutions:
+            entry, block = work[index]
+            if _turned(block, store.read(entry)):
+                factors = factors.mT
+            fallback = 0
+            if exact and not bool(certificate.converged.all()):
+                matrices = block.read(store.read(entry))
+                fallback = int((~certificate.converged).sum())
+                factors, certificate = _by_svd(entry, matrices, factors, certificate, tol)
+            records[index] = _write(plan, store, entry, block, factors, certificate, strength, measure, fallback, notes)
+            del factors  # or it would stay in memory while the next one is solved
+    except Exception as error:
+        if not records:
+            raise
+        raise MethodError(f"stopped after {len(records)} of {len(work)} blocks: {error}", receipt()) from error
+    return receipt()
+
+
+def _write(
+    plan: Plan,
+    store: Store,
+    entry: Entry,
+    block: Block,
+    factors: Tensor,
+    certificate: Certificate,
+    strength: float,
+    measuring: Measuring,
+    fallback: int,
+    notes: list[str],
+) -> BlockRecord:
+    before = store.read(entry)
+    scale = plan.scale_values(entry, block, norm=certificate.norm, nuclear=certificate.nuclear).to(factors)
+    if float(scale.max()) > torch.finfo(before.dtype).max:
+        raise ValueError(f"{entry.name!r} is {before.dtype} and cannot hold a scale of {float(scale.max()):.3g}")
+    kept = certificate.norm < plan.min_norm
+    lossy = before.dtype != factors.dtype or strength != 1 or bool(kept.any()) or entry.parametrized
+    old = factors.new_empty(0)  # reading the matrices of a convolution copies them: only where they are needed
+    if measuring == "full" or strength != 1 or bool(kept.any()):
+        old = block.read(before)
+    if measuring == "full":
+        old = old.clone()
+    factor_norm = torch.linalg.vector_norm(factors, dim=(1, 2))
+    matrices = _blended(factors, scale, old, strength)
+    if bool(kept.any()):
+        matrices[kept] = old[kept].to(matrices.dtype)
+        notes.append(f"{int(kept.sum())} matrices of {entry.name} are zero and were left so (min_norm)")
+    store.write(entry, block, matrices)
+    return record(
+        entry.name,
+        block,
+        certificate,
+        scale,
+        strength=strength,
+        before=old,
+        factor_norm=factor_norm,
+        kept=kept,
+        stored=block.read(store.read(entry)) if lossy or measuring == "full" else matrices,
+        written_exactly=not lossy,
+        measuring=measuring,
+        fallback=fallback,
+    )
+
+
+def _skipped(plan: Plan) -> dict[str, str]:
+    reasons = {}
+    for entry in plan.entries:
+        if entry.reason is not None:
+            reasons[entry.name] = entry.reason
+        for part in entry.left:
+            reasons[f"{entry.name}[{part}]"] = "a part of a fused weight that is no target"
+    return reasons
+
+
+def _blended(factors: Tensor, scale: Tensor, old: Tensor, strength: float) -> Tensor:
+    """(1 − t)·W + t·s·Q, written over Q."""
+    matrices = factors.mul_(strength * scale[:, None, None])
+    return matrices if strength == 1 else matrices.add_(old.to(matrices.dtype), alpha=1 - strength)
+
+
+def _source(store: Store, entry: Entry, block: Block) -> Source:
+    """What the solver reads. A square block that lies transposed in memory is solved so: nothing has to be moved."""
+    weight = store.read(entry)
+    turned = _turned(block, weight)
+
+    def read() -> Tensor:
+        matrices = block.read(store.read(entry))
+        if turned:
+            return matrices.mT
+        if block.count > 1:
+            return matrices
+        # The solver wants the smaller side first, which may be how the weight lies. If not, one matrix is moved here:
+        # torch transposes 2-D tensors twice as fast as batches of one.
+        wide = matrices[0] if block.out <= block.in_ else matrices[0].mT
+        wide = wide.contiguous()
+        return (wide if block.out <= block.in_ else wide.mT)[None]
+
+    return Source((block.count, block.out, block.in_), weight.dtype, weight.device, read)
+
+
+def _turned(block: Block, weight: Tensor) -> bool:
+    if block.out != block.in_ or block.count > 1:
+        return False
+    strides = block.read(weight).stride()
+    return strides[-2] < strides[-1]
+
+
+def _by_svd(
+    entry: Entry, matrices: Tensor, factors: Tensor, certificate: Certificate, tol: float
+) -> tuple[Tensor, Certificate]:
+    missed = (~certificate.converged).nonzero().flatten()
+    u, sigma, vh = torch.linalg.svd(matrices[missed].double(), full_matrices=False)
+    q = u @ vh
+    small = q @ q.mT if q.shape[1] <= q.shape[2] else q.mT @ q
+    residual = (small - torch.eye(small.shape[1], dtype=small.dtype, device=small.device)).square().sum((1, 2))
+    residual = residual / small.shape[1]
+    if not bool((residual <= max(tol, 1e-20)).all()):
+        worst = float(residual.max())
+        raise RuntimeError(f"{entry.name!r} reaches a residual of {worst:.1e} by float64 SVD, tol is {tol:.1e}")
+    factors, residuals = factors.clone(), certificate.residual.clone()
+    nuclear, converged = certificate.nuclear.clone(), torch.ones_like(certificate.converged)
+    factors[missed] = q.to(factors.dtype)
+    residuals[missed] = residual.to(residuals.dtype)
+    nuclear[missed] = sigma.sum(1).to(nuclear.dtype)
+    return factors, replace(certificate, residual=residuals, nuclear=nuclear, converged=converged)
+
+
+def _without_refused(plan: Plan, store: LiveStore, strength: float, solving: dict[str, Any]) -> Plan:
+    """Leave out parametrised weights that cannot hold their isometry (tried on a copy), and what would come twice."""
+    reasons = {name: f"shares its memory with {owner}, treated there" for name, owner in store.twice().items()}
+    for entry in plan.selected:
+        if not entry.parametrized:
+            continue
+        _check_finite(entry, store.read(entry))
+        value = store.read(entry).clone()
+        for index, factors, certificate in solve([_source(store, entry, block) for block in entry.blocks], **solving):
+            block = entry.blocks[index]
+            factors = factors.mT if _turned(block, store.read(entry)) else factors
+            scale = plan.scale_values(entry, block, norm=certificate.norm, nuclear=certificate.nuclear).to(factors)
+            block.write(value, _blended(factors, scale, block.read(value), strength))
+        reason = store.trial(entry, value)
+        if reason is not None:
+            reasons[entry.name] = reason
+    if reasons and len(reasons) == len(plan.selected):
+        raise ValueError("nothing is left to project. " + "; ".join(f"{name}: {why}" for name, why in reasons.items()))
+    return replace(plan, entries=tuple(replace(e, reason=reasons.get(e.name, e.reason)) for e in plan.entries))
+
+
+def _check_options(strength: float, measure: str) -> None:
+    if not 0 < strength <= 1:
+        raise ValueError(f"strength={strength} is outside (0, 1]: 1 is the isometry, smaller keeps a share of W")
+    if measure not in get_args(Measuring):
+        raise ValueError(f"measure={measure!r} is not one of {', '.join(map(repr, get_args(Measuring)))}")
+
+
+def _check_finite(entry: Entry, value: Tensor) -> None:
+    # NaN and Inf survive a sum; the sum of finite values overflows at worst, and then the slow look decides.
+    total = value.sum(dtype=value.dtype if value.dtype == torch.float64 else torch.float32)
+    if not bool(total.isfinite()) and not bool(value.isfinite().all()):
+        broken = int((~value.isfinite()).sum())
+        raise ValueError(f"{entry.name!r} holds {broken} NaN or Inf of {value.numel()}: nothing was changed")
+
+
+def _finish(receipt: Receipt, store: LiveStore, optimizer: Any, policy: str) -> Receipt:
+    """Make a written model whole: the optimizer slots and stale gradients of what was really changed."""
+    changed = receipt.changed
+    store.zero_biases(changed)
+    state = optimizers.reset(optimizer, store.parameters(changed), policy=policy)
+    return replace(
+        receipt,
+        optimizer=state if optimizer is not None else None,
+        gradients_cleared=store.clear_gradients(changed),
+        biases_zeroed=store.biases_zeroed,
+        mirrors=len(store.mirrors),
+    )
+
+
+def _snapshot(model: nn.Module, optimizer: Any, store: LiveStore, statistics: bool) -> Callable[[], None]:
+    layers: Sequence[nn.Module] = list(training_layers(model).values()) if statistics else []
+    weights = store.snapshot(buffer for layer in layers for buffer in layer.buffers())
+    state = optimizers.snapshot(optimizer, store.parameters())
+
+    def restore() -> None:
+        weights()
+        state()
+
+    return restore
+
+
+def _recalibrated(model: nn.Module, batches: Iterable[Any], receipt: Receipt) -> Receipt:
+    try:
+        names = recalibrate_statistics(model, batches)
+    except Exception as error:
+        raise MethodError(f"the weights are written, but recalibration failed: {error}", receipt) from error
+    if not names:
+        note = "recalibrate= found no BatchNorm layer in training mode"
+        return replace(receipt, notes=(*receipt.notes, note))
+    return replace(receipt, recalibrated=names)

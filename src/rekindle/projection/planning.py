@@ -1,0 +1,398 @@
+"""plan(): the dry run. For every parameter its blocks and scale, or the reason why it is left alone.
+
+A plan knows names, shapes and index rules but no tensors, so the same plan drives a live model, a sharded one and
+a checkpoint, and can be saved as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from rekindle.blocks import parametrized
+from rekindle.blocks.finding import Conv, Found, find
+from rekindle.blocks.layouts import Block, Recipe
+from rekindle.blocks.state_dicts import find_in_state
+from rekindle.blocks.storage import is_sharded
+from rekindle.engine.isometry import polar
+from rekindle.projection.plan_table import render
+from rekindle.projection.scales import Scale
+from rekindle.projection.summary import at_least_float32, look
+from rekindle.projection.targets import Choice, Targets, choose, describe, preset_layouts, terms
+
+if TYPE_CHECKING:
+    import pandas
+
+MIN_NORM = 1e-8
+_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One parameter in a plan. `reason` is None for those that will be projected.
+
+    The tuples `scales` (None where the rule looks at the matrix), `dfi`, `dfi_free` (at the matrix's own scale
+    ‖W‖_F/√k) and `small` (matrices below `min_norm`, which stay) run beside `blocks`; `references` holds the norms
+    that the "reference" scale asks for. `left` names the parts of a fused weight that are not touched.
+    """
+
+    name: str
+    key: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    role: str
+    blocks: tuple[Block, ...]
+    reason: str | None
+    scales: tuple[float | None, ...] = ()
+    dfi: tuple[float | None, ...] = ()
+    dfi_free: tuple[float | None, ...] = ()
+    small: tuple[int, ...] = ()
+    references: tuple[tuple[float, ...], ...] = ()
+    left: tuple[str, ...] = ()
+    also: tuple[str, ...] = ()
+    module: str = ""
+    module_type: str = ""
+    parametrized: bool = False
+
+    @property
+    def scale(self) -> float | None:
+        """The scale, if it is known and the same for every block."""
+        return self.scales[0] if self.scales and len(set(self.scales)) == 1 else None
+
+    @property
+    def count(self) -> int:
+        """The number of matrices."""
+        return sum(block.count for block in self.blocks)
+
+    @property
+    def dfi_now(self) -> float | None:
+        """DfI summed over the blocks, None if unmeasured."""
+        values = [d for d in self.dfi if d is not None]
+        return sum(values) if values and len(values) == len(self.blocks) else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, as JSON can hold it."""
+        row = {k: list(v) if isinstance(v, tuple) else v for k, v in self.__dict__.items()}
+        row["blocks"] = [block.to_dict() for block in self.blocks]
+        row["references"] = [list(r) for r in self.references]
+        row["dtype"] = str(self.dtype).removeprefix("torch.")
+        return row
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Entry:
+        """The inverse of `to_dict`."""
+        row: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}
+        row["blocks"] = tuple(Block.from_dict(b) for b in data["blocks"])
+        row["references"] = tuple(tuple(r) for r in data["references"])
+        row["dtype"] = getattr(torch, data["dtype"])
+        return cls(**row)
+
+
+@dataclass(frozen=True, repr=False)
+class Plan:
+    """What will be done to each parameter; prints as a table, `fire` executes exactly it.
+
+    >>> p = plan(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), measure=False)
+    >>> [entry.name for entry in p.selected]
+    ['0.weight']
+    """
+
+    entries: tuple[Entry, ...]
+    scale: Scale
+    targets: str = "auto"
+    min_norm: float = MIN_NORM
+    conv: str = "taps"
+
+    @property
+    def selected(self) -> tuple[Entry, ...]:
+        """The entries that will be projected."""
+        return tuple(entry for entry in self.entries if entry.reason is None)
+
+    @property
+    def skipped(self) -> tuple[Entry, ...]:
+        """The entries that are left alone."""
+        return tuple(entry for entry in self.entries if entry.reason is not None)
+
+    def __str__(self) -> str:
+        return self.table()
+
+    __repr__ = __str__  # `rekindle.plan(model)` at a prompt is the look first
+
+    def table(self, width: int | None = None) -> str:
+        """One line a parameter, shortened to the terminal or to `width` columns."""
+        return render(self, width)
+
+    def scale_values(
+        self, entry: Entry, block: Block, *, norm: Tensor | None = None, nuclear: Tensor | None = None
+    ) -> Tensor:
+        """The scale of each matrix of one of the entry's blocks, given what its rule looks at.
+
+        >>> p = plan(nn.Sequential(nn.Linear(4, 16), nn.Linear(16, 2)))
+        >>> p.scale_values(p.selected[0], p.selected[0].blocks[0])
+        tensor([2.])
+        """
+        reference = entry.references[entry.blocks.index(block)] if entry.references else None
+        return self.scale.values(block, norm=norm, nuclear=nuclear, reference=reference)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, as JSON can hold it."""
+        return {
+            "rekindle_plan": _VERSION,
+            "scale": str(self.scale),
+            "targets": self.targets,
+            "min_norm": self.min_norm,
+            "conv": self.conv,
+            "entries": [entry.to_dict() for entry in self.entries],
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Plan:
+        """The inverse of `to_dict`."""
+        if data.get("rekindle_plan") != _VERSION:
+            raise ValueError(f"not a rekindle plan of version {_VERSION}: {data.get('rekindle_plan')!r}")
+        entries = tuple(Entry.from_dict(e) for e in data["entries"])
+        return cls(entries, Scale.parse(data["scale"]), data["targets"], float(data["min_norm"]), data["conv"])
+
+    def to_frame(self) -> pandas.DataFrame:
+        """A DataFrame with one row a block, or one a parameter that is left alone."""
+        try:
+            import pandas
+        except ImportError as error:
+            raise ImportError('a DataFrame needs pandas: pip install "rekindle[report]"') from error
+        rows: list[dict[str, Any]] = []
+        for e in self.entries:
+            base = {"name": e.name, "role": e.role, "shape": e.shape, "dtype": e.dtype, "reason": e.reason}
+            if e.reason is not None:
+                rows.append(base)
+            for i, block in enumerate(e.blocks if e.reason is None else ()):
+                rows.append(
+                    {
+                        **base,
+                        "role": block.role,
+                        "part": block.part,
+                        "count": block.count,
+                        "out": block.out,
+                        "in": block.in_,
+                        "taps": block.taps,
+                        "scale": e.scales[i],
+                        "dfi": e.dfi[i],
+                        "dfi_scale_free": e.dfi_free[i],
+                    }
+                )
+        return pandas.DataFrame(rows)
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON, to be applied to a checkpoint or in another process."""
+        # NaN is a measurement here (a matrix with NaN in it), and json's own spelling of it reads back.
+        Path(path).write_text(json.dumps(self.to_dict(), indent=1))
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read what `save` wrote.
+
+        >>> import tempfile, os
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     p = plan(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)))
+        ...     p.save(os.path.join(folder, "plan.json"))
+        ...     Plan.load(os.path.join(folder, "plan.json")) == p
+        True
+        """
+        return cls.from_dict(json.loads(Path(path).read_text()))
+
+
+def plan(
+    model: nn.Module | Mapping[str, Tensor],
+    *,
+    targets: Targets = "auto",
+    include: Targets = (),
+    exclude: Targets = (),
+    heads: Iterable[str] | str | None = None,
+    scale: str | float | Scale = "paper",
+    split_heads: bool = False,
+    conv: Conv = "taps",
+    min_norm: float = MIN_NORM,
+    config: Any = None,
+    reference: nn.Module | Mapping[str, Tensor] | None = None,
+    layouts: Mapping[str, Recipe] | None = None,
+    measure: bool = True,
+    sharded: bool = False,
+) -> Plan:
+    """Decide, without changing anything, what becomes of every parameter of a model or state dict.
+
+    `targets` are presets ("auto", "all", "attention", "attention.qk", "mlp", "conv", "paper-cnn", "paper-vit",
+    "paper-gpt"), roles, names, globs, module types or a predicate on `Found`; `include` adds (also what is left
+    alone by default), `exclude` removes. `conv="flat"` makes one matrix (out, in·taps) of a convolution, at the
+    scale √(out/(in·taps)). Matrices whose norm is below `min_norm` stay (0 asks for them). `config` goes with a
+    state dict: a transformers config or a model on the meta device. `reference` holds the initial weights for
+    `scale="reference"`. `measure=False` leaves the DfI out. `layouts` states the layout of single weights by name.
+
+    >>> print(plan(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), measure=False).table(width=90))
+    parameter  role   shape  matrices  scale  DfI now  action
+    0.weight   other  8×4    1 × 8×4   1.41   -        project
+    0.bias     other  8      left: bias
+    2.weight   head   2×8    left: output head
+    2.bias     other  2      left: bias
+    1 of 4 parameters to project: 1 matrices, 32 of 58 numbers; scale paper, targets auto
+    """
+    rule = Scale.parse(scale)
+    targets, include, exclude = (t if isinstance(t, str) else terms(t) for t in (targets, include, exclude))
+    if not math.isfinite(min_norm) or min_norm < 0:
+        raise ValueError(f"min_norm={min_norm!r} must be 0 or a positive number")
+    if rule.rule == "reference" and reference is None:
+        raise ValueError('scale="reference" needs reference=, the initial weights as a model or state dict')
+    options: dict[str, Any] = {"conv": conv, "split_heads": split_heads, "heads": heads, "layouts": dict(layouts or {})}
+    found = _find(model, config, options, sharded)
+    stated = preset_layouts(found, targets)
+    if stated:
+        options["layouts"] = {**stated, **options["layouts"]}
+        found = _find(model, config, options, sharded)
+    choices = choose(found, targets, include=include, exclude=exclude)
+    read = _reader(model)
+    initial = None if reference is None else _by_name(reference)
+    entries = tuple(_entry(choice, rule, read, initial, min_norm, measure) for choice in choices)
+    drafted = Plan(entries, rule, describe(targets, include, exclude), min_norm, conv)
+    if isinstance(model, nn.Module):
+        entries = tuple(_tried(drafted, e, f, model) for e, f in zip(entries, found, strict=True))
+    if all(e.reason is not None for e in entries):
+        raise ValueError(f"targets={targets!r}: nothing is left to project. " + _reasons(entries))
+    return replace(drafted, entries=entries)
+
+
+Reader = Callable[[Found], Tensor | None]
+
+
+def _find(model: Any, config: Any, options: dict[str, Any], sharded: bool) -> list[Found]:
+    if isinstance(model, nn.Module):
+        if config is not None:
+            raise ValueError("config= goes with a state dict; a live model shows its own layouts")
+        return find(model, sharded=sharded, **options)
+    if not isinstance(model, Mapping):
+        raise TypeError(f"plan() takes a torch.nn.Module or a state dict, got {type(model).__name__}")
+    wrong = next((k for k, t in model.items() if not isinstance(t, Tensor)), None)
+    if wrong is not None:
+        raise TypeError(f"the state dict holds {type(model[wrong]).__name__} under {wrong!r}; pass the tensors alone")
+    return find_in_state(model, config, skeleton_options=options)
+
+
+def _reader(source: nn.Module | Mapping[str, Tensor]) -> Reader:
+    """How to get at the value of a weight that was found in this source."""
+    if isinstance(source, Mapping):
+        return lambda f: source.get(f.key)
+    parameters = dict(source.named_parameters(remove_duplicate=False))
+
+    def read(f: Found) -> Tensor | None:
+        if f.parametrized:
+            return parametrized.read(*_computed(source, f))
+        return parameters.get(f.key)
+
+    return read
+
+
+def _by_name(source: nn.Module | Mapping[str, Tensor]) -> Reader:
+    """How to get at the weight of the same name in another model or state dict, whatever wraps either."""
+    if isinstance(source, Mapping):
+        return lambda f: source.get(f.key, source.get(f.name))
+    named = {f.name: f for f in find(source, meta=True, sharded=True)}
+    read = _reader(source)
+    return lambda f: read(named[f.name]) if f.name in named else None
+
+
+def _computed(model: nn.Module, f: Found) -> tuple[nn.Module, str]:
+    """The module and tensor name of a parametrised weight, from the key of one of its originals."""
+    path = f.key.split(".")
+    cut = path.index("parametrizations") if "parametrizations" in path else len(path) - 1
+    return model.get_submodule(".".join(path[:cut])), f.name.rpartition(".")[2]
+
+
+def _entry(choice: Choice, rule: Scale, read: Reader, initial: Reader | None, min_norm: float, measure: bool) -> Entry:
+    f = choice.found
+    base = Entry(
+        f.name,
+        f.key,
+        f.shape,
+        f.dtype,
+        f.role,
+        f.blocks,
+        choice.reason,
+        also=f.also,
+        module=f.module,
+        module_type=f.module_type,
+        parametrized=f.parametrized,
+    )
+    if choice.reason is not None:
+        return base
+    left = tuple(b.part or b.role for b in f.blocks if b not in choice.blocks)
+    weight = read(f)
+    if weight is None or weight.is_meta or is_sharded(weight):
+        weight = None
+    references = _references(f, choice.blocks, initial) if rule.rule == "reference" else ()
+    blocks, scales, dfis, frees, smalls, kept = [], [], [], [], [], []
+    for i, block in enumerate(choice.blocks):
+        scale = rule.known(block)
+        dfi = free = None
+        small = 0
+        if weight is not None and (measure or min_norm > 0):
+            norms, dfi, free = look(block, weight, scale, measure)
+            small = int((norms < min_norm).sum())
+            if small == block.count:
+                left = (*left, block.part)
+                continue
+        blocks.append(block)
+        scales.append(scale)
+        dfis.append(dfi)
+        frees.append(free)
+        smalls.append(small)
+        kept.append(references[i] if references else ())
+    if not blocks:
+        return replace(base, reason=f"norm below min_norm ({min_norm:g}): a zero weight is taken as intended")
+    chosen = replace(
+        base,
+        blocks=tuple(blocks),
+        scales=tuple(scales),
+        dfi=tuple(dfis),
+        dfi_free=tuple(frees),
+        small=tuple(smalls),
+        references=tuple(kept) if references else (),
+        left=left,
+    )
+    return chosen
+
+
+def _tried(drafted: Plan, entry: Entry, f: Found, model: nn.Module) -> Entry:
+    """A parametrised weight is planned only if its parametrisation can hold the projected value."""
+    if not f.parametrized or entry.reason is not None:
+        return entry
+    module, tensor = _computed(model, f)
+    value = parametrized.read(module, tensor).clone()
+    for block in entry.blocks:
+        matrix = block.read(value)
+        wide = matrix.to(at_least_float32(matrix))
+        q = polar(wide)
+        nuclear = (q * wide).sum((1, 2))
+        scale = drafted.scale_values(entry, block, norm=torch.linalg.vector_norm(wide, dim=(1, 2)), nuclear=nuclear)
+        block.write(value, q * scale.to(q)[:, None, None])
+    reason = parametrized.trial(module, tensor, value)
+    return entry if reason is None else replace(entry, reason=reason, blocks=f.blocks)
+
+
+def _references(f: Found, blocks: tuple[Block, ...], initial: Reader | None) -> tuple[tuple[float, ...], ...]:
+    start = initial(f) if initial is not None else None
+    if start is None:
+        raise ValueError(f"{f.name}: the reference has no such weight; exclude it or choose another scale")
+    if tuple(start.shape) != f.shape:
+        raise ValueError(f"{f.name} has shape {f.shape}, the reference has {tuple(start.shape)}")
+    norms = [torch.linalg.vector_norm(b.read(start).double(), dim=(1, 2)).tolist() for b in blocks]
+    if any(n == 0.0 for per in norms for n in per):
+        raise ValueError(f"{f.name}: a matrix of the reference is zero, which gives no scale; exclude it")
+    return tuple(tuple(per) for per in norms)
+
+
+def _reasons(entries: tuple[Entry, ...]) -> str:
+    return "; ".join(f"{e.name}: {e.reason}" for e in entries if e.blocks)[:2000]

@@ -1,0 +1,248 @@
+"""What a method did to a model, and the protocol that every method follows.
+
+A method changes weights and hands back a `Receipt`: one `BlockRecord` for each thing it changed, what it left alone
+and why, which optimizer slots it reset, and what it cost. A receipt prints itself as a table and also leaves as a
+dict, JSON or a DataFrame.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from rekindle.optimizers.resetting import StateReset
+from rekindle.projection.receipt_table import render
+
+if TYPE_CHECKING:
+    import pandas
+
+Batch = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
+Loss = Callable[[nn.Module, Any], Tensor]
+
+
+@runtime_checkable
+class Method(Protocol):
+    """A remedy that can be applied: FIRE, shrink-and-perturb, ReDo, …
+
+    >>> class Nothing:
+    ...     def __call__(self, model, optimizer=None, *, batches=None, loss=None, generator=None):
+    ...         return Receipt("nothing")
+    >>> isinstance(Nothing(), Method)
+    True
+    """
+
+    def __call__(
+        self,
+        model: nn.Module,
+        optimizer: Any = None,
+        *,
+        batches: Iterable[Batch] | None = None,
+        loss: Loss | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Receipt:
+        """Change `model` in place and say what was done."""
+        ...
+
+
+@dataclass(frozen=True)
+class BlockRecord:
+    """One changed block: the matrices of one shape that a parameter holds, or a part of it.
+
+    Sums run over the block's matrices, `spectral_*`, `residual*` and `steps` are the largest, `scale` is the mean
+    (it differs between matrices for `nearest`, `norm` and `reference`). Fields that a method does not measure stay
+    None. `counts` holds what a method counted (neurons, rows, columns, …), `values` further numbers.
+
+    >>> BlockRecord("fc.weight", out=8, in_=4, dfi_before=3.0, dfi_after=1e-7).dimension
+    4
+    """
+
+    name: str
+    role: str = "other"
+    part: str = ""
+    count: int = 1
+    out: int = 0
+    in_: int = 0
+    scale: float | None = None
+    dfi_before: float | None = None
+    dfi_after: float | None = None
+    dfi_free_before: float | None = None  # at the scale ‖W‖_F/√k of each matrix
+    dfi_free_after: float | None = None
+    sfe: float | None = None
+    sfe_relative: float | None = None
+    norm_before: float | None = None
+    norm_after: float | None = None
+    spectral_before: float | None = None
+    spectral_after: float | None = None
+    residual: float | None = None
+    residual_stored: float | None = None
+    steps: int | None = None
+    completed: int | None = None
+    converged: bool | None = None
+    fallback: int = 0
+    counts: Mapping[str, int] = field(default_factory=dict)
+    values: Mapping[str, float | list[float]] = field(default_factory=dict)
+
+    @property
+    def dimension(self) -> int:
+        """k·count, what a DfI is divided by to compare blocks of different size."""
+        return min(self.out, self.in_) * self.count
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field, and the DfI per dimension."""
+        row = asdict(self)
+        for key in ("dfi_before", "dfi_after"):
+            value = row[key]
+            row[f"{key}_per_dimension"] = value / self.dimension if value is not None and self.dimension else None
+        return row
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """What one application of a method did.
+
+    `memory` is by how many bytes the peak memory of the process (and of its CUDA devices) grew meanwhile: 0 where
+    an earlier peak was higher.
+
+    >>> records = (BlockRecord("fc.weight", "other", out=8, in_=4, sfe_relative=0.25, norm_before=2.0),)
+    >>> receipt = Receipt("fire", records=records, skipped={"fc.bias": "a bias holds no matrix"}, seconds=0.01)
+    >>> receipt.totals()["parameters"], receipt.to_dict()["skipped"]
+    (1, {'fc.bias': 'a bias holds no matrix'})
+    >>> print(receipt)  # doctest: +ELLIPSIS
+    fire: 1 parameter, 1 matrix changed ...
+    """
+
+    method: str
+    records: tuple[BlockRecord, ...] = ()
+    skipped: Mapping[str, str] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    optimizer: StateReset | None = None
+    gradients_cleared: int = 0
+    biases_zeroed: int = 0
+    mirrors: int = 0
+    recalibrated: tuple[str, ...] = ()
+    seconds: float = 0.0
+    memory: int = 0
+    notes: tuple[str, ...] = ()
+
+    @property
+    def changed(self) -> tuple[str, ...]:
+        """The names of the changed parameters, once each."""
+        return tuple(dict.fromkeys(record.name for record in self.records))
+
+    def totals(self) -> dict[str, Any]:
+        """Sums and extremes over all records; None where nothing was measured.
+
+        `counts` of the records are added up by name.
+
+        >>> Receipt("redo", (BlockRecord("a", counts={"neurons": 2}), BlockRecord("b", counts={"neurons": 1}))).totals()
+        {'parameters': 2, ..., 'counts': {'neurons': 3}}
+        """
+        energy = _add((r.norm_before or 0.0) ** 2 for r in self.records if r.sfe is not None)
+        error = _add(r.sfe for r in self.records)
+        counts: dict[str, int] = {}
+        for record in self.records:
+            for key, amount in record.counts.items():
+                counts[key] = counts.get(key, 0) + amount
+        return {
+            "parameters": len(self.changed),
+            "matrices": sum(r.count for r in self.records),
+            "dfi_before": _add(r.dfi_before for r in self.records),
+            "dfi_after": _add(r.dfi_after for r in self.records),
+            "sfe": error,
+            "sfe_relative": error / energy if error is not None and energy else None,
+            "residual": _most(r.residual for r in self.records),
+            "residual_stored": _most(r.residual_stored for r in self.records),
+            "steps": _most(r.steps for r in self.records),
+            "completed": sum(r.completed or 0 for r in self.records),
+            "fallback": sum(r.fallback for r in self.records),
+            "counts": counts,
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, JSON-able: numbers that are not finite become None."""
+        whole = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("records", "optimizer")}
+        whole["records"] = [record.to_dict() for record in self.records]
+        whole["optimizer"] = asdict(self.optimizer) if self.optimizer else None
+        whole["totals"] = self.totals()
+        plain: dict[str, Any] = _plain(whole)
+        return plain
+
+    def to_json(self, indent: int | None = None) -> str:
+        """`to_dict()` as JSON text.
+
+        >>> Receipt("fire").to_json()[:17]
+        '{"method": "fire"'
+        """
+        return json.dumps(self.to_dict(), indent=indent, allow_nan=False)
+
+    def to_frame(self) -> pandas.DataFrame:
+        """One row a record; `counts` and `values` become columns."""
+        try:
+            import pandas
+        except ImportError as error:
+            raise ImportError('Receipt.to_frame() needs pandas: pip install "rekindle[report]"') from error
+        rows = []
+        for record in self.records:
+            row = record.to_dict()
+            row.update(row.pop("counts"))
+            row.update(row.pop("values"))
+            rows.append(row)
+        return pandas.DataFrame(rows)
+
+    def table(self, width: int | None = None, rows: int = 40) -> str:
+        """The receipt as text that fits a terminal of `width` columns; more than `rows` records are cut in the middle.
+
+        >>> text = Receipt("fire", (BlockRecord("encoder.layer.0.attention.query.weight", out=8, in_=4),)).table(60)
+        >>> max(len(line) for line in text.splitlines()) <= 60
+        True
+        """
+        return render(self, width, rows)
+
+    def __str__(self) -> str:
+        return self.table()
+
+
+class MethodError(RuntimeError):
+    """A method stopped after its first write; `receipt` says what had been changed by then.
+
+    >>> try:
+    ...     raise MethodError("the SVD of fc.weight failed", Receipt("fire"))
+    ... except MethodError as error:
+    ...     error.receipt.changed
+    ()
+    """
+
+    def __init__(self, message: str, receipt: Receipt) -> None:
+        super().__init__(message)
+        self.receipt = receipt
+
+
+def _add(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return math.fsum(known) if known else None
+
+
+def _most(values: Iterable[float | None]) -> float | None:
+    # max() would hide a NaN or show it depending on the order.
+    known = [value for value in values if value is not None]
+    return max(known, key=lambda value: math.inf if math.isnan(value) else value) if known else None
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, Tensor):
+        return _plain(value.tolist())
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, (str, int, bool)):
+        return value
+    return str(value)

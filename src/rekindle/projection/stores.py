@@ -1,0 +1,285 @@
+"""Where a plan's weights are read and written: the protocol, and the store that is a live model.
+
+A store knows one thing: how to read an entry's weight and put matrices back into it. `LiveStore` also knows what else
+a change of a live model drags along: the parameters that an optimizer holds, biases, stale gradients, and mirrors
+(target or EMA networks) that must keep the same weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from rekindle.blocks import parametrized
+from rekindle.blocks.finding import Block, find
+from rekindle.projection.planning import Entry
+
+
+class Store(Protocol):
+    """What `execute` needs: a live model, shards and a checkpoint file all have it."""
+
+    def read(self, entry: Entry) -> Tensor:
+        """The whole weight of an entry, detached; may share memory with it."""
+        ...
+
+    def write(self, entry: Entry, block: Block, matrices: Tensor) -> None:
+        """Put the matrices of one block back, cast to the weight's dtype."""
+        ...
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One weight of a module, plain or computed from others by a parametrisation.
+
+    >>> weight = Weight.at(nn.Sequential(nn.Linear(3, 2)), "0.weight")
+    >>> weight.tensor, weight.computed, tuple(weight.read().shape)
+    ('weight', False, (2, 3))
+    """
+
+    owner: nn.Module
+    tensor: str
+    computed: bool
+
+    @classmethod
+    def at(cls, model: nn.Module, key: str) -> Weight:
+        """The weight that a name of `named_parameters()` belongs to."""
+        path, _, rest = key.partition(".parametrizations.")
+        if rest:
+            return cls(model.get_submodule(path), rest.split(".")[0], True)
+        if key.startswith("parametrizations."):
+            return cls(model, key.split(".")[1], True)
+        module, _, tensor = key.rpartition(".")
+        owner = model.get_submodule(module)
+        hooked = parametrized.hooked_tensor(owner, tensor)
+        return cls(owner, hooked or tensor, hooked is not None)
+
+    def read(self) -> Tensor:
+        """Its present value."""
+        if self.computed:
+            return parametrized.read(self.owner, self.tensor).detach()
+        value: Tensor = getattr(self.owner, self.tensor).detach()
+        return value
+
+    def write(self, block: Block, matrices: Tensor) -> None:
+        """Write one block in place; a computed weight is written through its parametrisation."""
+        value = self.read()
+        if self.computed:
+            value = value.clone()
+        with torch.no_grad():
+            block.write(value, matrices)
+            if self.computed:
+                parametrized.write(self.owner, self.tensor, value)
+
+    def parameters(self, name: str) -> dict[str, Parameter]:
+        """The parameters behind it, as an optimizer holds them; `name` is what to call them."""
+        if not self.computed:
+            return {name: getattr(self.owner, self.tensor)}
+        held = parametrized.originals(self.owner, self.tensor)
+        return {f"{name} (original {i})": parameter for i, parameter in enumerate(held)}
+
+    def bias(self) -> Parameter | None:
+        """The bias that is added to this weight's output, if there is one."""
+        packed = self.tensor in _PACKED
+        names = [self.tensor.replace("weight", "bias")] if "weight" in self.tensor else []
+        for name in [*names, f"{self.tensor}_bias", *(["in_proj_bias"] if packed else [])]:
+            bias = self.owner._parameters.get(name)
+            if bias is not None:
+                return bias
+        return None
+
+    def outputs(self, blocks: tuple[Block, ...]) -> Any:
+        """An index to the entries of the bias that belong to these blocks of the weight."""
+        bias, value = self.bias(), self.read()
+        assert bias is not None
+        if self.tensor in _PACKED:
+            each = bias.numel() // 3
+            return slice(_PACKED.index(self.tensor) * each, (_PACKED.index(self.tensor) + 1) * each)
+        if sum(block.count * block.out * block.in_ for block in blocks) == value.numel():
+            return slice(None)
+        return torch.cat([_outputs(block, value, bias.numel()) for block in blocks])
+
+
+_PACKED = ("q_proj_weight", "k_proj_weight", "v_proj_weight")  # of MultiheadAttention, which has one bias for all
+
+
+class LiveStore:
+    """The weights of a model in memory, and of its mirrors.
+
+    Everything is resolved and checked on creation: each entry must be there with the planned shape, in every mirror
+    too. `biases="zero"` zeroes the biases of written blocks as well.
+
+    >>> from rekindle.projection.planning import plan
+    >>> model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    >>> store = LiveStore(model, plan(model).selected)
+    >>> list(store.parameters())
+    ['0.weight']
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        entries: Iterable[Entry],
+        *,
+        mirrors: nn.Module | Iterable[nn.Module] = (),
+        biases: Literal["keep", "zero"] = "keep",
+    ) -> None:
+        if biases not in ("keep", "zero"):
+            raise ValueError(f"biases={biases!r} is neither 'keep' nor 'zero'")
+        self.mirrors = (mirrors,) if isinstance(mirrors, nn.Module) else tuple(mirrors)
+        self.biases_zeroed = 0
+        entries = tuple(entries)
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        keys = {entry.name: entry.key for entry in entries}
+        if not parameters.keys() >= set(keys.values()):
+            # Planned on the bare model and carried out on a wrapped one, or the other way round.
+            keys |= {found.name: found.key for found in find(model) if found.name in keys}
+        self._weights: dict[str, Weight] = {}
+        for entry in entries:
+            if keys[entry.name] not in parameters:
+                raise KeyError(f"the plan's parameter {entry.name!r} is not in the model")
+            self._weights[entry.name] = _checked(Weight.at(model, keys[entry.name]), entry, "the model")
+        self._copies = {entry.name: self._mirrored(entry) for entry in entries}
+        self._aliases = {name: _sharing(weight, parameters) for name, weight in self._weights.items()}
+        self._outputs = {
+            entry.name: self._weights[entry.name].outputs(entry.blocks)
+            for entry in entries
+            if biases == "zero" and _trains(self._weights[entry.name].bias())
+        }
+
+    def read(self, entry: Entry) -> Tensor:
+        """The weight's present value."""
+        return self._weights[entry.name].read()
+
+    def write(self, entry: Entry, block: Block, matrices: Tensor) -> None:
+        """Write one block to the model, then what the model now holds to the mirrors."""
+        weight = self._weights[entry.name]
+        weight.write(block, matrices)
+        for copy in self._copies[entry.name]:
+            copy.write(block, block.read(weight.read()))
+
+    def zero_biases(self, names: Iterable[str]) -> None:
+        """Zero the trainable biases of these entries, in the mirrors too; those of other blocks of a weight stay."""
+        with torch.no_grad():
+            for name in names:
+                if name in self._outputs:
+                    for each in (self._weights[name], *self._copies[name]):
+                        bias = each.bias()
+                        if bias is not None:
+                            bias[self._outputs[name]] = 0
+                    self.biases_zeroed += 1
+
+    def twice(self) -> dict[str, str]:
+        """Entries whose memory an earlier entry has too, and the name of that one."""
+        first: dict[int, str] = {}
+        for name, weight in self._weights.items():
+            if not weight.computed:
+                first.setdefault(weight.read().data_ptr(), name)
+        owners = {name: first.get(weight.read().data_ptr(), name) for name, weight in self._weights.items()}
+        return {name: owner for name, owner in owners.items() if name != owner}
+
+    def trial(self, entry: Entry, value: Tensor) -> str | None:
+        """Why a parametrised weight, here or in a mirror, could not hold this value; None if it can."""
+        each = (self._weights[entry.name], *self._copies[entry.name])
+        reasons = [parametrized.trial(weight.owner, weight.tensor, value) for weight in each if weight.computed]
+        return next((reason for reason in reasons if reason is not None), None)
+
+    def parameters(self, names: Iterable[str] | None = None) -> dict[str, Parameter]:
+        """The parameters of the model that change with these entries (all by default), zeroed biases included."""
+        found: dict[str, Parameter] = {}
+        for name in self._weights if names is None else names:
+            weight = self._weights[name]
+            found |= weight.parameters(name) | self._aliases[name]
+            bias = weight.bias() if name in self._outputs else None
+            if bias is not None and not any(bias is p for p in found.values()):
+                found[f"the bias of {name}"] = bias
+        return found
+
+    def snapshot(self, buffers: Iterable[Tensor] = ()) -> Callable[[], None]:
+        """Copy everything that may be written; calling the result puts it back in place."""
+        tensors = {id(tensor): tensor for tensor in (*self._written(), *buffers)}.values()
+        kept = [(tensor, tensor.detach().clone()) for tensor in tensors]
+        gradients = [(p, p.grad) for p in self.parameters().values()]
+
+        def restore() -> None:
+            with torch.no_grad():
+                for tensor, value in kept:
+                    tensor.copy_(value)
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+
+        return restore
+
+    def clear_gradients(self, names: Iterable[str]) -> int:
+        """Drop the gradients of changed parameters: they belong to weights that are gone."""
+        stale = [p for p in self.parameters(names).values() if p.grad is not None]
+        for parameter in stale:
+            parameter.grad = None
+        return len(stale)
+
+    def _written(self) -> Iterator[Tensor]:
+        for name, weight in self._weights.items():
+            for each in (weight, *self._copies[name]):
+                yield from each.parameters(name).values()
+                if each.computed:
+                    yield from each.owner.buffers()  # the vectors of spectral_norm
+                bias = each.bias() if name in self._outputs else None
+                if bias is not None:
+                    yield bias
+
+    def _mirrored(self, entry: Entry) -> tuple[Weight, ...]:
+        copies = []
+        for number, mirror in enumerate(self.mirrors):
+            key = self._mirror_keys(number).get(entry.name)
+            if key is None:
+                raise KeyError(f"mirror {number} ({type(mirror).__name__}) has no parameter {entry.name!r}")
+            weight = _checked(Weight.at(mirror, key), entry, f"mirror {number}")
+            if weight.computed or weight.read().data_ptr() != self._weights[entry.name].read().data_ptr():
+                copies.append(weight)
+        return tuple(copies)
+
+    def _mirror_keys(self, number: int) -> Mapping[str, str]:
+        known: dict[int, Mapping[str, str]] = self.__dict__.setdefault("_mirror_names", {})
+        if number not in known:
+            known[number] = {found.name: found.key for found in find(self.mirrors[number])}
+        return known[number]
+
+
+def _checked(weight: Weight, entry: Entry, where: str) -> Weight:
+    shape = tuple(weight.read().shape)
+    if shape != tuple(entry.shape):
+        raise ValueError(f"{entry.name!r} has shape {shape} in {where}, the plan was made for {tuple(entry.shape)}")
+    return weight
+
+
+def _sharing(weight: Weight, parameters: Mapping[str, Parameter]) -> dict[str, Parameter]:
+    """Other parameters in the same memory: they change along with this one, and so must their optimizer state."""
+    if weight.computed:
+        return {}
+    own = getattr(weight.owner, weight.tensor)
+    return {
+        name: other
+        for name, other in parameters.items()
+        if other is not own and other.numel() == own.numel() and other.data_ptr() == own.data_ptr()
+    }
+
+
+def _trains(bias: Parameter | None) -> bool:
+    return bias is not None and bias.requires_grad
+
+
+def _outputs(block: Block, weight: Tensor, size: int) -> Any:
+    """Which of the `size` outputs of a fused weight a block computes."""
+    for dim in range(weight.ndim):
+        if weight.shape[dim] != size:
+            continue
+        shape = [1] * weight.ndim
+        shape[dim] = size
+        outputs = block.read(torch.arange(size).reshape(shape).expand(weight.shape).contiguous())
+        if bool((outputs == outputs[..., :1]).all()):
+            return outputs[..., 0].flatten().to(weight.device)
+    raise ValueError(f"no axis of a weight of shape {tuple(weight.shape)} has {size} outputs: use biases='keep'")

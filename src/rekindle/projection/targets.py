@@ -1,0 +1,224 @@
+"""Which of the found blocks a request means: presets, roles, names, globs, module types or a predicate.
+
+What is left alone by default stays so unless it is asked for by its own name or role, or through `include`: a
+wildcard, a module type or a predicate alone never drags in an embedding, a head or a frozen weight.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from rekindle.blocks.finding import Found
+from rekindle.blocks.layouts import ROLES, Block, Recipe, matrices
+
+Term = str | type | Callable[[Found], bool]
+Targets = Term | Iterable[Term]
+
+_ATTENTION = ("query", "key", "value", "attention-output")
+_MLP = ("mlp-in", "mlp-gate", "mlp-out")
+_ROLE_MARKS = frozenset({"embedding", "head", "depthwise", "router"})
+_EVERY_MARK = _ROLE_MARKS | {"adapter", "frozen"}
+
+PRESETS = ("auto", "all", "attention", "attention.qk", "mlp", "conv", "paper-cnn", "paper-vit", "paper-gpt")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What becomes of one parameter: the blocks to project, or the reason why not."""
+
+    found: Found
+    blocks: tuple[Block, ...]
+    reason: str | None
+
+
+@dataclass(frozen=True)
+class _Matcher:
+    """One term: which blocks it means, and which default reasons it overrules."""
+
+    term: object
+    accepts: Callable[[Found, Block], bool]
+    overrules: frozenset[str] = frozenset()
+
+
+def choose(
+    found: Sequence[Found], targets: Targets = "auto", *, include: Targets = (), exclude: Targets = ()
+) -> list[Choice]:
+    """One `Choice` for each parameter; a request that means nothing is an error that lists what there was.
+
+    >>> from rekindle.blocks.finding import find
+    >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    >>> [(c.found.name, c.reason) for c in choose(find(net), exclude="0")]
+    Traceback (most recent call last):
+    ...
+    ValueError: targets='auto', exclude='0' leaves nothing to project. The model has 2 weights with matrices...
+    >>> [c.reason for c in choose(find(net), include="2.weight") if c.found.blocks]
+    [None, None]
+    """
+    wanted = [_matcher(t, found, "targets") for t in terms(targets)]
+    added = [_matcher(t, found, "include") for t in terms(include)]
+    removed = [_matcher(t, found, "exclude") for t in terms(exclude)]
+    choices = [_choice(f, wanted, added, removed) for f in found]
+    if not any(c.reason is None for c in choices):
+        asked = ", ".join(
+            f"{name}={value!r}"
+            for name, value in (("targets", targets), ("include", include), ("exclude", exclude))
+            if value != ()
+        )
+        raise ValueError(f"{asked} leaves nothing to project. {_what_there_was(choices)}")
+    return choices
+
+
+def terms(targets: Targets) -> list[Term]:
+    """A request as a list of terms.
+
+    >>> terms("auto"), terms((nn.Linear, "query"))
+    (['auto'], [<class 'torch.nn.modules.linear.Linear'>, 'query'])
+    """
+    if isinstance(targets, str | type) or callable(targets):
+        return [targets]
+    return list(targets)
+
+
+def describe(targets: Targets, include: Targets = (), exclude: Targets = ()) -> str:
+    """A request in one line.
+
+    >>> describe("auto", include=nn.Embedding, exclude=["*.0.*", "mlp"])
+    'auto + Embedding − *.0.*, mlp'
+    """
+
+    def words(value: Targets) -> str:
+        return ", ".join(t if isinstance(t, str) else getattr(t, "__name__", repr(t)) for t in terms(value))
+
+    signed = ((" + ", include), (" − ", exclude))
+    return words(targets) + "".join(sign + words(value) for sign, value in signed if terms(value))
+
+
+def preset_layouts(found: Sequence[Found], targets: Targets) -> dict[str, Recipe]:
+    """Layouts that a preset states: "paper-gpt" says that a Linear called c_attn is q | k | v, as in the paper's GPT.
+
+    >>> preset_layouts([], "paper-gpt")
+    {}
+    """
+    if "paper-gpt" not in terms(targets):
+        return {}
+    thirds = matrices("(part out) in", part=("query", "key", "value"))
+    refused = (f for f in found if f.refusal and f.name.endswith("c_attn.weight") and _is_a(f, ("Linear",)))
+    return {f.name: thirds for f in refused if len(f.shape) == 2 and f.shape[0] == 3 * f.shape[1]}
+
+
+def _choice(f: Found, wanted: list[_Matcher], added: list[_Matcher], removed: list[_Matcher]) -> Choice:
+    if f.refusal or not f.blocks:
+        return Choice(f, (), f.refusal or "no matrix")
+    blocks, reason = [], None
+    for block in f.blocks:
+        if any(m.accepts(f, block) for m in removed):
+            reason = reason or "excluded"
+            continue
+        if any(m.accepts(f, block) for m in added):
+            left = {mark: why for mark, why in f.marks.items() if mark not in _EVERY_MARK}
+        else:
+            asked = [m for m in wanted if m.accepts(f, block)]
+            if not asked:
+                reason = reason or f.reason or f"not among the targets ({block.role})"
+                continue
+            # One request must overrule every mark itself: "head" alone does not release a tied embedding.
+            best = min(asked, key=lambda m: len(f.marks.keys() - m.overrules))
+            left = {mark: why for mark, why in f.marks.items() if mark not in best.overrules}
+        if left:
+            reason = reason or next(iter(left.values()))
+            continue
+        blocks.append(block)
+    return Choice(f, tuple(blocks), None if blocks else reason)
+
+
+def _matcher(term: Term, found: Sequence[Found], place: str) -> _Matcher:
+    matcher = _understand(term, found)
+    if term not in ("auto", "all") and not any(matcher.accepts(f, b) for f in found for b in f.blocks):
+        raise ValueError(f"{place}={term!r} matches no weight with matrices. {_hint(term, found)}")
+    return matcher
+
+
+def _understand(term: Term, found: Sequence[Found]) -> _Matcher:
+    if isinstance(term, str):
+        return _words(term, found)
+    if isinstance(term, type):
+        overrules = frozenset({"embedding"}) if issubclass(term, nn.Embedding | nn.EmbeddingBag) else frozenset()
+        return _Matcher(term, lambda f, b: term in f.classes or term.__name__ == f.module_type, overrules)
+    if callable(term):
+        predicate = term
+        return _Matcher(term, lambda f, b: bool(predicate(f)))
+    raise TypeError(f"a target is a preset, role, name, glob, module type or predicate, not {term!r}")
+
+
+def _words(term: str, found: Sequence[Found]) -> _Matcher:
+    roles = {"attention": _ATTENTION, "attention.qk": _ATTENTION[:2], "paper-vit": _ATTENTION[:2], "mlp": _MLP}
+    if term == "auto":
+        return _Matcher(term, lambda f, b: True)
+    if term == "all":
+        return _Matcher(term, lambda f, b: True, _ROLE_MARKS)
+    if term in roles:
+        return _Matcher(term, lambda f, b: b.role in roles[term])
+    if term == "paper-cnn":
+        kinds = ("Conv2d", "Linear")
+        return _Matcher(term, lambda f, b: _is_a(f, kinds), frozenset({"head", "depthwise"}))
+    if term == "paper-gpt":
+        kinds = ("Linear", "Conv1D")
+        tied = {alias for f in found if _is_a(f, kinds) for alias in (f.name, *f.also)}
+        # A head that is tied to the embedding is a Linear too: it drags the embedding in, as in the paper.
+        return _Matcher(
+            term, lambda f, b: _is_a(f, kinds) or bool(tied & set(f.also)), frozenset({"head", "embedding"})
+        )
+    if term in ROLES:
+        return _Matcher(term, lambda f, b: term in (b.role, f.role) or term in f.marks, frozenset({term}))
+    if any(c in term for c in "*?["):
+        return _Matcher(term, lambda f, b: any(fnmatch.fnmatchcase(n, term) for n in _names(f)))
+    return _Matcher(
+        term, lambda f, b: any(n == term or n.startswith(f"{term}.") for n in _names(f)), _exactly(term, found)
+    )
+
+
+def _exactly(term: str, found: Sequence[Found]) -> frozenset[str]:
+    # Naming one weight (or the layer that holds it) asks for it; naming a whole stage does not.
+    named = [f for f in found if f.blocks and any(n == term or n.startswith(f"{term}.") for n in _names(f))]
+    single = len(named) == 1 and term in (*_names(named[0]), named[0].module)
+    return _ROLE_MARKS if single else frozenset()
+
+
+def _names(f: Found) -> tuple[str, ...]:
+    return (f.name, f.key, *f.also)
+
+
+def _is_a(f: Found, names: tuple[str, ...]) -> bool:
+    return any(c.__name__ in names for c in f.classes) or f.module_type in names
+
+
+def _hint(term: Any, found: Sequence[Found]) -> str:
+    weights = [f for f in found if f.blocks]
+    roles = sorted({b.role for f in weights for b in f.blocks})
+    text = f"Presets: {', '.join(PRESETS)}. Roles here: {', '.join(roles) or 'none'}."
+    if isinstance(term, str):
+        others = [name for name in (*PRESETS, *ROLES, *(f.name for f in weights)) if name != term]
+        close = difflib.get_close_matches(term, others, 3)
+        text += f" Did you mean {' or '.join(map(repr, dict.fromkeys(close)))}?" if close else ""
+    names = [f.name for f in weights]
+    shown = ", ".join(names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "")
+    refused = Counter(f.refusal for f in found if f.refusal and not f.blocks and len(f.shape) > 1)
+    why = "".join(f" Not read: {n} × {reason}." for reason, n in refused.most_common(2))
+    return f"{text}{why} Weights with matrices: {shown or 'none'}."
+
+
+def _what_there_was(choices: Sequence[Choice]) -> str:
+    weights = [c for c in choices if c.found.blocks]
+    reasons = Counter(c.reason for c in weights)
+    lines = [f"{n} × {reason}" for reason, n in reasons.most_common()]
+    refused = Counter(c.reason for c in choices if not c.found.blocks and len(c.found.shape) > 1)
+    lines += [f"{n} × {reason}" for reason, n in refused.most_common(5)]
+    return f"The model has {len(weights)} weights with matrices, all left alone: {'; '.join(lines) or 'none'}. \
+include=… asks for them by name"

@@ -1,0 +1,58 @@
+"""`rekindle demo`, made short: it runs all arms, writes the page and the picture, and says what it saw."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from command_line import one_line, run
+from lab_results import results
+from rekindle.cli import demo
+from rekindle.lab.study import Study
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "SHORTER", {"count": 64, "tasks": 2, "epochs": 1})
+
+
+@pytest.mark.usefixtures("short")
+def test_demo_compares_six_remedies(tmp_path: Path) -> None:
+    page, picture = tmp_path / "deep" / "demo.html", tmp_path / "demo.svg"
+    result = run("demo", "--seeds", "1", "--html", page, "--picture", picture)
+    assert result.exit_code == 0, result.output
+    text = result.stdout
+    for arm in ("nothing", "full-reset", "shrink-perturb", "dash", "redo", "l2-init", "fire"):
+        assert arm in text
+    assert "Doing nothing went from" in text
+    assert ("FIRE was best" in text) != ("FIRE did not win" in text)
+    assert str(page) in result.stderr.replace("\n", "")
+    assert "rekindle demo --seeds 1" in page.read_text()
+    assert picture.read_text().startswith("<svg")
+    assert run("demo", "--help").stdout.count("rekindle demo") >= 2
+
+
+def test_demo_can_be_read_by_programs_and_run_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "conducted", lambda *_, **__: results(ends={"nothing": 0.2, "fire": 0.4}))
+    page = tmp_path / "demo.html"
+    page.write_text("old")
+    result = run("demo", "--seeds", "1", "--methods", "nothing,fire", "--html", page, "--json")
+    assert [row["arm"] for row in json.loads(result.stdout)["table"]] == ["nothing", "fire"]
+    assert page.read_text().startswith("<!doctype html>")
+
+
+def test_demo_refuses_what_it_does_not_know(tmp_path: Path) -> None:
+    assert "did you mean 'fire'?" in one_line(run("demo", "--methods", "fier", "--html", tmp_path / "a.html")).replace(
+        "\n", " "
+    )
+
+
+def test_stopping_the_demo_says_how_to_start_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Study, "run", interrupted)
+    result = run("demo", "--html", tmp_path / "a.html")
+    assert result.exit_code == 130
+    assert "Start again with: rekindle demo" in result.stderr
+    assert not (tmp_path / "a.html").exists()

@@ -1,0 +1,244 @@
+"""The monitor: when it samples, what it finds there, and that training does not notice."""
+
+import json
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from rekindle.diagnosis.examination import health
+from rekindle.monitoring.monitor import Monitor
+
+
+def build() -> tuple[nn.Sequential, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Dropout(0.5), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    return net, torch.optim.AdamW(net.parameters(), lr=1e-2)
+
+
+def step(net: nn.Module, optimizer: torch.optim.Optimizer, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    x, y = torch.randn(16, 6, generator=generator), torch.randint(0, 3, (16,), generator=generator)
+    optimizer.zero_grad()
+    loss = F.cross_entropy(net(x), y)
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def hooks(net: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    count = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in net.modules())
+    return count + len(optimizer._optimizer_step_pre_hooks) + len(optimizer._optimizer_step_post_hooks)
+
+
+def test_training_is_the_same_with_and_without_it() -> None:
+    plain, optimizer = build()
+    torch.manual_seed(7)
+    alone = [float(step(plain, optimizer, seed)) for seed in range(12)]
+    watched, optimizer2 = build()
+    torch.manual_seed(7)
+    with Monitor(watched, optimizer2, every=3) as monitor:
+        together = [float(step(watched, optimizer2, seed)) for seed in range(12)]
+    assert alone == together
+    assert [sample.step for sample in monitor.history] == [3, 6, 9, 12]
+    for a, b in zip(plain.state_dict().values(), watched.state_dict().values(), strict=True):
+        assert torch.equal(a, b)
+    assert hooks(watched, optimizer2) == 0
+
+
+def test_what_a_sample_holds_is_what_the_step_did() -> None:
+    net, optimizer = build()
+    before = [p.detach().clone() for p in net.parameters()]
+    with Monitor(net, optimizer, every=1) as monitor:
+        step(net, optimizer)
+    assert monitor.last is not None
+    flat = monitor.last.flat()
+    moved = sum(float((p.detach() - b).square().sum()) for p, b in zip(net.parameters(), before, strict=True))
+    size = sum(float(b.square().sum()) for b in before)
+    assert flat["effective_learning_rate"] == pytest.approx((moved / size) ** 0.5, rel=1e-4)
+    weight = net.get_parameter("0.weight")
+    assert flat["steps/0.weight"] == pytest.approx(
+        float((weight.detach() - before[0]).norm() / before[0].norm()), rel=1e-4
+    )
+    assert flat["gradients/0.weight"] == pytest.approx(float(weight.grad.norm()), rel=1e-5)
+    x = torch.randn(16, 6, generator=torch.Generator().manual_seed(0))
+    expected = health(net, [x], mode="cheap")
+    for name, value in expected.units["1"].items():
+        assert flat[f"units/1/{name}"] == pytest.approx(value)
+    assert flat["weights/0.weight/dfi"] == pytest.approx(expected.weights["0.weight"]["dfi"])
+
+
+def test_own_batches_and_a_loss() -> None:
+    net, optimizer = build()
+    batch = (torch.randn(9, 6), torch.randint(0, 3, (9,)))
+    loss = lambda model, b: F.cross_entropy(model(b[0]), b[1])  # noqa: E731
+    with Monitor(net, optimizer, every=2, batches=[batch], loss=loss) as monitor:
+        for seed in range(2):
+            step(net, optimizer, seed)
+    assert monitor.last is not None
+    found = monitor.last.health
+    assert found.units["1"]["rows"] == 9
+    assert "gradient_dormant" in found.units["1"]
+    assert "loss" in found.whole
+
+
+def test_no_forward_seen_means_unmeasured_not_zero() -> None:
+    net, optimizer = build()
+    with Monitor(net, optimizer, every=1) as monitor:
+        optimizer.step()
+    assert monitor.last is not None
+    assert "dormant" not in monitor.last.flat()
+    assert any("no forward pass" in each.reason for each in monitor.last.health.unmeasured)
+
+
+def test_keyword_inputs_and_padding() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(2, 4)
+
+        def forward(self, x: Tensor, attention_mask: Tensor, scale: float = 1.0) -> Tensor:
+            return torch.relu(self.fc(x)) * scale
+
+    net = Model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
+    with Monitor(net, optimizer, every=1) as monitor:
+        net(torch.randn(2, 3, 2), attention_mask=mask, scale=2.0).sum().backward()
+        optimizer.step()
+    assert monitor.last is not None
+    assert monitor.last.health.units["relu"]["rows"] == 3
+
+
+def test_weights_can_be_looked_at_less_often() -> None:
+    net, optimizer = build()
+    with Monitor(net, optimizer, every=1, weights_every=2) as monitor:
+        for seed in range(4):
+            step(net, optimizer, seed)
+    assert [bool(sample.health.weights) for sample in monitor.history] == [True, False, True, False]
+
+
+def test_sinks_get_every_sample() -> None:
+    net, optimizer = build()
+    rows: list[tuple[int, dict[str, float]]] = []
+    with Monitor(net, optimizer, every=2, sinks=[lambda at, row: rows.append((at, row))], prefix="h/"):
+        for seed in range(4):
+            step(net, optimizer, seed)
+    assert [at for at, _ in rows] == [2, 4]
+    assert all(key.startswith("h/") for _, row in rows for key in row)
+    assert "h/dormant" in rows[0][1]
+
+
+def test_reference_can_be_set_at_a_boundary() -> None:
+    net, optimizer = build()
+    with Monitor(net, optimizer, every=1) as monitor:
+        step(net, optimizer)
+        assert not monitor.last.health.verdict.sure
+        monitor.set_reference(monitor.last.health)
+        with torch.no_grad():
+            net[0].bias.fill_(-1e3)
+        step(net, optimizer)
+    verdict = monitor.last.health.verdict
+    assert verdict.sure
+    assert verdict == "act"
+    assert {"dormancy", "feature rank"} <= {finding.sign for finding in verdict.findings}
+
+
+def test_saved_and_resumed() -> None:
+    net, optimizer = build()
+    first = Monitor(net, optimizer, every=3)
+    for seed in range(4):
+        step(net, optimizer, seed)
+    first.set_reference()
+    state = json.loads(json.dumps(first.state_dict()))
+    first.detach()
+    second = Monitor(net, optimizer, every=3)
+    second.load_state_dict(state)
+    assert second.steps == 4
+    assert [s.flat() for s in second.history] == [pytest.approx(s.flat()) for s in first.history]
+    for seed in range(2):
+        step(net, optimizer, seed)
+    assert [s.step for s in second.history] == [3, 4, 6]
+    assert second.last.health.verdict.sure
+    second.detach()
+
+
+def test_a_failing_sample_warns_and_training_goes_on() -> None:
+    net, optimizer = build()
+
+    def bad(model: nn.Module, batch: Any) -> Tensor:
+        raise RuntimeError("no luck")
+
+    monitor = Monitor(net, optimizer, every=2, batches=[torch.zeros(4, 6)], loss=bad)
+    step(net, optimizer, 0)
+    with pytest.warns(RuntimeWarning, match="no health sample at step 2: no luck"):
+        step(net, optimizer, 1)
+    step(net, optimizer, 2)
+    assert (monitor.steps, len(monitor.history)) == (3, 0)
+    assert net.training
+    with pytest.raises(RuntimeError, match="no luck"):
+        monitor.sample()
+    monitor.detach()
+    monitor.detach()
+    assert hooks(net, optimizer) == 0
+
+
+def test_it_comes_off_when_the_block_raises_and_can_come_back() -> None:
+    net, optimizer = build()
+    with pytest.raises(KeyError), Monitor(net, optimizer, every=1) as monitor:
+        raise KeyError
+    assert hooks(net, optimizer) == 0
+    step(net, optimizer)
+    assert monitor.steps == 0
+    monitor.attach()
+    monitor.attach()
+    step(net, optimizer)
+    assert monitor.steps == 1
+    monitor.detach()
+
+
+def test_history_is_bounded_and_inputs_are_let_go() -> None:
+    net, optimizer = build()
+    with Monitor(net, optimizer, every=1, history=2) as monitor:
+        for seed in range(5):
+            step(net, optimizer, seed)
+        assert monitor._input is None
+        assert monitor._before is None
+    assert [s.step for s in monitor.history] == [4, 5]
+
+
+def test_a_compiled_model() -> None:
+    net, optimizer = build()
+    compiled = torch.compile(net, backend="eager")
+    with Monitor(compiled, optimizer, every=1) as monitor, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        step(compiled, optimizer)
+    assert "units/1/dormant" in monitor.last.flat()
+    assert "gradients/0.weight" in monitor.last.flat()
+
+
+def test_a_model_compiled_in_place_is_not_compiled_at_every_step() -> None:
+    net, optimizer = build()
+    net.compile(backend="eager")
+    torch._dynamo.utils.counters.clear()
+    with Monitor(net, optimizer, every=4) as monitor:
+        for seed in range(8):
+            step(net, optimizer, seed)
+    assert [sample.step for sample in monitor.history] == [4, 8]
+    assert "units/1/dormant" in monitor.last.flat()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 3
+
+
+def test_errors_speak_of_the_argument() -> None:
+    net, optimizer = build()
+    other = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="none of this model's parameters"):
+        Monitor(net, other)
+    with pytest.raises(ValueError, match="positive"):
+        Monitor(net, optimizer, every=0)
+    with pytest.raises(ValueError, match="batches is not"):
+        Monitor(net, optimizer, loss=lambda m, b: m(b).sum())
+    assert hooks(net, optimizer) == 0

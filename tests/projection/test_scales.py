@@ -1,0 +1,173 @@
+"""Scale rules against their formulas, and the words they are parsed from."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from rekindle.blocks.finding import find
+from rekindle.blocks.layouts import Block, convolution, matrices
+from rekindle.projection.scales import Scale
+
+SIDE = st.integers(1, 40)
+
+
+def linear(out: int, in_: int, role: str = "other") -> Block:
+    return matrices("out in", role=role)((out, in_))[0]
+
+
+def conv(out: int, in_: int, kernel: int, groups: int = 1, *, transposed: bool = False, flat: bool = False) -> Block:
+    cls = nn.ConvTranspose2d if transposed else nn.Conv2d
+    shape = tuple(cls(in_, out, kernel, groups=groups).weight.shape)
+    return convolution(shape, groups=groups, transposed=transposed, flat=flat)(shape)[0]
+
+
+@given(SIDE, SIDE)
+def test_paper_scale_of_a_linear_is_root_out_over_in(out: int, in_: int) -> None:
+    assert Scale.parse("paper").known(linear(out, in_)) == pytest.approx(math.sqrt(out / in_))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("kernel", [1, 3])
+def test_paper_scale_of_a_convolution(kernel: int, groups: int, transposed: bool) -> None:
+    """√(out/in)/taps with the sides of one group's matrix; flat is one matrix with in·taps inputs."""
+    block = conv(12, 8, kernel, groups, transposed=transposed)
+    assert Scale.parse("paper").known(block) == pytest.approx(math.sqrt(12 / 8) / kernel**2)
+    flat = conv(12, 8, kernel, groups, transposed=transposed, flat=True)
+    assert Scale.parse("paper").known(flat) == pytest.approx(math.sqrt(12 / (8 * kernel**2)))
+
+
+@given(SIDE, SIDE, st.floats(0.01, 9))
+def test_numbers_and_fan_in(out: int, in_: int, factor: float) -> None:
+    assert Scale.parse(factor).known(linear(out, in_)) == factor
+    assert Scale.parse("fan_in").known(linear(out, in_)) == pytest.approx(math.sqrt(in_))
+    assert Scale.parse(f"fan_in:{factor}").known(linear(out, in_)) == pytest.approx(math.sqrt(in_) * factor)
+    assert Scale.parse("fan_in").known(conv(4, 5, 3)) == pytest.approx(math.sqrt(45))
+
+
+@pytest.mark.parametrize(
+    ("spec", "initialise"),
+    [
+        ("init:kaiming", lambda w: nn.init.kaiming_normal_(w)),
+        ("init:kaiming(1)", lambda w: nn.init.kaiming_normal_(w, nonlinearity="linear")),
+        ("init:xavier", lambda w: nn.init.xavier_normal_(w)),
+        ("init:xavier(2)", lambda w: nn.init.xavier_normal_(w, gain=2)),
+        ("init:lecun", lambda w: nn.init.normal_(w, std=(w.shape[1] * w[0, 0].numel()) ** -0.5)),
+        ("init:torch", lambda w: nn.init.kaiming_uniform_(w, a=math.sqrt(5))),
+        ("init:normal(0.02)", lambda w: nn.init.normal_(w, std=0.02)),
+        ("init:orthogonal", lambda w: nn.init.orthogonal_(w)),
+        ("init:orthogonal(1.4)", lambda w: nn.init.orthogonal_(w, gain=1.4)),
+    ],
+)
+@pytest.mark.parametrize("shape", [(160, 90), (90, 160), (64, 48, 3, 3), (48, 64, 3, 3)])
+def test_an_isometry_at_an_init_scale_has_the_variance_of_that_scheme(
+    spec: str, initialise: object, shape: tuple[int, ...]
+) -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        weight = torch.empty(shape)
+        initialise(weight)  # type: ignore[operator]
+    block = matrices("out in")(shape)[0] if len(shape) == 2 else conv(shape[0], shape[1], 3)
+    scale = Scale.parse(spec).known(block)
+    assert scale is not None
+    # ‖sQ‖²_F = s²k over all matrices; the drawn weights' variance is known to 1/√(2·numel) < 2 %.
+    variance = block.count * scale**2 * block.smaller / weight.numel()
+    assert variance == pytest.approx(float(weight.square().mean()), rel=0.05)
+
+
+@pytest.mark.parametrize("role", ["attention-output", "mlp-out", "mlp-in", "query"])
+def test_depth_shrinks_what_writes_to_the_residual_stream(role: str) -> None:
+    plain = Scale.parse("init:normal(0.02)").known(linear(8, 4, role))
+    deep = Scale.parse("init:normal(0.02)/depth(12)").known(linear(8, 4, role))
+    assert plain is not None
+    expected = plain / math.sqrt(24) if role in ("attention-output", "mlp-out") else plain
+    assert deep == pytest.approx(expected)
+
+
+@given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 3), st.integers(0, 9))
+@settings(max_examples=40, deadline=None)
+def test_measured_scales_per_matrix(out: int, in_: int, count: int, seed: int) -> None:
+    """nearest minimises ‖W − sQ‖_F, norm keeps ‖W‖_F, reference takes ‖W₀‖_F."""
+    generator = torch.Generator().manual_seed(seed)
+    w = torch.randn(count, out, in_, generator=generator, dtype=torch.float64)
+    start = torch.randn(count, out, in_, generator=generator, dtype=torch.float64)
+    block = matrices("count out in", count="count")((count, out, in_))[0]
+    u, sigma, vh = torch.linalg.svd(w, full_matrices=False)
+    q = u @ vh
+    norm, nuclear = torch.linalg.matrix_norm(w), sigma.sum(1)
+    initial = torch.linalg.matrix_norm(start)
+    nearest, keep, reference = (
+        Scale.parse(rule).values(block, norm=norm, nuclear=nuclear, reference=initial)[:, None, None]
+        for rule in ("nearest", "norm", "reference")
+    )
+    assert torch.allclose(torch.linalg.matrix_norm(keep * q), norm)
+    assert torch.allclose(torch.linalg.matrix_norm(reference * q), initial)
+    best = torch.linalg.matrix_norm(w - nearest * q)
+    for other in (0.99, 1.01):
+        assert bool((best <= torch.linalg.matrix_norm(w - other * nearest * q) + 1e-12).all())
+
+
+def test_known_values_fill_the_block() -> None:
+    block = conv(4, 4, 3, groups=2)
+    values = Scale.parse("paper").values(block, norm=torch.ones(18, dtype=torch.float64))
+    assert values.shape == (18,)
+    assert values.dtype == torch.float64
+    assert torch.allclose(values, torch.full((18,), 1 / 9, dtype=torch.float64))
+
+
+def test_a_split_per_head_keeps_its_parents_scale() -> None:
+    block = matrices("(head dim) in", head=4, heads="head")((64, 16))[0]
+    for spec in ("paper", "fan_in", "init:xavier", "init:normal(0.02)", "init:orthogonal"):
+        assert Scale.parse(spec).known(block.per_head()) == Scale.parse(spec).known(block)
+    assert find(nn.MultiheadAttention(8, 2), split_heads=True)[0].blocks[0].fans == (8, 8)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "paper",
+        "nearest",
+        "norm",
+        "reference",
+        "fan_in",
+        "fan_in:0.5",
+        "init:kaiming",
+        "init:normal(0.02)",
+        "init:normal(0.02)/depth(12)",
+        "paper/depth(3)",
+        "0.7",
+    ],
+)
+def test_a_scale_prints_as_what_it_is_parsed_from(spec: str) -> None:
+    scale = Scale.parse(spec)
+    assert str(scale) == spec
+    assert Scale.parse(scale) is scale
+    assert Scale.parse(str(scale)) == scale
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        *("papers", "init", "init:he", "init:normal", "fan_in:x", "paper:2", "nearest/depth(3)", "init:normal(-1)"),
+        *("", "0", "paper/depth(0)", "nan", 0, -1.0, math.nan, math.inf),
+    ],
+)
+def test_unknown_scales_are_errors(spec: str | float) -> None:
+    with pytest.raises(ValueError, match="scale="):
+        Scale.parse(spec)
+
+
+def test_other_types_and_missing_measures_are_errors() -> None:
+    for wrong in (None, True, [1.0]):
+        with pytest.raises(TypeError, match="word or a number"):
+            Scale.parse(wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="initial weights"):
+        Scale.parse("reference").values(linear(2, 2))
+    with pytest.raises(ValueError, match="one number a matrix"):
+        Scale.parse("norm").values(linear(2, 2), norm=torch.ones(2))
