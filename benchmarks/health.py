@@ -5,7 +5,7 @@
 Both sides of every ratio run in this process, alternating; the medians are compared. The monitor's share is processor
 time on one thread. Spectra are compared twice: as a user meets them (all threads, the clock on the wall), and on one
 thread by processor time, with the arithmetic that cannot be done without. Needs weightwatcher
-(`pip install "rekindle[bench]"`) for the second part.
+(`pip install "torch-rekindle[bench]"`) for the second part.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-pytest.importorskip("typer", reason='pip install "rekindle[cli]"')
-pytest.importorskip("rich", reason='pip install "rekindle[cli]"')
+pytest.importorskip("typer", reason='pip install "torch-rekindle[cli]"')
+pytest.importorskip("rich", reason='pip install "torch-rekindle[cli]"')
 
 from typer.testing import CliRunner, Result
 

@@ -317,4 +317,4 @@ def test_doctor_says_how_to_get_what_is_missing(monkeypatch: pytest.MonkeyPatch)
     from rekindle.cli import doctor
 
     monkeypatch.setattr(doctor, "_version", lambda name: None if name == "pandas" else "1")
-    assert 'pip install "rekindle[report]"' in run("doctor").stdout
+    assert 'pip install "torch-rekindle[report]"' in run("doctor").stdout

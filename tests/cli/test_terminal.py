@@ -159,7 +159,7 @@ def test_without_its_libraries_it_says_how_to_get_them(
     with pytest.raises(SystemExit) as stopped:
         cli.main()
     assert stopped.value.code == 2
-    assert 'pip install "rekindle[cli]"' in capsys.readouterr().err
+    assert 'pip install "torch-rekindle[cli]"' in capsys.readouterr().err
 
 
 # As a user

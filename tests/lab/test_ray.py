@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("ray", reason='ray is not installed: pip install "rekindle[ray]"')
+pytest.importorskip("ray", reason='ray is not installed: pip install "torch-rekindle[ray]"')
 
 from test_study import alive, begun, study, workers
 

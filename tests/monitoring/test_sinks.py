@@ -124,5 +124,5 @@ def test_nothing_is_imported_before_it_is_used() -> None:
 )
 def test_a_missing_library_says_what_to_install(sink: type[Any], module: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ImportError, match=r'pip install "rekindle\[sinks\]"'):
+    with pytest.raises(ImportError, match=r'pip install "torch-rekindle\[sinks\]"'):
         sink()

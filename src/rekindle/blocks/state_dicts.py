@@ -22,6 +22,7 @@ from rekindle.blocks.finding import WRAPPER_NAMES, Found, find, mark_heads, name
 from rekindle.blocks.layouts import matrices
 from rekindle.blocks.roles import named_role
 from rekindle.blocks.storage import unusable
+from rekindle.extras import install
 
 _UNSURE = "a state dict alone does not show {}; pass config= or a plan saved from the live model"
 _EMBEDDING = re.compile(r"(^|[._])(wte|wpe|shared|embed\w*|\w*embeddings?|\w*embed)$", re.IGNORECASE)
@@ -84,7 +85,7 @@ def skeleton(config: Any) -> nn.Module:
     try:
         import transformers
     except ImportError as error:
-        raise ImportError('reading a config needs transformers: pip install "rekindle[transformers]"') from error
+        raise ImportError(f"reading a config needs transformers: {install('transformers')}") from error
     if isinstance(config, str | Path):
         path = Path(config)
         path = path / "config.json" if path.is_dir() else path

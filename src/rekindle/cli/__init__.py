@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 
+from rekindle.extras import install
+
 
 def main() -> None:
     """Run the command line; without typer and rich, say how to get them."""
@@ -11,7 +13,7 @@ def main() -> None:
         import rich  # noqa: F401
         import typer  # noqa: F401
     except ImportError as error:
-        sys.stderr.write(f'the command line needs {error.name}: pip install "rekindle[cli]"\n')
+        sys.stderr.write(f"the command line needs {error.name}: {install('cli')}\n")
         raise SystemExit(2) from None
     from rekindle.cli.app import app
 

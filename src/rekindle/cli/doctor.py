@@ -17,6 +17,7 @@ import rekindle
 from rekindle.cli import options
 from rekindle.cli.terminal import FINDINGS, show, show_json, speaking
 from rekindle.engine.isometry import polar
+from rekindle.extras import install
 
 _NEEDED = ("torch", "numpy", "safetensors")
 # Module → the extra that brings it, and what for.
@@ -116,7 +117,7 @@ def _text(facts: dict[str, Any]) -> str:
     ]
     for name, version in facts["optional"].items():
         extra, use = _OPTIONAL[name]
-        advice = f'missing, for {use}: pip install "rekindle[{extra}]"'
+        advice = f"missing, for {use}: {install(extra)}"
         lines.append(f"{name:<13} {version or advice}")
     word = "ok" if check["ok"] else "FAILED"
     lines.append(f"check: 256² polar factor {word}, residual {check['residual']:.1e}, {check['seconds'] * 1e3:.0f} ms")

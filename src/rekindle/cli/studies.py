@@ -13,6 +13,7 @@ from rich.markup import escape
 
 from rekindle.cli.provenance import made
 from rekindle.cli.terminal import FINDINGS, say, show_json, width, write_text
+from rekindle.extras import install
 from rekindle.report.words import printable
 
 if TYPE_CHECKING:
@@ -159,7 +160,7 @@ def needing_extras() -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        raise ImportError(f'the laboratory needs {error.name}: pip install "rekindle[lab]"') from error
+        raise ImportError(f"the laboratory needs {error.name}: {install('lab')}") from error
     except LookupError as error:
         if type(error).__name__ == "Missing":
             raise ValueError(str(error)) from error

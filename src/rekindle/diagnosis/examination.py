@@ -30,6 +30,7 @@ from rekindle.diagnosis.curvature import Curvature, hessian_eigenvalue
 from rekindle.diagnosis.sampling import Batch, Loss
 from rekindle.diagnosis.text import compared, described
 from rekindle.diagnosis.verdict import Numbers, Thresholds, Verdict, judge
+from rekindle.extras import install
 from rekindle.measures.matrices import Measures, Mode, measure
 from rekindle.measures.spectra import NotFinite
 from rekindle.measures.threads import side_by_side, workers_for
@@ -169,7 +170,7 @@ class Health:
         try:
             import pandas
         except ImportError as error:
-            raise ImportError('a DataFrame needs pandas: pip install "rekindle[report]"') from error
+            raise ImportError(f"a DataFrame needs pandas: {install('report')}") from error
         rows = [
             (kind, layer, name, value)
             for kind, layers in (("weights", self.weights), ("units", self.units))

@@ -22,6 +22,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rekindle.extras import install
+
 from .pickles import load_pickle
 
 Bytes = NDArray[np.uint8]
@@ -248,7 +250,7 @@ def decode(content: bytes, name: str = "image") -> Bytes:
     try:
         from PIL import Image
     except ImportError as error:
-        raise ImportError('reading PNG and JPEG needs Pillow: pip install "rekindle[lab]"') from error
+        raise ImportError(f"reading PNG and JPEG needs Pillow: {install('lab')}") from error
     try:
         with Image.open(io.BytesIO(content), formats=("PNG", "JPEG")) as image:
             return np.asarray(image.convert("RGB"))

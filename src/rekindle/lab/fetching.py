@@ -18,6 +18,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from rekindle.extras import install
+
 from .archives import Corrupt
 
 Progress = Callable[[int, int], None]
@@ -97,7 +99,7 @@ def _idx(folder: str) -> Place:
 
 
 KNOWN: dict[str, Known] = {
-    "digits": Known(module=("sklearn", "datasets/data/digits.csv.gz", "digits"), command='pip install "rekindle[lab]"'),
+    "digits": Known(module=("sklearn", "datasets/data/digits.csv.gz", "digits"), command=install("lab")),
     "fashion-mnist": Known(
         places=(_idx("fashion-mnist"), _idx("FashionMNIST/raw")),
         system=(_idx("/usr/share/datasets/fashion-mnist"),),
@@ -326,7 +328,7 @@ def _from_url(way: Way, folder: Path, progress: Progress) -> None:
     try:
         import pooch  # type: ignore[import-untyped,unused-ignore]
     except ImportError as error:
-        raise ImportError('downloading needs pooch: pip install "rekindle[lab]"') from error
+        raise ImportError(f"downloading needs pooch: {install('lab')}") from error
     pooch.get_logger().setLevel("WARNING")
     for path, digest in way.files:
         url = f"{way.what}/{Path(path).name}"

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from rekindle.extras import install
 from rekindle.lab.pool import LAST, ONE_THREAD, TARGET, rows_of
 from rekindle.lab.store import Row
 
@@ -175,7 +176,7 @@ def _ray() -> Any:
     try:
         import ray
     except ImportError as error:
-        raise ImportError('studies on Ray need ray: pip install "rekindle[ray]"') from error
+        raise ImportError(f"studies on Ray need ray: {install('ray')}") from error
     return ray
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from importlib.resources import files
 from typing import Any
 
+from rekindle.extras import install
 from rekindle.lab import gallery
 from rekindle.lab.canvas import STYLE, colours
 from rekindle.lab.contest import FIRE, Contest, contests
@@ -175,7 +176,7 @@ def _reproduce(data: Mapping[str, Any]) -> str:
     note = f'<p class="note">{text(versions)}{text("; " + made["platform"]) if made.get("platform") else ""}</p>'
     return (
         '<section><h2>How to reproduce</h2><div class="code"><pre tabindex="0"><code>'
-        f'pip install "rekindle[lab]"\n{text(line)}</code></pre>'
+        f"{install('lab')}\n{text(line)}</code></pre>"
         f'<button type="button" id="copy" hidden>Copy</button></div>{note if versions else ""}</section>'
     )
 

@@ -10,6 +10,7 @@ from functools import cached_property
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+from rekindle.extras import install
 from rekindle.lab import metrics, store, tuning
 from rekindle.lab.arms import Arm
 from rekindle.lab.comparing import (
@@ -115,7 +116,7 @@ class Results:
         try:
             import pandas
         except ImportError as error:
-            raise ImportError('a frame needs pandas: pip install "rekindle[lab]"') from error
+            raise ImportError(f"a frame needs pandas: {install('lab')}") from error
         return pandas.DataFrame([store.flat(row) for row in self.rows]).drop(columns="kind", errors="ignore")
 
     def contenders(self, setting: str) -> list[Contender]:

@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from rekindle.extras import install
+
 LEVEL = 0.95
 STREAMS_FOR_IQM = 5
 RESAMPLES = 4999
@@ -212,7 +214,7 @@ def _scipy() -> Any:
     try:
         import scipy.stats
     except ImportError as error:
-        raise ImportError('intervals need scipy: pip install "rekindle[lab]"') from error
+        raise ImportError(f"intervals need scipy: {install('lab')}") from error
     return scipy.stats
 
 

@@ -21,6 +21,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeAlias
 
+from rekindle.extras import install
+
 Row: TypeAlias = dict[str, Any]
 
 WRITTEN = frozenset({"start", "task", "end", "failed"})
@@ -278,7 +280,7 @@ def frame(records: Iterable[tuple[str, Record]]) -> Any:
     try:
         import pandas
     except ImportError as error:
-        raise ImportError('the table of a study needs pandas and pyarrow: pip install "rekindle[lab]"') from error
+        raise ImportError(f"the table of a study needs pandas and pyarrow: {install('lab')}") from error
     lines: list[dict[str, Any]] = []
     for identity, record in records:
         run = record.rows[0].get("run", {})

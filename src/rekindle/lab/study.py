@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rekindle.extras import install
 from rekindle.lab import tuning
 from rekindle.lab.arms import ARMS, Arm, arms
 from rekindle.lab.conducting import Conductor, Event, Outcome, Watcher, described
@@ -310,7 +311,7 @@ def _yaml(path: Path) -> dict[str, Any]:
     try:
         yaml: Any = importlib.import_module("yaml")
     except ImportError as error:
-        raise ImportError('a study file needs pyyaml: pip install "rekindle[lab]"') from error
+        raise ImportError(f"a study file needs pyyaml: {install('lab')}") from error
     try:
         content = yaml.safe_load(path.read_text())
     except yaml.YAMLError as error:

@@ -20,6 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rekindle.extras import install
+
 from . import fetching
 from .archives import Corrupt, members
 
@@ -244,7 +246,7 @@ def bpe_tokenizer(text: str, size: int) -> BPETokenizer:
     try:
         import tokenizers
     except ImportError as error:
-        raise ImportError('a BPE tokenizer needs tokenizers: pip install "rekindle[lab]"') from error
+        raise ImportError(f"a BPE tokenizer needs tokenizers: {install('lab')}") from error
     model = tokenizers.Tokenizer(tokenizers.models.BPE())
     model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     model.decoder = tokenizers.decoders.ByteLevel()

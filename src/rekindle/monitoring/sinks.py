@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import Any, TypeAlias
 
+from rekindle.extras import install
+
 Sink: TypeAlias = "Callable[[int, dict[str, float]], object]"
 
 
@@ -49,10 +51,10 @@ class TensorBoardSink(_Closing):
     """Scalars in a TensorBoard log directory, or in a SummaryWriter of yours, which then stays open.
 
     >>> TensorBoardSink.needs
-    'pip install "rekindle[sinks]"'
+    'pip install "torch-rekindle[sinks]"'
     """
 
-    needs = 'pip install "rekindle[sinks]"'
+    needs = install("sinks")
 
     def __init__(self, log_dir: str | None = None, *, writer: Any = None) -> None:
         self._own = writer is None
@@ -81,10 +83,10 @@ class WandbSink(_Closing):
     """A Weights & Biases run: yours, or one made with `wandb.init(**options)` (mode="offline" needs no network).
 
     >>> WandbSink.needs
-    'pip install "rekindle[sinks]"'
+    'pip install "torch-rekindle[sinks]"'
     """
 
-    needs = 'pip install "rekindle[sinks]"'
+    needs = install("sinks")
 
     def __init__(self, run: Any = None, **options: Any) -> None:
         self._own = run is None
@@ -114,7 +116,7 @@ class MlflowSink(_Closing):
     'weights/c_attn.weight_query_/dfi'
     """
 
-    needs = 'pip install "rekindle[sinks]"'
+    needs = install("sinks")
 
     def __init__(
         self, tracking_uri: str | None = None, *, experiment: str = "rekindle", run_id: str | None = None

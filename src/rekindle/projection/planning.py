@@ -22,6 +22,7 @@ from rekindle.blocks.layouts import Block, Recipe
 from rekindle.blocks.state_dicts import find_in_state
 from rekindle.blocks.storage import is_sharded
 from rekindle.engine.isometry import polar
+from rekindle.extras import install
 from rekindle.projection.plan_table import render
 from rekindle.projection.scales import Scale
 from rekindle.projection.summary import at_least_float32, look
@@ -165,7 +166,7 @@ class Plan:
         try:
             import pandas
         except ImportError as error:
-            raise ImportError('a DataFrame needs pandas: pip install "rekindle[report]"') from error
+            raise ImportError(f"a DataFrame needs pandas: {install('report')}") from error
         rows: list[dict[str, Any]] = []
         for e in self.entries:
             base = {"name": e.name, "role": e.role, "shape": e.shape, "dtype": e.dtype, "reason": e.reason}

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from rekindle.extras import install
 from rekindle.optimizers.resetting import StateReset
 from rekindle.projection.receipt_table import render
 
@@ -186,7 +187,7 @@ class Receipt:
         try:
             import pandas
         except ImportError as error:
-            raise ImportError('Receipt.to_frame() needs pandas: pip install "rekindle[report]"') from error
+            raise ImportError(f"Receipt.to_frame() needs pandas: {install('report')}") from error
         rows = []
         for record in self.records:
             row = record.to_dict()

@@ -129,7 +129,7 @@ def reproduce(data: Mapping[str, Any]) -> str:
     versions = ", ".join(f"{key} {value}" for key, value in made["versions"].items())
     settings = f"{versions}; {made['platform']}, {plural(made['threads'], 'thread')}"
     return (
-        f'<section><h2>How to reproduce</h2><div class="code"><pre tabindex="0"><code>pip install "rekindle[cli]=='
+        f'<section><h2>How to reproduce</h2><div class="code"><pre tabindex="0"><code>pip install "torch-rekindle[cli]=='
         f'{text(made["versions"]["rekindle"])}"\n{text(made["line"])}</code></pre>'
         f'<button type="button" id="copy" hidden>Copy</button></div><p class="note">{text(settings)}</p></section>'
     )

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rekindle.extras import install
 from rekindle.lab.networks.dawn import DAWN, Layer
 from rekindle.measures.matrices import effective_rank, participation_rank, similar_pairs, singular_values, welch_ratio
 from rekindle.methods.diversity import basis_usage
@@ -110,7 +111,7 @@ class Analysis:
             from matplotlib import rc_context
             from matplotlib.figure import Figure
         except ImportError as missing:
-            raise ImportError('plotting needs matplotlib: pip install "rekindle[lab]"') from missing
+            raise ImportError(f"plotting needs matplotlib: {install('lab')}") from missing
         # Text as text and a fixed salt: the same analysis gives the same file.
         with rc_context({"svg.fonttype": "none", "svg.hashsalt": "rekindle"}):
             figure = Figure(figsize=(14, 3.4), layout="constrained")
