@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rekindle.extras import DISTRIBUTION
 from rekindle.report.view import Row, signs
 from rekindle.report.view import reasons as grouped_reasons
 from rekindle.report.words import name, number, plural, text
@@ -129,7 +130,8 @@ def reproduce(data: Mapping[str, Any]) -> str:
     versions = ", ".join(f"{key} {value}" for key, value in made["versions"].items())
     settings = f"{versions}; {made['platform']}, {plural(made['threads'], 'thread')}"
     return (
-        f'<section><h2>How to reproduce</h2><div class="code"><pre tabindex="0"><code>pip install "torch-rekindle[cli]=='
+        '<section><h2>How to reproduce</h2><div class="code"><pre tabindex="0"><code>'
+        f'pip install "{DISTRIBUTION}[cli]=='
         f'{text(made["versions"]["rekindle"])}"\n{text(made["line"])}</code></pre>'
         f'<button type="button" id="copy" hidden>Copy</button></div><p class="note">{text(settings)}</p></section>'
     )
