@@ -14,7 +14,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rekindle import methods
+    from rekindle import (
+        blocks,
+        bounds,
+        checkpoint,
+        initial,
+        lab,
+        measures,
+        methods,
+        optimizers,
+        scales,
+        sinks,
+        triggers,
+    )
     from rekindle.diagnosis.examination import Health, health
     from rekindle.diagnosis.verdict import Thresholds
     from rekindle.engine.isometry import Certificate, polar
@@ -43,6 +55,19 @@ _HOME = {
     "plan": "projection.planning",
     "polar": "engine.isometry",
 }
+_MODULES = (
+    "blocks",
+    "bounds",
+    "checkpoint",
+    "initial",
+    "lab",
+    "measures",
+    "methods",
+    "optimizers",
+    "scales",
+    "sinks",
+    "triggers",
+)
 __all__ = [
     "Certificate",
     "FIREConfig",
@@ -54,17 +79,27 @@ __all__ = [
     "ReinitStats",
     "Schedule",
     "Thresholds",
+    "blocks",
+    "bounds",
+    "checkpoint",
     "fire",
     "health",
+    "initial",
+    "lab",
+    "measures",
     "methods",
+    "optimizers",
     "plan",
     "polar",
+    "scales",
+    "sinks",
+    "triggers",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "methods":
-        return import_module("rekindle.methods")
+    if name in _MODULES:
+        return import_module(f"rekindle.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'rekindle' has no attribute {name!r}")
     found = getattr(import_module(f"rekindle.{_HOME[name]}"), name)
