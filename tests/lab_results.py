@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rekindle.lab.arms import ARMS, Arm
+from rekindle.lab.execution.store import Record
 from rekindle.lab.results import Entry, Results
 from rekindle.lab.settings import Setting
-from rekindle.lab.store import Record
 
 # Headline on the last task; every arm starts at FIRST, and seeds differ by a few thousandths.
 FIRST = 0.46

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 import archive_files as files
-from rekindle.lab import archives
-from rekindle.lab.archives import Corrupt
-from rekindle.lab.pickles import load_pickle
+from rekindle.lab.data import archives
+from rekindle.lab.data.archives import Corrupt
+from rekindle.lab.data.pickles import load_pickle
 
 
 def expected_cifar(classes: int) -> tuple[Any, Any, Any, Any]:

@@ -18,10 +18,10 @@ import pytest
 import torch
 
 import archive_files as files
-from rekindle.lab import data, fetching
-from rekindle.lab.archives import Corrupt
-from rekindle.lab.data import Missing, load
-from rekindle.lab.fetching import FetchError, Way, fetch, find
+from rekindle.lab import data
+from rekindle.lab.data import Missing, fetching, load
+from rekindle.lab.data.archives import Corrupt
+from rekindle.lab.data.fetching import FetchError, Way, fetch, find
 
 
 def trust(monkeypatch: pytest.MonkeyPatch, name: str, path: Path) -> None:

@@ -13,7 +13,7 @@ pytest.importorskip("ray", reason='ray is not installed: pip install "torch-reki
 
 from test_study import alive, begun, study, workers
 
-from rekindle.lab.conducting import Event
+from rekindle.lab.execution import Event
 
 
 def test_a_worker_killed_in_the_middle_is_replaced_and_results_land_once(

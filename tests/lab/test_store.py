@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lab_fakes import row
-from rekindle.lab.store import Record, Store, flat, frame, parse, replace
+from rekindle.lab.execution.store import Record, Store, flat, frame, parse, replace
 
 START = {"kind": "start", "identity": "abc", "run": {"setting": {"name": "digits"}, "arm": {"name": "fire"}, "seed": 3}}
 ROWS = [START, *(row(task, 0.5, remedy=task > 0) for task in range(3)), {"kind": "end", "seconds": 1.5}]
@@ -134,7 +134,7 @@ def test_one_writer_within_and_across_processes(tmp_path: Path) -> None:
     store = Store(tmp_path)
     claim = store.claim("abc")
     assert claim is not None and store.claim("abc") is None and store.claim("other") is not None
-    code = "import sys; from rekindle.lab.store import Store; print(Store(sys.argv[1]).claim('abc'))"
+    code = "import sys; from rekindle.lab.execution.store import Store; print(Store(sys.argv[1]).claim('abc'))"
     out = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "None"
     claim.release()
@@ -146,7 +146,7 @@ def test_one_writer_within_and_across_processes(tmp_path: Path) -> None:
 def test_a_killed_writer_lets_go(tmp_path: Path) -> None:
     code = """
 import os, signal, sys
-from rekindle.lab.store import Store
+from rekindle.lab.execution.store import Store
 claim = Store(sys.argv[1]).claim("abc")
 claim.append({"kind": "start"})
 os.kill(os.getpid(), signal.SIGKILL)

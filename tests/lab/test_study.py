@@ -18,9 +18,9 @@ import pytest
 
 from lab_fakes import TASKS, Inline
 from rekindle.lab.arms import Arm
-from rekindle.lab.conducting import DEATHS, Event, described
-from rekindle.lab.pool import Pool
-from rekindle.lab.schedule import Clock, Expectation, order, time_left
+from rekindle.lab.execution import DEATHS, Event, described
+from rekindle.lab.execution.local import Pool
+from rekindle.lab.execution.schedule import Clock, Expectation, order, time_left
 from rekindle.lab.settings import Setting
 from rekindle.lab.study import Study
 from rekindle.lab.train import Run, execute

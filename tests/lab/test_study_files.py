@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rekindle.lab.pool import Pool
+from rekindle.lab.execution.local import Pool
 from rekindle.lab.study import Study, seed_list
 
 

@@ -16,10 +16,9 @@ import pytest
 import torch
 
 import archive_files as files
-from rekindle.lab import fetching, text
-from rekindle.lab.archives import Corrupt
-from rekindle.lab.data import Missing
-from rekindle.lab.fetching import Place
+from rekindle.lab.data import Missing, fetching, text
+from rekindle.lab.data.archives import Corrupt
+from rekindle.lab.data.fetching import Place
 
 VERSES = [
     {"citation": "Genesis 1:1", "text": "In the beginning.", "book": "Genesis", "chapter": 1, "verse": 1},
@@ -180,7 +179,7 @@ def test_pairs_shorten_the_text_and_need_the_bytes() -> None:
 
 def test_pairs_are_the_same_in_another_process() -> None:
     code = (
-        "import sys; from rekindle.lab.text import bpe_tokenizer; t = sys.stdin.read();"
+        "import sys; from rekindle.lab.data.text import bpe_tokenizer; t = sys.stdin.read();"
         "print(bpe_tokenizer(t, 300).encode(t).tolist())"
     )
     # More than one piece of 100,000 characters, with many pairs of equal counts.

@@ -14,10 +14,10 @@ from lab_fakes import TASKS, Inline, row
 from rekindle.lab import tuning
 from rekindle.lab.arms import ARMS, Arm
 from rekindle.lab.comparing import Contender, differences
+from rekindle.lab.execution.store import Record
 from rekindle.lab.results import Entry, Results
 from rekindle.lab.settings import Setting
 from rekindle.lab.statistics import holm, paired, t_interval
-from rekindle.lab.store import Record
 from rekindle.lab.study import Study
 
 TINY = Setting("tiny", "random-labels", "mlp", last=2)

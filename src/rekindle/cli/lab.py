@@ -241,7 +241,7 @@ def fetch(
       rekindle lab fetch cifar-10
     """
     with needing_extras():
-        from rekindle.lab import fetching
+        from rekindle.lab.data import fetching
 
         expected = max((way.size for way in fetching.known(name).ways), default=0)
         so_far = 0

@@ -130,7 +130,7 @@ def print_tables(found: list[Contest]) -> None:
 
 def _find_data(study: Study) -> None:
     """A data set that is not there is told before anything runs, once, with the command that gets it."""
-    from rekindle.lab import fetching
+    from rekindle.lab.data import fetching
 
     for setting in study.settings:
         named = setting.stream_options.get("data", ())

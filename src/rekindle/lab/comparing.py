@@ -10,6 +10,7 @@ from typing import Any
 
 from rekindle.lab import metrics
 from rekindle.lab.arms import Arm
+from rekindle.lab.execution.store import Row
 from rekindle.lab.settings import Setting
 from rekindle.lab.statistics import (
     Difference,
@@ -20,7 +21,6 @@ from rekindle.lab.statistics import (
     probability_of_improvement,
     t_interval,
 )
-from rekindle.lab.store import Row
 
 NOTHING = "nothing"
 REFERENCES = (NOTHING, "full-reset", "random-isometry")

@@ -11,7 +11,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from rekindle.extras import install
-from rekindle.lab import metrics, store, tuning
+from rekindle.lab import metrics, tuning
 from rekindle.lab.arms import Arm
 from rekindle.lab.comparing import (
     NOTHING,
@@ -25,9 +25,10 @@ from rekindle.lab.comparing import (
     numbers,
     recovery,
 )
+from rekindle.lab.execution import store
+from rekindle.lab.execution.store import Record, Row
 from rekindle.lab.settings import Setting
 from rekindle.lab.statistics import STREAMS_FOR_IQM, Interval, interquartile_mean, t_interval
-from rekindle.lab.store import Record, Row
 from rekindle.lab.train import Run
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from rekindle.lab.tuning import SEEDS, tuned_name
 from rekindle.lab.wording import duration, measure
 
 if TYPE_CHECKING:
-    from rekindle.lab.conducting import Event
+    from rekindle.lab.execution import Event
 
 _CELL, _NAME = 6, 22
 _MOST_ARMS = 24

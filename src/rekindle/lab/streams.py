@@ -282,7 +282,7 @@ def _drift(seed: int, *, data: Sequence[str] = ("mnist", "fashion-mnist"), **opt
 
 
 def _alphabet(seed: int, *, data: str = "shakespeare", length: int | None = None, **options: Any) -> Stream:
-    from rekindle.lab.text import character_tokenizer, corpus
+    from rekindle.lab.data.text import character_tokenizer, corpus
 
     text = corpus(data)[:length]
     tokenizer = character_tokenizer(text)
@@ -298,7 +298,7 @@ def _domains(
     **options: Any,
 ) -> Stream:
     """`tokens`: "byte", "character" (over the union of all texts) or the size of a BPE vocabulary trained on it."""
-    from rekindle.lab import text as reading
+    from rekindle.lab.data import text as reading
 
     texts = {name: reading.corpus(name)[:length] for name in data}
     if tokens == "byte":

@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Any
 from rekindle.extras import install
 from rekindle.lab import tuning
 from rekindle.lab.arms import ARMS, Arm, arms
-from rekindle.lab.conducting import Conductor, Event, Outcome, Watcher, described
-from rekindle.lab.pool import TARGET, Executor, Pool
+from rekindle.lab.execution import Conductor, Event, Outcome, Watcher, described
+from rekindle.lab.execution.local import TARGET, Executor, Pool
+from rekindle.lab.execution.store import Store
 from rekindle.lab.protocols import SETTINGS
 from rekindle.lab.settings import Setting, read_source
 from rekindle.lab.settings import setting as named_setting
-from rekindle.lab.store import Store
 from rekindle.lab.train import Run
 from rekindle.monitoring.sinks import MlflowSink, Sink, TensorBoardSink, WandbSink
 
@@ -184,7 +184,7 @@ class Study:
         starts = self.store.starts
         if on == "local":
             return Pool(workers, starts=starts, target=target)
-        from rekindle.lab.on_ray import RayExecutor
+        from rekindle.lab.execution.on_ray import RayExecutor
 
         return RayExecutor(None if on == "ray" else on, workers, starts=starts, target=target)
 

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from rekindle.lab.pool import LAST, Executor
-from rekindle.lab.schedule import Clock, Expectation, choose, order, start_group, time_left
-from rekindle.lab.store import Claim, Row, Store
+from rekindle.lab.execution.local import LAST, Executor
+from rekindle.lab.execution.schedule import Clock, Expectation, choose, order, start_group, time_left
+from rekindle.lab.execution.store import Claim, Row, Store
 from rekindle.monitoring.sinks import Sink, send
 
 if TYPE_CHECKING:

@@ -19,8 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rekindle.extras import install
-
-from .archives import Corrupt
+from rekindle.lab.data.archives import Corrupt
 
 Progress = Callable[[int, int], None]
 """Called with the bytes done and the bytes in all."""

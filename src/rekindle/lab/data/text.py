@@ -21,9 +21,8 @@ import torch
 from torch import Tensor
 
 from rekindle.extras import install
-
-from . import fetching
-from .archives import Corrupt, members
+from rekindle.lab.data import fetching
+from rekindle.lab.data.archives import Corrupt, members
 
 PYTHON_BYTES = 12_000_000
 """The corpus "python" ends with the file that reaches so many bytes."""

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from rekindle.extras import install
-from rekindle.lab.pool import LAST, ONE_THREAD, TARGET, rows_of
-from rekindle.lab.store import Row
+from rekindle.lab.execution.local import LAST, ONE_THREAD, TARGET, rows_of
+from rekindle.lab.execution.store import Row
 
 RETRIES = 3
 

@@ -21,9 +21,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from . import fetching
-from .archives import READERS, Raw
-from .fetching import Missing, fetch
+from rekindle.lab.data import fetching
+from rekindle.lab.data.archives import READERS, Raw
+from rekindle.lab.data.fetching import Missing, fetch
 
 __all__ = ["CLASSES", "Images", "Missing", "fetch", "load", "resize", "where"]
 

@@ -23,8 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rekindle.extras import install
-
-from .pickles import load_pickle
+from rekindle.lab.data.pickles import load_pickle
 
 Bytes = NDArray[np.uint8]
 Labels = NDArray[np.int64]

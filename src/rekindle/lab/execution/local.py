@@ -24,21 +24,21 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from rekindle.lab.store import Row
+from rekindle.lab.execution.store import Row
 
 ONE_THREAD = dict.fromkeys(
     ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS"), "1"
 ) | {"OMP_WAIT_POLICY": "PASSIVE"}
 """Two threads a run on a shared core make a step 10 to 100 times slower (measured); set before torch is loaded."""
 
-TARGET = "rekindle.lab.pool:perform"
+TARGET = "rekindle.lab.execution.local:perform"
 LAST = ("end", "failed")
 
 _WORKER = """
 import json, signal, sys
 signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the study decides what ends
 sys.path[:] = json.loads(sys.argv[2])
-from rekindle.lab.pool import work
+from rekindle.lab.execution.local import work
 work(int(sys.argv[1]))
 """
 
@@ -73,7 +73,7 @@ def rows_of(target: str, job: dict[str, Any], starts: Path | None) -> Iterator[R
 
     A target is named by its module and function, so that a worker process can find it.
 
-    >>> [row["kind"] for row in rows_of("rekindle.lab.pool:missing", {}, None)]
+    >>> [row["kind"] for row in rows_of("rekindle.lab.execution.local:missing", {}, None)]
     ['failed']
     """
     try:
@@ -91,7 +91,7 @@ def rows_of(target: str, job: dict[str, Any], starts: Path | None) -> Iterator[R
 def find(target: str) -> Callable[[dict[str, Any], Path | None], Iterable[Row]]:
     """The function that "module:function" names.
 
-    >>> find("rekindle.lab.pool:perform").__name__
+    >>> find("rekindle.lab.execution.local:perform").__name__
     'perform'
     """
     module, _, name = target.partition(":")
