@@ -8,7 +8,7 @@ from torch import nn
 
 from rekindle import lab
 from rekindle.lab.arms import arms
-from rekindle.projection.receipt import Receipt
+from rekindle.receipt import Receipt
 
 
 @lab.stream("parity")
