@@ -42,15 +42,17 @@ class Here:
         self.job: tuple[str, dict[str, Any]] | None = None
 
     def submit(self, identity: str, job: dict[str, Any]) -> None:
+        """Keep the run until it is asked for."""
         self.job = (identity, job)
 
     def events(self, timeout: float) -> list[tuple[str, dict[str, Any]]]:
+        """Perform it."""
         assert self.job is not None
         (identity, job), self.job = self.job, None
         return [(identity, row) for row in rows_of("rekindle.lab.execution.local:perform", job, None)]
 
     def close(self) -> None:
-        pass
+        """Nothing was opened."""
 
 
 def followed(call: Callable[[], object]) -> tuple[Counter[str], int, int]:

@@ -264,25 +264,13 @@ def test_collapsed_neurons_are_seen():
     assert layer.welch_ratio[0] == pytest.approx(1 / welch_bound(30, 6), rel=1e-5)
 
 
-def test_an_analysis_shows_itself(tmp_path):
+def test_an_analysis_shows_itself():
     found = analyse(DAWN(SMALL), [tokens()])
     lines = str(found).splitlines()
     assert len(lines) == 4
     assert "usage" in lines[0]
     assert f"{found.layers[1].usage:.1%}" in lines[2]
     assert json.loads(json.dumps(found.to_dict()))["layers"][1]["usage"] == found.layers[1].usage
-    pytest.importorskip("matplotlib", reason="plotting needs the extra `lab`")
-    for name in ("one.svg", "two.svg", "three.png"):
-        found.plot(tmp_path / name)
-    assert (tmp_path / "one.svg").read_text() == (tmp_path / "two.svg").read_text()
-    assert "cosines between coefficients" in (tmp_path / "one.svg").read_text()
-    assert (tmp_path / "three.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_missing_plotting_library_says_what_to_install(monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ImportError, match=r"rekindle\[lab\]"):
-        analyse(DAWN(SMALL), [tokens()]).plot(tmp_path / "x.svg")
 
 
 # --- errors and the study's own arithmetic -----------------------------------------------------------------------

@@ -11,7 +11,8 @@ import rekindle
 from rekindle.consumers.wiring import wire
 from rekindle.initial import draw, snapshot
 from rekindle.lab import networks
-from rekindle.lab.networks import gpt, names, network, options, register
+from rekindle.lab.networks import names, network, options, register
+from rekindle.lab.networks.transformers import GPTAttention
 from rekindle.methods import FullReset, ReDo
 
 CLASSES = 10
@@ -181,7 +182,7 @@ def test_paper_gpt_takes_every_linear_split_and_the_tied_tokens_but_no_positions
 
 
 def test_the_fused_layer_is_split_where_the_forward_splits_it():
-    attention = gpt.Attention(8, heads=2)
+    attention = GPTAttention(8, heads=2)
     model = nn.ModuleDict({"attn": attention, "lm_head": nn.Linear(8, 3)})
     (entry,) = (e for e in rekindle.plan(model, split_heads=True).entries if e.name == "attn.c_attn.weight")
     pieces = {(b.part, i): b.read(attention.c_attn.weight)[i] for b in entry.blocks for i in range(b.count)}

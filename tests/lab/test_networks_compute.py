@@ -4,11 +4,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from rekindle.lab.networks import network, resnet, vit
+from rekindle.lab.networks import network
+from rekindle.lab.networks.transformers import ViTAttention
+from rekindle.lab.networks.vision import ResidualBlock
 
 
 def test_attention_of_the_vit_is_softmax_of_scaled_products():
-    attention = vit.Attention(6, heads=3).double()
+    attention = ViTAttention(6, heads=3).double()
     x = torch.randn(4, 6, dtype=torch.float64)
     q, k, v = (to(x) for to in (attention.to_q, attention.to_k, attention.to_v))
     mixed = torch.zeros_like(x)
@@ -39,7 +41,7 @@ def test_the_resnet_computes_what_its_layers_say_in_any_memory_format():
     y = F.max_pool2d(F.relu(model.bn1(model.conv1(x))), 3, 2, 1)
     for stage in (model.layer1, model.layer2, model.layer3, model.layer4):
         for block in stage:
-            assert isinstance(block, resnet.Block)
+            assert isinstance(block, ResidualBlock)
             inner = block.bn2(block.conv2(F.relu(block.bn1(block.conv1(y)))))
             y = F.relu(inner + (y if block.downsample is None else block.downsample(y)))
     torch.testing.assert_close(model(x), model.fc(y.mean((2, 3))), rtol=1e-10, atol=1e-12)

@@ -33,7 +33,6 @@ _OPTIONAL = {
     "mlflow": ("sinks", "logging"),
     "sklearn": ("lab", "the laboratory's data"),
     "scipy": ("lab", "the laboratory's statistics"),
-    "matplotlib": ("lab", "the laboratory's figures"),
 }
 _DISTRIBUTIONS = {"sklearn": "scikit-learn", "mlflow": "mlflow-skinny"}
 

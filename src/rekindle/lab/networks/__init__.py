@@ -1,4 +1,4 @@
-"""Networks that the laboratory studies, one a file, built by name.
+"""Networks that the laboratory studies, built by name: vision.py, transformers.py and dawn.py hold them.
 
     model = network("resnet18", shape=(3, 16, 16), classes=10, seed=0, width=8)
 
@@ -22,14 +22,10 @@ from torch import nn
 from rekindle.blocks import finding as blocks
 from rekindle.blocks.layouts import Recipe
 from rekindle.initial import forked_rng
-from rekindle.lab.networks.cnn import CNN
 from rekindle.lab.networks.dawn import DAWN, DAWNConfig, Router
-from rekindle.lab.networks.gpt import GPT
-from rekindle.lab.networks.mlp import MLP
-from rekindle.lab.networks.resnet import ResNet18
 from rekindle.lab.networks.sizes import at_least_one, context
-from rekindle.lab.networks.vgg import VGG16
-from rekindle.lab.networks.vit import ViT
+from rekindle.lab.networks.transformers import GPT, ViT
+from rekindle.lab.networks.vision import CNN, MLP, VGG16, ResNet18
 
 __all__ = ["CNN", "DAWN", "GPT", "MLP", "VGG16", "ResNet18", "ViT", "names", "network", "options", "register"]
 

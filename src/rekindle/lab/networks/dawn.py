@@ -37,7 +37,7 @@ from rekindle.initial import forked_rng
 from rekindle.measures.matrices import welch_bound
 from rekindle.methods.diversity import basis_usage_loss, diversity_loss, mean_squared_cosine, orthogonal_
 
-Start = Literal["gaussian", "qr", "positive"]
+CoefficientStart = Literal["gaussian", "qr", "positive"]
 
 # Fewest basis elements that a neuron should draw on; the document's number.
 _LEAST_USED = 3.0
@@ -64,7 +64,7 @@ class DAWNConfig:
     basis: int = 16
     basis_rank: int = 8
     causal: bool = True
-    start: Start = "qr"
+    start: CoefficientStart = "qr"
     # As large as the tokens (1), the loss ends .080 ± .007 higher (docs/evidence/dawn.md).
     position_std: float = 0.1
 
@@ -93,8 +93,8 @@ class DAWNConfig:
             raise ValueError(f"basis={self.basis} must be at least {_LEAST_USED:.0f}, which each neuron should use")
         if self.width % self.heads:
             raise ValueError(f"width={self.width} must be a multiple of heads={self.heads}")
-        if self.start not in get_args(Start):
-            raise ValueError(f"start={self.start!r} must be one of {', '.join(get_args(Start))}")
+        if self.start not in get_args(CoefficientStart):
+            raise ValueError(f"start={self.start!r} must be one of {', '.join(get_args(CoefficientStart))}")
 
 
 class Routing(NamedTuple):
@@ -238,10 +238,10 @@ class BasisFFN(nn.Module):
         return composed
 
 
-class Layer(nn.Module):
+class DAWNLayer(nn.Module):
     """Route, add the mix of the chosen neurons, then the feed-forward layer that they compose; pre-norm residuals.
 
-    >>> layer = Layer(DAWNConfig(width=8, heads=2, hidden=12, neurons=20, chosen=3, neuron_rank=4, basis=4))
+    >>> layer = DAWNLayer(DAWNConfig(width=8, heads=2, hidden=12, neurons=20, chosen=3, neuron_rank=4, basis=4))
     >>> x, routing = layer(torch.zeros(2, 5, 8))
     >>> x.shape, routing.weights.shape
     (torch.Size([2, 5, 8]), torch.Size([2, 5, 3]))
@@ -298,7 +298,7 @@ class DAWN(nn.Module):
         with forked_rng(torch.Generator().manual_seed(seed)):
             self.tokens = nn.Embedding(config.vocabulary, config.width)
             self.positions = Positions(config)
-            self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
+            self.layers = nn.ModuleList(DAWNLayer(config) for _ in range(config.layers))
             self.norm = nn.LayerNorm(config.width)
             self.head = nn.Linear(config.width, config.vocabulary)
 
@@ -333,7 +333,7 @@ class DAWN(nn.Module):
         fewer than 3 basis elements; `diversity`: of the coefficient rows. The first and last are ratios to the
         Welch bound, so their least values are the number of layers and twice that (two matrices a layer).
         """
-        layers = [layer for layer in self.layers if isinstance(layer, Layer)]
+        layers = [layer for layer in self.layers if isinstance(layer, DAWNLayer)]
         coefficients = [layer.ffn.coefficients for layer in layers]
         return {
             "neuron_orthogonality": torch.stack([layer.router.orthogonality_loss() for layer in layers]).sum(),

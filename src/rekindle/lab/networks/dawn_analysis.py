@@ -1,6 +1,6 @@
 """What became of a DAWN's neurons: who is chosen, who resembles whom, and how much of the basis is in use.
 
-`analyse(model, batches)` returns an `Analysis` that prints itself, gives `to_dict()` and draws itself to a file.
+`analyse(model, batches)` returns an `Analysis` that prints itself and gives `to_dict()`.
 Routing is looked at on data; the coefficients are looked at as matrices. There are two of these a layer, one for each
 factor of the up-projection, and both are shown.
 
@@ -15,14 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rekindle.extras import install
-from rekindle.lab.networks.dawn import DAWN, Layer
+from rekindle.lab.networks.dawn import DAWN, DAWNLayer
 from rekindle.measures.matrices import effective_rank, participation_rank, similar_pairs, singular_values, welch_ratio
 from rekindle.methods.diversity import basis_usage
 
@@ -105,42 +103,6 @@ class Analysis:
         lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
         return "\n".join([*lines, f"on {self.tokens:,} tokens; similar: |cosine| > {self.tau}; a / b: the two factors"])
 
-    def plot(self, path: str | Path) -> None:
-        """Draw choices, cosines, spectra and basis shares of every layer; the suffix decides (.svg, .png, .pdf)."""
-        try:
-            from matplotlib import rc_context
-            from matplotlib.figure import Figure
-        except ImportError as missing:
-            raise ImportError(f"plotting needs matplotlib: {install('lab')}") from missing
-        # Text as text and a fixed salt: the same analysis gives the same file.
-        with rc_context({"svg.fonttype": "none", "svg.hashsalt": "rekindle"}):
-            figure = Figure(figsize=(14, 3.4), layout="constrained")
-            self._draw(figure.subplots(1, 4))
-            date = {"Date": None} if Path(path).suffix == ".svg" else {}
-            figure.savefig(path, dpi=150, metadata=date)
-
-    def _draw(self, panels: Any) -> None:
-        chosen, cosine, spectrum, basis = panels
-        neurons, count = len(self.layers[0].picks), len(self.layers)
-        middles = (torch.arange(_BINS) + 0.5) * (2 / _BINS) - 1
-        for number, layer in enumerate(self.layers):
-            style = {"color": f"C{number}", "label": f"layer {number}"}
-            chosen.plot(range(1, neurons + 1), layer.picks.sort(descending=True).values.tolist(), **style)
-            cosine.plot(middles.tolist(), layer.cosines.mean(0).tolist(), **style)
-            elements = range(1, layer.spectra.shape[1] + 1)
-            relative = layer.spectra / layer.spectra[:, :1].clamp_min(torch.finfo(layer.spectra.dtype).tiny)
-            spectrum.plot(elements, relative.mean(0).tolist(), **style)
-            places = [element + (number - (count - 1) / 2) * 0.8 / count for element in elements]
-            basis.bar(places, layer.basis_shares.mean(0).tolist(), width=0.8 / count, **style)
-        chosen.axhline(1 / neurons, color="gray", linestyle=":")
-        chosen.set(title="share of choices", xlabel="neuron, most chosen first", yscale="log")
-        for edge in (-self.tau, self.tau):
-            cosine.axvline(edge, color="gray", linestyle=":")
-        cosine.set(title="cosines between coefficients", xlabel="cosine", ylabel="share of pairs")
-        spectrum.set(title="singular values of coefficients", xlabel="number", ylabel="÷ largest", ylim=(0, 1.05))
-        basis.set(title="energy of recipes", xlabel="basis element", ylabel="share")
-        chosen.legend(frameon=False)
-
 
 @torch.no_grad()
 def analyse(model: DAWN, batches: Iterable[Any], *, tau: float = 0.8) -> Analysis:
@@ -151,7 +113,7 @@ def analyse(model: DAWN, batches: Iterable[Any], *, tau: float = 0.8) -> Analysi
     >>> analyse(DAWN(small), [torch.arange(64).view(4, 16)]).layers[0].usage  # all are chosen
     1.0
     """
-    layers = [layer for layer in model.layers if isinstance(layer, Layer)]
+    layers = [layer for layer in model.layers if isinstance(layer, DAWNLayer)]
     neurons = model.config.neurons
     picks = torch.zeros(len(layers), neurons, dtype=torch.float64)
     energy = torch.zeros(len(layers), 2, model.config.basis, dtype=torch.float64)
