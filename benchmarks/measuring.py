@@ -6,6 +6,18 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+
+
+def processor() -> str:
+    """The CPU that figures were measured on, as tables name it: its model and what torch uses of it."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    facts = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+    model = facts.get("model name", "an unknown CPU")
+    kind = f" (family {facts['cpu family']}, model {facts['model']})" if "cpu family" in facts else ""
+    return f"{model}{kind}, {torch.backends.cpu.get_cpu_capability()}"
 
 
 def interleaved(rivals: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:

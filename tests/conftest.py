@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import os
+
+from rekindle.engine import cpu
+
+if cpu.bfloat16_fault() is not None:  # before torch is loaded; workers and children of tests inherit it
+    os.environ.setdefault(*cpu.WAY_OUT)
+
 import hypothesis
 import pytest
 import torch

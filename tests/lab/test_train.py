@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from rekindle import fire
+from rekindle.engine import cpu
 from rekindle.lab import networks, streams
 from rekindle.lab.arms import ARMS, Arm
 from rekindle.lab.evaluation import drift_of, evaluate, look
@@ -217,6 +218,12 @@ def test_an_optimizer_that_cannot_train_the_network_is_a_refusal() -> None:
     assert "refused" not in found[-1]
     convolutions = replace(TINY, network="resnet18", network_options={"width": 4})
     assert "2-D weight" in rows(convolutions, "muon")[-1]["refused"]
+
+
+def test_muon_is_refused_where_bfloat16_would_end_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "_asked", lambda limit: "SIGILL")
+    monkeypatch.setenv(cpu._ANSWER, "")
+    assert "SIGILL" in rows(FLAT, "muon")[-1]["refused"]
 
 
 @pytest.mark.parametrize("arm", ["nothing", "fire", "full-reset", "normalize-project", "l2-init"])

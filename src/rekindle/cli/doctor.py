@@ -16,6 +16,7 @@ import typer
 import rekindle
 from rekindle.cli import options
 from rekindle.cli.terminal import FINDINGS, show, show_json, speaking
+from rekindle.engine import cpu
 from rekindle.engine.isometry import polar
 from rekindle.extras import install
 
@@ -71,6 +72,7 @@ def examined() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "cores": os.cpu_count(),
         "devices": _devices(),
+        "cpu": {"vendor": cpu.vendor(), "capability": cpu.capability(), "bfloat16_fault": cpu.bfloat16_fault()},
         "check": _check(),
     }
 
@@ -112,6 +114,8 @@ def _text(facts: dict[str, Any]) -> str:
         f"python    {facts['python']}",
         f"platform  {facts['platform']}",
         f"devices   {', '.join(facts['devices'])}; {facts['threads']} torch threads on {facts['cores']} cores",
+        f"cpu       {facts['cpu']['vendor']}, {facts['cpu']['capability']}; "
+        f"bfloat16 products: {facts['cpu']['bfloat16_fault'] or 'work'}",
         *(f"{name:<13} {version}" for name, version in facts["needed"].items()),
     ]
     for name, version in facts["optional"].items():

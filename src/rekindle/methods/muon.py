@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.optim import AdamW, Optimizer
 
+from rekindle.engine.cpu import bfloat16_fault
 from rekindle.methods.matrices import chosen_matrices
 from rekindle.projection.targets import Targets
 
@@ -25,7 +26,7 @@ def muon(
     """`torch.optim.Muon` (Jordan et al., 2024) for the 2-D weights among the targets, AdamW for everything else.
 
     Muon takes 2-D parameters only, so convolutions go to AdamW. lr = 1e-2 as in FIRE's comparison. Both are to be
-    stepped together.
+    stepped together. Muon multiplies in bfloat16: where that would end the process (`rekindle doctor`), it is refused.
 
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     >>> [type(optimizer).__name__ for optimizer in muon(model)]
@@ -35,6 +36,9 @@ def muon(
     weights = [p for c in picked for p in c.weight.parameters(c.found.name).values() if p.ndim == 2]
     if not weights:
         raise ValueError(f"targets={targets!r} hold no 2-D weight, which is all that torch.optim.Muon takes")
+    fault = bfloat16_fault() if any(p.device.type == "cpu" for p in weights) else None
+    if fault is not None:
+        raise ValueError(f"Muon multiplies in bfloat16: {fault}")
     mine = {id(p) for p in weights}
     rest = [p for p in model.parameters() if p.requires_grad and id(p) not in mine]
     made: list[Optimizer] = [torch.optim.Muon(weights, lr=lr, weight_decay=weight_decay, **options)]
