@@ -18,28 +18,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-_WRAPPERS = ("_orig_mod.", "module.")
+from rekindle.blocks.names import cleaner, named_buffers, named_parameters
 
 
 class UnknownStart(ValueError):
     """No scheme is known for a parameter, or a stored start does not fit the model."""
 
 
-def clean_name(name: str) -> str:
-    """A parameter's name without what `torch.compile` and DDP put before it.
-
-    >>> clean_name("_orig_mod.module.layers.0.weight")
-    'layers.0.weight'
-    """
-    while name.startswith(_WRAPPERS):
-        name = name.split(".", 1)[1]
-    return name
-
-
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
     """Every parameter and persistent or running buffer of the model by clean name, each tensor once."""
-    named = [*model.named_parameters(), *model.named_buffers()]
-    return {clean_name(name): tensor for name, tensor in named}
+    return dict([*named_parameters(model), *named_buffers(model)])
 
 
 def snapshot(model: nn.Module) -> dict[str, Tensor]:
@@ -125,12 +113,13 @@ def draw(
         check_start(model, made, wanted)
         return {name: made[name].to(own[name].device, own[name].dtype) for name in wanted}
     found: dict[str, Tensor] = {}
+    clean = cleaner(model)
     with forked_rng(generator, model):
         for root in _scheme_roots(model, wanted):
             prefix = f"{root}." if root else ""
             again = _redrawn(model.get_submodule(root))
             for name, tensor in [*again.named_parameters(), *again.named_buffers()]:
-                found[clean_name(prefix + name)] = tensor.detach()
+                found[clean(prefix + name)] = tensor.detach()
     for name in wanted:
         if name not in found or (found[name].is_floating_point() and bool(torch.isnan(found[name]).any())):
             if isinstance(own[name], nn.Parameter):
@@ -151,7 +140,8 @@ def _scheme_roots(model: nn.Module, names: Collection[str]) -> list[str]:
 
     (`MultiheadAttention` zeroes the bias of its `out_proj`; GPT-2 scales the projections of a block.)
     """
-    whole = {clean_name(name): name for name, _ in [*model.named_parameters(), *model.named_buffers()]}
+    clean = cleaner(model)
+    whole = {clean(name): name for name, _ in [*model.named_parameters(), *model.named_buffers()]}
     roots: dict[str, None] = {}
     for name in names:
         parts = whole[name].split(".")[:-1]

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import zoo_models
-from rekindle.consumers.wiring import WiringError, as_layer, unwrapped, watch, wire
+from rekindle.consumers.graph import as_layer
+from rekindle.consumers.wiring import WiringError, watch, wire
 
 
 class Block(nn.Module):
@@ -336,12 +337,6 @@ def test_transformers_mlps_are_found(name):
         assert [len(group.makers) for group in wiring] == [2, 2]
     if name == "gpt2":
         assert as_layer("x", model.transformer.h[0].mlp.c_fc).out_size == 64
-
-
-def test_wrappers_are_seen_through():
-    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
-    assert unwrapped(torch.compile(model)) is model
-    assert wire(torch.compile(model)).groups[0].name == "0"
 
 
 def test_targets_narrow_the_wiring():

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from rekindle.blocks.layouts import Recipe, matrices
-from rekindle.blocks.roles import Place
+from rekindle.blocks.names import Location
 
 Rule = Callable[[Any], Mapping[str, Recipe]]
 
@@ -65,11 +65,11 @@ def recipes(module: nn.Module) -> Mapping[str, Recipe]:
     return {}
 
 
-def looks_fused(place: Place, shape: tuple[int, ...]) -> str | None:
+def looks_fused(place: Location, shape: tuple[int, ...]) -> str | None:
     """Why a weight of shape (out, in, …) and unknown class may hold several matrices, by its name; None if not.
 
     >>> attention = nn.ModuleDict({"qkv": nn.Linear(4, 12)})
-    >>> looks_fused(Place(("qkv",), (attention, attention["qkv"]), "weight"), (12, 4))
+    >>> looks_fused(Location(("qkv",), (attention, attention["qkv"]), "weight"), (12, 4))
     'looks fused, but how ModuleDict splits qkv is not known: rekindle.blocks.register(ModuleDict, …)'
     """
     names = [n for n in place.names if n != "base_layer"]

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from rekindle.blocks import parametrized
 from rekindle.blocks.families import looks_fused, recipes, register
 from rekindle.blocks.layouts import ROLES, Block, LayoutError, Recipe, convolution, matrices
-from rekindle.blocks.roles import Place, is_backbone, output_layers, role
+from rekindle.blocks.names import Location, cleaner, locate, wrapped
+from rekindle.blocks.roles import is_backbone, output_layers, role
 from rekindle.blocks.storage import is_lazy, is_sharded, packed_weights, unusable
 
 __all__ = ["ROLES", "Block", "Conv", "Found", "LayoutError", "find", "matrices", "register"]
@@ -35,10 +36,6 @@ _ROLE_REASONS = {
     "adapter": "adapter (A or B alone)",
 }
 _EMBEDDING_NAMES = re.compile(r"pos(itional)?_?emb|position_emb|cls_token|mask_token|dist_token|embed", re.I)
-_WRAPPER_CLASSES = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "AveragedModel"}
-_WRAPPER_CLASSES |= {"DeepSpeedEngine", "_FabricModule"}
-WRAPPER_NAMES = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"}
-WRAPPER_NAMES |= {"_original_module"}
 
 
 @dataclass(frozen=True)
@@ -107,8 +104,9 @@ def find(
     found = mark_heads(found, chosen)
     if split_heads:
         found = [replace(f, blocks=tuple(b.per_head() for b in f.blocks)) for f in found]
+    clean = cleaner(model)
     for name, module, shape, dtype in packed_weights(model):
-        kind, path = type(module), _clean(name)
+        kind, path = type(module), clean(name)
         why = f"quantised or packed ({dtype})"
         owner = path.rpartition(".")[0]
         found.append(Found(path, name, "other", shape, dtype, (), owner, kind.__name__, why, classes=kind.__mro__))
@@ -127,13 +125,14 @@ class _Finder:
     def parameters(self) -> list[Found]:
         found: dict[str, Found] = {}
         first: dict[int, str] = {}
+        clean = cleaner(self.model)
         for key, parameter in self.model.named_parameters(remove_duplicate=False):
-            place, original = self._place(key)
-            name = place.name
+            place = locate(self.model, key)
+            name, original = place.name, place.computed
             if original and name in found:
                 # Further originals (the magnitude beside the direction) are written through the first.
                 part = f"part of the parametrisation of {name}, written through it"
-                found[key] = self._refused(place, key, parameter, part, name=_clean(key))
+                found[key] = self._refused(place, key, parameter, part, name=clean(key))
                 continue
             if id(parameter) in first:
                 owner = first[id(parameter)]
@@ -148,7 +147,7 @@ class _Finder:
             found[name] = self._found(place, key, parameter, original)
         return list(found.values())
 
-    def _found(self, place: Place, key: str, parameter: Tensor, original: bool) -> Found:
+    def _found(self, place: Location, key: str, parameter: Tensor, original: bool) -> Found:
         refusal = unusable(parameter)
         if refusal:
             return self._refused(place, key, parameter, refusal)
@@ -174,7 +173,7 @@ class _Finder:
             parametrized=original,
         )
 
-    def _refused(self, place: Place, key: str, parameter: Tensor, refusal: str | None, name: str = "") -> Found:
+    def _refused(self, place: Location, key: str, parameter: Tensor, refusal: str | None, name: str = "") -> Found:
         shape = () if is_lazy(parameter) else tuple(parameter.shape)
         owner = place.owner
         return Found(
@@ -190,7 +189,7 @@ class _Finder:
             classes=type(owner).__mro__,
         )
 
-    def _blocks(self, place: Place, weight: Tensor) -> tuple[tuple[Block, ...], str, str | None]:
+    def _blocks(self, place: Location, weight: Tensor) -> tuple[tuple[Block, ...], str, str | None]:
         """(blocks, role, refusal) of a usable tensor."""
         owner, shape, does = place.owner, tuple(weight.shape), role(place)
         kind = type(owner).__name__
@@ -219,7 +218,7 @@ class _Finder:
         except LayoutError as error:
             return (), does, f"the shape is not what {kind} should have: {error}"
 
-    def _plain(self, place: Place, shape: tuple[int, ...], does: str) -> tuple[tuple[Block, ...], str, str | None]:
+    def _plain(self, place: Location, shape: tuple[int, ...], does: str) -> tuple[tuple[Block, ...], str, str | None]:
         owner, kind = place.owner, type(place.owner).__name__
         if isinstance(owner, nn.Embedding | nn.EmbeddingBag):
             return matrices("out in")(shape, "embedding"), "embedding", None
@@ -239,7 +238,7 @@ class _Finder:
             return (), "embedding", f"a position or token vector of {kind}, no matrix"
         return (), does, f"layout not known: a parameter of {kind} (rekindle.blocks.register tells it)"
 
-    def _split(self, place: Place, shape: tuple[int, ...], does: str, transposed: bool) -> tuple[Block, ...]:
+    def _split(self, place: Location, shape: tuple[int, ...], does: str, transposed: bool) -> tuple[Block, ...]:
         """A Linear, with its attention heads named where the attention module says how wide a head is."""
         dim = _head_dim(place) if does in ("query", "key", "value", "attention-output") else None
         out, in_ = shape[::-1] if transposed else shape
@@ -251,7 +250,7 @@ class _Finder:
             return matrices(turn.format("(head dim)", "in"), heads="head", dim=dim)(shape, does)
         return matrices(turn.format("out", "in"))(shape, does)
 
-    def _recipe(self, place: Place) -> Any:
+    def _recipe(self, place: Location) -> Any:
         """The recipe that the caller states, else that of the nearest known class that speaks about this tensor."""
         for glob, recipe in self.layouts.items():
             if fnmatch.fnmatchcase(place.name, glob):
@@ -274,24 +273,6 @@ class _Finder:
             if depth:
                 local = f"{names[depth - 1]}.{local}"
         return None
-
-    def _place(self, key: str) -> tuple[Place, bool]:
-        *path, tensor = key.split(".")
-        modules: list[nn.Module] = [self.model]
-        names: list[str] = []
-        for name in path:
-            parent = modules[-1]
-            child = parent._modules[name]
-            assert child is not None
-            if name == "parametrizations" and hasattr(parent, "parametrizations"):
-                return Place(tuple(names), tuple(modules), path[path.index(name) + 1]), True
-            if name in WRAPPER_NAMES or (name == "module" and _is_wrapper(parent)):
-                modules[-1] = child
-                continue
-            modules.append(child)
-            names.append(name)
-        hooked = parametrized.hooked_tensor(modules[-1], tensor)
-        return Place(tuple(names), tuple(modules), hooked or tensor), hooked is not None
 
 
 def named_heads(found: list[Found], heads: Iterable[str] | str) -> set[str]:
@@ -334,16 +315,16 @@ def _core(model: nn.Module) -> nn.Module:
     """Through wrappers, and through modules that only hold one other."""
     while True:
         inner = [c for c in model.children() if any(True for _ in c.parameters())]
-        named = next((model._modules[n] for n in WRAPPER_NAMES if model._modules.get(n) is not None), None)
-        if named is not None:
-            model = named
+        inside = wrapped(model)
+        if inside is not None:
+            model = inside
         elif len(inner) == 1 and not any(True for _ in model.parameters(recurse=False)):
             model = inner[0]
         else:
             return model
 
 
-def _head_dim(place: Place) -> int | None:
+def _head_dim(place: Location) -> int | None:
     for module in place.modules[-2:-4:-1]:
         for attribute in ("head_dim", "attention_head_size", "key_value_proj_dim", "head_size", "dim_head"):
             value = getattr(module, attribute, None)
@@ -365,11 +346,3 @@ def _is_conv1d(module: nn.Module) -> bool:
 
 def _is_norm(module: nn.Module, dimensions: int) -> bool:
     return isinstance(module, nn.LayerNorm | nn.RMSNorm) or (dimensions < 2 and "norm" in type(module).__name__.lower())
-
-
-def _is_wrapper(module: nn.Module) -> bool:
-    return any(c.__name__ in _WRAPPER_CLASSES for c in type(module).__mro__)
-
-
-def _clean(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part not in WRAPPER_NAMES)

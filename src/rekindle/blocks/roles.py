@@ -1,16 +1,17 @@
 """What a weight does in its network: its role, and which layer is the head.
 
 A role is a label for choosing targets and for printing; it never decides how matrices lie in a tensor, so here a
-name may speak. `Place` is where a parameter sits: the modules and their attribute names from the root down.
+name may speak.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from torch import nn
+
+from rekindle.blocks.names import Location
 
 _ATTENTION_ROLES = (
     ("query", {"q", "query_proj", "w_q", "linear_q"}),
@@ -48,41 +49,12 @@ _HEAD_NAMES = {"head", "heads", "lm_head", "classifier", "fc", "score", "qa_outp
 _HEAD_NAMES |= {"embed_out", "decoder_head", "action_net", "value_net", "fc_out", "classification_head", "output"}
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where a parameter sits: clean attribute names and modules from the root to its owner, and its own name.
-
-    >>> model = nn.Sequential(nn.Linear(2, 2))
-    >>> Place(("0",), (model, model[0]), "weight").name
-    '0.weight'
-    """
-
-    names: tuple[str, ...]
-    modules: tuple[nn.Module, ...]
-    tensor: str
-
-    @property
-    def owner(self) -> nn.Module:
-        """The module that holds the parameter."""
-        return self.modules[-1]
-
-    @property
-    def name(self) -> str:
-        """The dotted name."""
-        return ".".join((*self.names, self.tensor))
-
-    @property
-    def module(self) -> str:
-        """The dotted name of the owner."""
-        return ".".join(self.names)
-
-
-def role(place: Place) -> str:
+def role(place: Location) -> str:
     """The role that names and classes above the parameter suggest, "other" if none does.
 
     >>> attention = nn.ModuleDict({"c_proj": nn.Linear(4, 4)})
     >>> model = nn.ModuleDict({"attn": attention})
-    >>> role(Place(("attn", "c_proj"), (model, attention, attention["c_proj"]), "weight"))
+    >>> role(Location(("attn", "c_proj"), (model, attention, attention["c_proj"]), "weight"))
     'attention-output'
     """
     if is_adapter(place):
@@ -120,7 +92,7 @@ def named_role(leaf: str, above: Sequence[str]) -> str:
     return "other"
 
 
-def is_adapter(place: Place) -> bool:
+def is_adapter(place: Location) -> bool:
     """Whether the parameter belongs to a LoRA-like adapter rather than to the layer that it adapts."""
     if any(
         name.startswith(("lora_", "ia3_", "hada_", "vera_", "oft_", "boft_")) for name in (*place.names, place.tensor)
@@ -133,7 +105,7 @@ def is_adapter(place: Place) -> bool:
     return bool(below) and below[0] not in ("base_layer", "modules_to_save", "original_module")
 
 
-def is_router(place: Place) -> bool:
+def is_router(place: Location) -> bool:
     """Whether the parameter scores experts: a router class, or a gate beside experts."""
     if any(_ROUTER.search(type(m).__name__) for m in place.modules[-1:]):
         return True

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from rekindle.blocks.families import FUSED
-from rekindle.blocks.finding import WRAPPER_NAMES, Found, find, mark_heads, named_heads
+from rekindle.blocks.finding import Found, find, mark_heads, named_heads
 from rekindle.blocks.layouts import matrices
+from rekindle.blocks.names import state_cleaner
 from rekindle.blocks.roles import named_role
 from rekindle.blocks.storage import unusable
 from rekindle.extras import install
@@ -106,9 +107,7 @@ def skeleton(config: Any) -> nn.Module:
 def _renaming(keys: list[str], names: set[str], prefix: str) -> Callable[[str], str]:
     """The way of turning keys into skeleton names that hits most: wrappers off, the base prefix on or off."""
 
-    def plain(key: str) -> str:
-        return ".".join(p for p in key.removeprefix("module.").split(".") if p not in WRAPPER_NAMES)
-
+    plain = state_cleaner(keys)
     ways: list[Callable[[str], str]] = [
         plain,
         lambda key: f"{prefix}.{plain(key)}",
@@ -160,7 +159,7 @@ def _untied(tensors: Mapping[str, Tensor], found: dict[str, Found]) -> list[Foun
 def _bare(key: str, tensor: Tensor, tensors: Mapping[str, Tensor]) -> Found:
     """What is sure about one tensor without any config."""
     module = key.rpartition(".")[0]
-    steps = [p for p in module.split(".") if p not in WRAPPER_NAMES]
+    steps = state_cleaner(())(module).split(".")
     words = [p for p in steps if not p.isdigit()]
     leaf = words[-1].lower() if words else ""
     does = named_role(leaf, words[:-1])

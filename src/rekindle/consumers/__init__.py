@@ -1,4 +1,5 @@
 """Who consumes a neuron's output: the graph of a model, and the wiring that follows from it.
 
-Knows modules and graphs; imports no other package. Start reading at `wiring.wiring`.
+`graph` makes graphs and knows what operations do, `paths` follows neurons through them, `wiring` is what comes out.
+Knows modules and graphs; imports no other package. Start reading at `wiring.wire`.
 """

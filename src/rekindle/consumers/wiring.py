@@ -10,74 +10,18 @@ neurons meet a residual stream, a concatenation, attention or anything unknown i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-Order = Literal["channel", "last", "major", "minor"]
-
-_PLAIN_CONV = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-LAYERS: tuple[type[nn.Module], ...] = (nn.Linear, *_PLAIN_CONV, *_TRANSPOSED)
+from rekindle.consumers.graph import PLAIN_CONVS, RECURRENT, TRANSPOSED_CONVS, Layer, as_layer
+from rekindle.consumers.paths import Order, Reading, Trace, export, trace
 
 
 class WiringError(ValueError):
     """The consumers of a model's neurons cannot be told; the message carries the reasons."""
-
-
-@dataclass(frozen=True)
-class Layer:
-    """A layer as maker or reader of neurons: its module and where its weight has outputs and inputs."""
-
-    name: str
-    module: nn.Module = field(repr=False, compare=False)
-    out_axis: int
-    in_axis: int
-
-    @property
-    def weight(self) -> nn.Parameter:
-        """The weight that holds a row for each neuron made and a column for each one read."""
-        weight = self.module.weight
-        assert isinstance(weight, nn.Parameter)
-        return weight
-
-    @property
-    def bias(self) -> nn.Parameter | None:
-        """The bias, where there is one."""
-        bias = getattr(self.module, "bias", None)
-        return bias if isinstance(bias, nn.Parameter) else None
-
-    @property
-    def out_size(self) -> int:
-        """How many neurons the layer makes."""
-        return self.weight.shape[self.out_axis]
-
-    @property
-    def in_size(self) -> int:
-        """How many values the layer reads."""
-        return self.weight.shape[self.in_axis]
-
-
-def as_layer(name: str, module: nn.Module) -> Layer | None:
-    """The module as a :class:`Layer`, or None if its class is none whose rows and columns are known.
-
-    >>> as_layer("fc", nn.Linear(3, 5)).out_size
-    5
-    >>> as_layer("norm", nn.LayerNorm(3)) is None
-    True
-    """
-    if isinstance(module, (nn.Linear, *_PLAIN_CONV)):
-        return Layer(name, module, 0, 1)
-    if isinstance(module, _TRANSPOSED) or is_transposed_linear(module):
-        return Layer(name, module, 1, 0)
-    return None
-
-
-def is_transposed_linear(module: nn.Module) -> bool:
-    """Whether this is GPT-2's `Conv1D`, a Linear whose weight is stored as (in, out)."""
-    return type(module).__name__ == "Conv1D" and hasattr(module, "nf") and hasattr(module, "weight")
 
 
 @dataclass(frozen=True)
@@ -104,27 +48,6 @@ class Consumer:
         if self.order == "minor":
             return (neurons[:, None] + offsets * self.width).flatten()
         return (neurons[:, None] * self.spread + offsets).flatten()
-
-
-@dataclass(frozen=True)
-class Reading:
-    """Where neurons' activity can be read: the first input of a module, or its output."""
-
-    module: str
-    side: Literal["input", "output"]
-    order: Order
-
-    def per_neuron(self, value: Tensor, width: int) -> Tensor:
-        """The value with the neurons as its last axis; a view where strides allow, so that watching stays cheap.
-
-        >>> Reading("relu", "output", "channel").per_neuron(torch.zeros(2, 5, 3, 3), 5).shape
-        torch.Size([2, 3, 3, 5])
-        """
-        if self.order == "channel":
-            return value.movedim(1, -1)
-        if self.order == "major":
-            return value.reshape(value.shape[0], width, -1).movedim(1, -1)
-        return value.reshape(value.shape[0], -1, width) if self.order == "minor" else value
 
 
 @dataclass(frozen=True)
@@ -189,17 +112,6 @@ class Wiring:
         return Wiring(kept, {**self.refused, **out}, self.how)
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The user's own module inside `torch.compile` and DDP."""
-    while True:
-        inner = model._modules.get("_orig_mod")
-        if inner is None and type(model).__name__ in ("DistributedDataParallel", "DataParallel"):
-            inner = model._modules.get("module")
-        if inner is None:
-            return model
-        model = inner
-
-
 def wire(
     model: nn.Module,
     batches: Any = None,
@@ -208,6 +120,7 @@ def wire(
 ) -> Wiring:
     """Find the consumers of every hidden neuron, or raise :class:`WiringError` with the reasons.
 
+    `model` is the user's own module, without wrappers (`rekindle.blocks.names.unwrapped`).
     `batches` (its first batch) lets torch.export see what torch.fx cannot trace; `consumers` is a map from layer
     to consuming layer or layers, taken as given after its shapes are checked.
 
@@ -216,22 +129,97 @@ def wire(
       0 (4 neurons) → 3 (9 columns each)
       3: refused, its neurons are the model's output
     """
-    from rekindle.consumers import tracing
-
-    inner = unwrapped(model)
     if consumers is not None:
-        return _from_map(inner, consumers)
-    found = tracing.trace(inner)
+        return _from_map(model, consumers)
+    found = trace(model)
     if found.unreached and batches is not None:
-        found = found.joined(tracing.export(inner, next(iter(batches))))
-    wiring = found.wiring(inner)
+        found = found.joined(export(model, next(iter(batches))))
+    wiring = _wiring(found, model)
     if not wiring.groups:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in wiring.refused.items()) or "it has no layers"
         raise WiringError(
-            f"no hidden neuron of {type(inner).__name__} has known consumers ({reasons}); "
+            f"no hidden neuron of {type(model).__name__} has known consumers ({reasons}); "
             "give batches= so that torch.export can look, or consumers={'layer': 'consuming layer'}"
         )
     return wiring
+
+
+def _wiring(found: Trace, model: nn.Module) -> Wiring:
+    """The groups that survived, and the reasons for all other layers."""
+    layers = {n: layer for n, m in model.named_modules() if (layer := as_layer(n, m)) is not None}
+    refused = {**found.unreached, **found.refused}
+    for name, module in model.named_modules():
+        if isinstance(module, RECURRENT):
+            refused[name] = "its neurons feed back into its own gates"
+    _refuse_shared(found, model, layers, refused)
+    unions = _unions([sources for uses in found.consumed.values() for sources, _ in uses])
+    groups = []
+    for union in unions:
+        bad = [s for s in union if s in refused]
+        if bad:
+            refused.update({s: refused[bad[0]] for s in union if s not in refused})
+            continue
+        groups.append(_group(found, union, layers))
+    taken = {maker.name for group in groups for maker in group.makers}
+    for name in layers:
+        if name not in taken:
+            refused.setdefault(name, "its output reaches no layer")
+    order = list(layers)
+    groups.sort(key=lambda group: order.index(group.name))
+    kept = {n: r for n, r in refused.items() if n not in taken}
+    return Wiring(tuple(groups), dict(sorted(kept.items(), key=lambda i: _rank(order, i[0]))), found.how)
+
+
+def _refuse_shared(found: Trace, model: nn.Module, layers: dict[str, Layer], refused: dict[str, str]) -> None:
+    owners: dict[int, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                owners.setdefault(id(parameter), []).append(name)
+    for name, layer in layers.items():
+        reason = None
+        if layer.module._parameters.get("weight") is None:
+            reason = "its weight is parametrized"
+        elif len(owners[id(layer.weight)]) > 1:
+            reason = f"its weight is shared by {', '.join(owners[id(layer.weight)])}"
+        if reason is not None:
+            refused[name] = reason
+        for sources, _ in found.consumed.get(name, []):
+            if reason is not None:
+                refused.update({s: f"it feeds {name}, but {reason}" for s in sources if s not in refused})
+    for name, uses in found.consumed.items():
+        if len({sources for sources, _ in uses}) > 1:
+            for sources, _ in uses:
+                refused.update(dict.fromkeys(sources, f"it feeds {name}, which reads several layers"))
+
+
+def _group(found: Trace, union: frozenset[str], layers: dict[str, Layer]) -> Group:
+    makers = tuple(layers[name] for name in layers if name in union)
+    consumers, norms = {}, {}
+    for name, uses in found.consumed.items():
+        for sources, order in uses:
+            if sources & union:
+                consumers[name] = Consumer(layers[name], makers[0].out_size, order)
+    for source in union:
+        norms.update(found.norms.get(source, {}))
+    reading = found.readings.get(union)
+    if reading is None:
+        first = next(iter(consumers.values()))
+        reading = Reading(first.layer.name, "input", first.order)
+    return Group(makers, tuple(consumers.values()), tuple(norms.items()), reading, bool(found.late & union))
+
+
+def _rank(order: list[str], name: str) -> int:
+    return order.index(name) if name in order else len(order)
+
+
+def _unions(sets: list[frozenset[str]]) -> list[frozenset[str]]:
+    """Sources that ever met elementwise belong together."""
+    whole: list[frozenset[str]] = []
+    for one in filter(None, sets):
+        meeting = [other for other in whole if other & one]
+        whole = [other for other in whole if not other & one] + [one.union(*meeting)]
+    return whole
 
 
 def _from_map(model: nn.Module, consumers: Mapping[str, str | Sequence[str]]) -> Wiring:
@@ -246,9 +234,9 @@ def _from_map(model: nn.Module, consumers: Mapping[str, str | Sequence[str]]) ->
                     f"consumers: {reader_name!r} reads {reader.in_size} values, no multiple of the "
                     f"{maker.out_size} neurons of {maker_name!r}"
                 )
-            convolved = isinstance(maker.module, (*_PLAIN_CONV, *_TRANSPOSED))
+            convolved = isinstance(maker.module, (*PLAIN_CONVS, *TRANSPOSED_CONVS))
             flat: Order = "major" if convolved else "minor"
-            same: Order = "channel" if isinstance(reader.module, (*_PLAIN_CONV, *_TRANSPOSED)) else "last"
+            same: Order = "channel" if isinstance(reader.module, (*PLAIN_CONVS, *TRANSPOSED_CONVS)) else "last"
             found.append(Consumer(reader, maker.out_size, same if reader.in_size == maker.out_size else flat))
         first = found[0]
         groups.append(Group((maker,), tuple(found), (), Reading(first.layer.name, "input", first.order)))
@@ -278,7 +266,7 @@ def watch(model: nn.Module, group: Group, record: Callable[[Tensor], None]) -> t
     >>> handle.remove()
     """
     reading, width = group.reading, group.width
-    module = unwrapped(model).get_submodule(reading.module)
+    module = model.get_submodule(reading.module)
     if reading.side == "output":
 
         def after(_: nn.Module, __: Any, output: Tensor) -> None:

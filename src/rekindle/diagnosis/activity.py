@@ -22,8 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rekindle.blocks.names import cleaner
 from rekindle.diagnosis.attention import HeadEntropy, entropy, entropy_share
-from rekindle.diagnosis.hooks import Activated, Attended, Watch, cleaner
+from rekindle.diagnosis.hooks import Activated, Attended, Watch
 from rekindle.diagnosis.sampling import Batch, Loss, call, padding_mask, undisturbed
 from rekindle.diagnosis.units import UnitActivity, UnitSums, rows_of
 from rekindle.measures.matrices import Mode

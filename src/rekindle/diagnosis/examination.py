@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -25,6 +24,7 @@ from torch import Tensor, nn
 
 from rekindle.blocks import parametrized
 from rekindle.blocks.finding import Block, Found, find
+from rekindle.blocks.names import locate
 from rekindle.diagnosis.activity import Activity, Unmeasured, activity
 from rekindle.diagnosis.curvature import Curvature, hessian_eigenvalue
 from rekindle.diagnosis.sampling import Batch, Loss
@@ -408,9 +408,8 @@ class Reading:
 def _weight(model: nn.Module, found: Found) -> Tensor:
     if not found.parametrized:
         return model.get_parameter(found.key).detach()
-    owner = re.split(r"(?:^|\.)parametrizations\.", found.key)[0]
-    owner = owner if owner != found.key else found.key.rpartition(".")[0]
-    return parametrized.read(model.get_submodule(owner), found.name.rpartition(".")[2])
+    place = locate(model, found.key)
+    return parametrized.read(place.owner, place.tensor)
 
 
 def _shape(count: int, out: int, in_: int) -> str:

@@ -31,6 +31,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
+from rekindle.blocks.names import cleaner
+
 RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"}
 ACTIVATIONS = {
     *("relu", "relu6", "leaky_relu", "prelu", "rrelu", "elu", "selu", "celu", "gelu", "silu", "mish"),
@@ -257,29 +259,6 @@ class _Pending:
     value: Tensor
     event: Activated
     frames: set[str]
-
-
-_WRAPPERS = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "AveragedModel"}
-_WRAPPED = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"}
-
-
-def cleaner(model: nn.Module) -> Callable[[str], str]:
-    """A function that takes out of names what `torch.compile` and data-parallel wrappers of this model put in.
-
-    >>> cleaner(nn.DataParallel(nn.Sequential(nn.Linear(1, 1))))("module.0.weight")
-    '0.weight'
-    """
-    outer = 0
-    while type(model).__name__ in _WRAPPERS | {"OptimizedModule"}:
-        inner = getattr(model, "module", None) or getattr(model, "_orig_mod", None)
-        if not isinstance(inner, nn.Module):
-            break
-        model, outer = inner, outer + 1
-
-    def clean(name: str) -> str:
-        return ".".join(part for part in name.split(".")[outer:] if part not in _WRAPPED)
-
-    return clean
 
 
 def _kind(name: str, args: Any, kwargs: dict[str, Any]) -> str | None:

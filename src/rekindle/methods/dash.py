@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity
 
+from rekindle.blocks.names import named_parameters
 from rekindle.diagnosis.sampling import undisturbed
-from rekindle.initial import clean_name
 from rekindle.methods.matrices import Chosen, plain_weights
 from rekindle.methods.parameters import overwrite
 from rekindle.methods.remedy import Remedy
@@ -114,7 +114,7 @@ class DASH(Remedy):
 
 def biases_of(model: nn.Module, picked: Iterable[Chosen]) -> dict[str, nn.Parameter]:
     """The trainable biases that stand beside the picked weights, by name: in_proj_bias beside in_proj_weight."""
-    parameters = {clean_name(name): parameter for name, parameter in model.named_parameters()}
+    parameters = dict(named_parameters(model))
     found = {}
     for each in picked:
         owner, _, tensor = each.found.name.rpartition(".")

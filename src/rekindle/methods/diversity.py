@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor, nn
 
-from rekindle.initial import clean_name
+from rekindle.blocks.names import named_parameters
 from rekindle.measures.matrices import welch_bound
 
 Penalty = Callable[[Tensor], Tensor]
@@ -141,9 +141,9 @@ class Penalised:
     def loss_term(self, model: nn.Module) -> Tensor:
         """The coefficient times the sum of the penalty over the matching parameters."""
         chosen = {
-            clean_name(name): parameter
-            for name, parameter in model.named_parameters()
-            if any(fnmatchcase(clean_name(name), target) for target in self.targets)
+            name: parameter
+            for name, parameter in named_parameters(model)
+            if any(fnmatchcase(name, target) for target in self.targets)
         }
         if not chosen:
             raise ValueError(f"targets {list(self.targets)} match no parameter")

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rekindle.initial import clean_name, tensors_of
+from rekindle.blocks.names import named_parameters
+from rekindle.initial import tensors_of
 from rekindle.methods.neurons import Observation
 from rekindle.methods.parameters import overwrite
 from rekindle.methods.remedy import PerModel, Remedy
@@ -82,7 +83,7 @@ class HareTortoise(Remedy):
         """Copy the tortoise into the model."""
         meter = Meter()
         average = self.tortoise()
-        parameters = {clean_name(name) for name, _ in model.named_parameters()}
+        parameters = {name for name, _ in named_parameters(model)}
         return overwrite(
             self.name,
             model,

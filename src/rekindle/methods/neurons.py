@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from rekindle import initial
-from rekindle.consumers.wiring import Group, Wiring, WiringError, unwrapped, watch, wire
+from rekindle.blocks.names import unwrapped
+from rekindle.consumers.wiring import Group, Wiring, WiringError, watch, wire
 from rekindle.diagnosis.sampling import call, undisturbed
 from rekindle.methods.remedy import PerModel, Remedy
 from rekindle.optimizers import StateReset
@@ -99,7 +100,7 @@ class NeuronRemedy(Remedy):
     def wiring(self, model: nn.Module, batches: Iterable[Batch] | None = None) -> Wiring:
         """The model's wiring, narrowed to the targets; found once a model."""
         if model not in self._wirings:
-            found = wire(model, batches, consumers=self._consumers)
+            found = wire(unwrapped(model), batches, consumers=self._consumers)
             if self.targets != "auto":
                 globs = [self.targets] if isinstance(self.targets, str) else list(self.targets)
                 found = found.only(lambda name: any(fnmatchcase(name, glob) for glob in globs))
@@ -120,7 +121,7 @@ class NeuronRemedy(Remedy):
                 if inner.training and torch.is_grad_enabled():
                     self.record(group, activity)
 
-            return watch(model, group, training)
+            return watch(inner, group, training)
 
         return Observation([recorder(group) for group in self.wiring(model, batches)])
 
@@ -137,7 +138,7 @@ class NeuronRemedy(Remedy):
                 seen.add(group.name)
                 self.record(group, activity)
 
-            return watch(model, group, note)
+            return watch(unwrapped(model), group, note)
 
         with undisturbed(model), torch.no_grad(), Observation([recorder(group) for group in wiring]):
             for batch in batches:

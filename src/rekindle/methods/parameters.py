@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from rekindle.blocks.finding import find
-from rekindle.initial import clean_name
+from rekindle.blocks.names import named_buffers, named_parameters
 from rekindle.optimizers import StateReset
 from rekindle.optimizers import resetting as optimizers
 from rekindle.projection.cost import Meter
@@ -28,7 +28,7 @@ def chosen(model: nn.Module, targets: Targets) -> dict[str, Parameter]:
     >>> len(chosen(model, "everything")), list(chosen(model, "auto"))
     (6, ['0.weight'])
     """
-    named = {clean_name(name): parameter for name, parameter in model.named_parameters()}
+    named = dict(named_parameters(model))
     if isinstance(targets, str) and targets in ("everything", "trainable"):
         found = {n: p for n, p in named.items() if targets == "everything" or p.requires_grad}
         if not found:
@@ -63,8 +63,8 @@ def overwrite(
 ) -> Receipt:
     """Write new values (by clean name) into parameters and buffers, after checking all of them."""
     meter = meter or Meter()
-    parameters = {clean_name(name): p for name, p in model.named_parameters() if clean_name(name) in new}
-    own_buffers = {clean_name(name): b for name, b in model.named_buffers()}
+    parameters = {name: p for name, p in named_parameters(model) if name in new}
+    own_buffers = dict(named_buffers(model))
     buffers = buffers or {}
     check_values(new, parameters)
     check_values(buffers, own_buffers)
@@ -92,7 +92,7 @@ def overwrite(
 
 def left_alone(model: nn.Module, changed: Collection[str]) -> dict[str, str]:
     """Every other parameter, with the one reason that it was not among the targets."""
-    names = (clean_name(name) for name, _ in model.named_parameters())
+    names = (name for name, _ in named_parameters(model))
     return {name: "not among the targets" for name in names if name not in changed}
 
 

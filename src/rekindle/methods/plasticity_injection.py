@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from rekindle import initial
 from rekindle.blocks.finding import find
-from rekindle.consumers.wiring import as_layer, unwrapped
+from rekindle.blocks.names import unwrapped
+from rekindle.consumers.graph import as_layer
 from rekindle.methods.remedy import Remedy
 from rekindle.optimizers import StateReset
 from rekindle.optimizers import resetting as optimizers

@@ -8,7 +8,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from rekindle.consumers.wiring import Group, Layer
+from rekindle.consumers.graph import Layer
+from rekindle.consumers.wiring import Group
 from rekindle.diagnosis.sampling import undisturbed
 from rekindle.methods.neurons import Handle, NeuronRemedy, Observation, Replacement, sizes
 from rekindle.projection.cost import Meter

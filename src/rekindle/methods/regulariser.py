@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from rekindle.initial import clean_name
+from rekindle.blocks.names import named_parameters
 from rekindle.methods.remedy import Remedy
 from rekindle.optimizers import StateReset
 from rekindle.optimizers import resetting as optimizers
@@ -52,7 +52,7 @@ class Regulariser(Remedy):
         """One decoupled step of the penalty."""
         meter = Meter()
         rates = learning_rates(optimizer)
-        named = {clean_name(n): p for n, p in model.named_parameters() if id(p) in rates and p.requires_grad}
+        named = {n: p for n, p in named_parameters(model) if id(p) in rates and p.requires_grad}
         if not named:
             raise ValueError(
                 f"{type(self).__name__} takes its step size from the optimizer, and none of the given optimizer's "

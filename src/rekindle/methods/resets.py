@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rekindle.blocks.finding import find
-from rekindle.initial import clean_name
+from rekindle.blocks.names import named_buffers, named_modules, named_parameters
 from rekindle.methods.parameters import overwrite
 from rekindle.methods.remedy import FromStart
 from rekindle.projection.cost import Meter
@@ -49,7 +49,7 @@ class FullReset(FromStart):
 
     def chosen(self, model: nn.Module) -> list[str]:
         """The clean names of all tensors to reset, buffers included."""
-        return [clean_name(name) for name, _ in [*model.named_parameters(), *model.named_buffers()]]
+        return [name for name, _ in [*named_parameters(model), *named_buffers(model)]]
 
     def __call__(
         self,
@@ -64,7 +64,7 @@ class FullReset(FromStart):
         meter = Meter()
         names = self.chosen(model)
         values = self.stored(model, names) if self.start == "init" else self.drawn(model, names, self.draws(generator))
-        parameters = {clean_name(name) for name, _ in model.named_parameters()}
+        parameters = {name for name, _ in named_parameters(model)}
         return overwrite(
             self.name,
             model,
@@ -110,7 +110,7 @@ class LayerReset(FullReset):
         """The tensors of the chosen layers."""
         if self.last is not None:
             owners = list(dict.fromkeys(f.module for f in find(model) if f.blocks))
-            modules = [clean_name(name) for name, _ in model.named_modules()]
+            modules = [name for name, _ in named_modules(model)]
             after = set(modules[modules.index(owners[-self.last :][0]) :])
             return self.inside(model, lambda module: module in after)
         return self.inside(model, lambda module: any(fnmatchcase(module, glob) for glob in self.layers))
@@ -123,7 +123,7 @@ class LayerReset(FullReset):
             if any(matches(".".join(parts[:depth])) for depth in range(len(parts) + 1)):
                 found.append(name)
         if not found:
-            modules = ", ".join(clean_name(name) for name, _ in model.named_modules() if name)
+            modules = ", ".join(name for name, _ in named_modules(model) if name)
             raise ValueError(f"{type(self).__name__} matches no module; there are: {modules}")
         return found
 
@@ -180,8 +180,8 @@ class LayerNormReset(LayerReset):
     def chosen(self, model: nn.Module) -> list[str]:
         """The tensors of normalisation layers, known by class or by a class name that ends in Norm."""
         norms = {
-            clean_name(name)
-            for name, module in model.named_modules()
+            name
+            for name, module in named_modules(model)
             if isinstance(module, _NORMS) or (type(module).__name__.endswith("Norm") and hasattr(module, "weight"))
         }
         if not norms:
@@ -190,6 +190,6 @@ class LayerNormReset(LayerReset):
 
     def drawn(self, model: nn.Module, names: Any, generator: torch.Generator) -> dict[str, Tensor]:
         """Ones, zeros and empty statistics: every normalisation layer starts so."""
-        tensors = {clean_name(n): t for n, t in [*model.named_parameters(), *model.named_buffers()]}
+        tensors = dict([*named_parameters(model), *named_buffers(model)])
         ones = ("weight", "running_var")
         return {name: torch.full_like(tensors[name], 1 if name.split(".")[-1] in ones else 0) for name in names}

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rekindle.initial import clean_name
+from rekindle.blocks.names import named_modules, named_parameters
 from rekindle.methods.matrices import Chosen, chosen_matrices, with_gradient
 from rekindle.methods.regulariser import Regulariser
 from rekindle.methods.remedy import PerModel
@@ -88,11 +88,11 @@ class SpectralRegulariser(Regulariser):
 
 def _vectors_of(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
     """The scales of normalisation layers, and all biases."""
-    norms = {clean_name(name) for name, module in model.named_modules() if isinstance(module, _NORMS)}
+    norms = {name for name, module in named_modules(model) if isinstance(module, _NORMS)}
     scales: list[Tensor] = []
     biases: list[Tensor] = []
-    for name, parameter in model.named_parameters():
-        owner, _, local = clean_name(name).rpartition(".")
+    for name, parameter in named_parameters(model):
+        owner, _, local = name.rpartition(".")
         if parameter.requires_grad and owner in norms and local == "weight":
             scales.append(parameter)
         elif parameter.requires_grad and "bias" in local:

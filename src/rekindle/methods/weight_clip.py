@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import Parameter
 
-from rekindle.initial import clean_name
+from rekindle.blocks.names import named_parameters
 from rekindle.methods.matrices import Chosen, chosen_matrices
 from rekindle.methods.remedy import PerModel, Remedy
 from rekindle.optimizers import StateReset
@@ -73,7 +73,7 @@ class WeightClip(Remedy):
 
 
 def _bounds(model: nn.Module, chosen: list[Chosen]) -> list[tuple[str, Parameter, float]]:
-    names = {id(parameter): clean_name(name) for name, parameter in model.named_parameters()}
+    names = {id(parameter): name for name, parameter in named_parameters(model)}
     found: dict[int, tuple[str, Parameter, float]] = {}
     for each in chosen:
         if each.weight.computed:

@@ -27,9 +27,9 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from rekindle.blocks.finding import Found, find
+from rekindle.blocks.names import cleaner
 from rekindle.diagnosis.activity import Activity, Unmeasured, activity
 from rekindle.diagnosis.examination import Health, Reading
-from rekindle.diagnosis.hooks import cleaner
 from rekindle.diagnosis.sampling import Batch, Loss, Recorded
 from rekindle.diagnosis.verdict import Thresholds
 from rekindle.measures.matrices import Mode

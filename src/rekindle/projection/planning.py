@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from rekindle.blocks import parametrized
 from rekindle.blocks.finding import Conv, Found, find
 from rekindle.blocks.layouts import Block, Recipe
+from rekindle.blocks.names import locate
 from rekindle.blocks.state_dicts import find_in_state
 from rekindle.blocks.storage import is_sharded
 from rekindle.engine.isometry import polar
@@ -307,9 +308,8 @@ def _by_name(source: nn.Module | Mapping[str, Tensor]) -> Reader:
 
 def _computed(model: nn.Module, f: Found) -> tuple[nn.Module, str]:
     """The module and tensor name of a parametrised weight, from the key of one of its originals."""
-    path = f.key.split(".")
-    cut = path.index("parametrizations") if "parametrizations" in path else len(path) - 1
-    return model.get_submodule(".".join(path[:cut])), f.name.rpartition(".")[2]
+    place = locate(model, f.key)
+    return place.owner, place.tensor
 
 
 def _entry(choice: Choice, rule: Scale, read: Reader, initial: Reader | None, min_norm: float, measure: bool) -> Entry:

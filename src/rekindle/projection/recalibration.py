@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from rekindle.blocks.names import uncompiled
+
 
 def recalibrate(model: nn.Module, batches: Iterable[Any]) -> tuple[str, ...]:
     """Re-estimate the running statistics of the training BatchNorm layers of `model`; return their names.
@@ -102,7 +104,7 @@ def _random_states_kept() -> Iterator[None]:
 
 def _forward(model: nn.Module, batch: Any, device: torch.device) -> None:
     # The module behind torch.compile: its graphs are specialised on the modes that are changed here.
-    model = getattr(model, "_orig_mod", model)
+    model = uncompiled(model)
     if isinstance(batch, Mapping):
         model(**{key: _moved(value, device) for key, value in batch.items()})
     else:

@@ -17,6 +17,7 @@ from torch.nn import Parameter
 
 from rekindle.blocks import parametrized
 from rekindle.blocks.finding import Block, find
+from rekindle.blocks.names import locate
 from rekindle.projection.planning import Entry
 
 
@@ -48,15 +49,8 @@ class Weight:
     @classmethod
     def at(cls, model: nn.Module, key: str) -> Weight:
         """The weight that a name of `named_parameters()` belongs to."""
-        path, _, rest = key.partition(".parametrizations.")
-        if rest:
-            return cls(model.get_submodule(path), rest.split(".")[0], True)
-        if key.startswith("parametrizations."):
-            return cls(model, key.split(".")[1], True)
-        module, _, tensor = key.rpartition(".")
-        owner = model.get_submodule(module)
-        hooked = parametrized.hooked_tensor(owner, tensor)
-        return cls(owner, hooked or tensor, hooked is not None)
+        place = locate(model, key)
+        return cls(place.owner, place.tensor, place.computed)
 
     def read(self) -> Tensor:
         """Its present value."""

@@ -1,18 +1,18 @@
-"""One pass over a graph, in the order of computation, following every layer's neurons.
+"""Following every layer's neurons through a graph, in the order of computation, to the layers that read them.
 
-Each layer's output is a flow of its neurons. A flow passes elementwise functions, normalisation, pooling and
-flattening unchanged in kind; it ends in the layers that consume it. Where it meets anything else (another
-stream, a concatenation, attention, the model's output) its layer is refused, with that as the reason.
+Neurons pass elementwise functions, normalisation, pooling and flattening; their path ends in the layers that consume
+them. Where it meets anything else (another stream, a concatenation, attention, the model's output) their layer is
+refused, with that as the reason.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
-from rekindle.consumers.flows import Flow, Trace
-from rekindle.consumers.operations import (
+from rekindle.consumers.graph import (
     ACTIVATIONS,
     BINARY,
     CHANNEL_NORMS,
@@ -22,11 +22,123 @@ from rekindle.consumers.operations import (
     POOLS,
     SHAPE_ONLY,
     TRANSPARENT,
+    Layer,
+    Untraceable,
+    as_layer,
+    can_trace,
+    exported,
+    graph_of,
     is_number,
     operation,
+    parts_of,
+    restored,
     shapes_of,
 )
-from rekindle.consumers.wiring import Layer, Order, Reading, as_layer
+
+Order = Literal["channel", "last", "major", "minor"]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Where neurons' activity can be read: the first input of a module, or its output."""
+
+    module: str
+    side: Literal["input", "output"]
+    order: Order
+
+    def per_neuron(self, value: Tensor, width: int) -> Tensor:
+        """The value with the neurons as its last axis; a view where strides allow, so that watching stays cheap.
+
+        >>> import torch
+        >>> Reading("relu", "output", "channel").per_neuron(torch.zeros(2, 5, 3, 3), 5).shape
+        torch.Size([2, 3, 3, 5])
+        """
+        if self.order == "channel":
+            return value.movedim(1, -1)
+        if self.order == "major":
+            return value.reshape(value.shape[0], width, -1).movedim(1, -1)
+        return value.reshape(value.shape[0], -1, width) if self.order == "minor" else value
+
+
+@dataclass(frozen=True)
+class Flow:
+    """Neurons on their way: whose they are, how the tensor is laid out, and where they can be read next."""
+
+    sources: frozenset[str]
+    width: int
+    order: Order
+    pending: bool = True  # the next module that takes this value shows the neurons' activity
+    active: bool = False  # a nonlinearity has been passed
+    spatial: int = 0  # how many axes follow the channels
+
+
+@dataclass
+class Trace:
+    """What walking one or more graphs has found; layer names are those of the whole model."""
+
+    how: str
+    consumed: dict[str, list[tuple[frozenset[str], Order]]] = field(default_factory=dict)
+    norms: dict[str, dict[str, nn.Module]] = field(default_factory=dict)
+    readings: dict[frozenset[str], Reading] = field(default_factory=dict)
+    late: set[str] = field(default_factory=set)
+    refused: dict[str, str] = field(default_factory=dict)
+    unreached: dict[str, str] = field(default_factory=dict)
+
+    def refuse(self, flow: Flow, reason: str) -> None:
+        """No layer of this flow can be wired."""
+        for source in flow.sources:
+            self.refused.setdefault(source, reason)
+
+    def joined(self, other: Trace) -> Trace:
+        """This trace, and the other's findings about layers that this one did not reach."""
+        new = set(self.unreached) - set(other.unreached)
+        if not new:
+            return replace(self, unreached={n: f"{r}; {other.unreached.get(n, '')}" for n, r in self.unreached.items()})
+        merged = replace(self, how=f"{self.how} and {other.how}", unreached=dict(other.unreached))
+        for name, uses in other.consumed.items():
+            if any(sources & new for sources, _ in uses):
+                merged.consumed[name] = uses  # the other saw the whole model, this one perhaps a part
+        merged.norms.update({k: v for k, v in other.norms.items() if k in new})
+        merged.late.update(other.late & new)
+        merged.refused.update({k: v for k, v in other.refused.items() if k in new})
+        merged.readings.update({k: v for k, v in other.readings.items() if k <= new})
+        return merged
+
+
+def trace(model: nn.Module) -> Trace:
+    """Trace the model by torch.fx, or, where that fails, each of its parts that can be traced on its own."""
+    found = Trace("torch.fx")
+    with restored(model):
+        _trace_part(model, "", found, "the model's output")
+    return found
+
+
+def _trace_part(module: nn.Module, path: str, found: Trace, end: str) -> None:
+    """Trace a module; failing that, with its untraceable parts as closed boxes; failing that, the parts alone."""
+    top = path == ""
+    try:
+        Walk(module, path, graph_of(module, top), found, end).run()
+        return
+    except Untraceable as error:
+        reason = str(error)
+    found.how = "torch.fx, part by part"
+    parts = list(parts_of(module, path))
+    closed = {part: name for name, part in parts if not can_trace(part)}
+    if closed:
+        try:
+            Walk(module, path, graph_of(module, top, frozenset(closed)), found, end).run()
+        except Untraceable:
+            pass
+        else:
+            for part, name in closed.items():
+                _trace_part(part, name, found, f"what leaves {name}")
+            return
+    for name, part in parts:
+        if as_layer(name, part) is not None:
+            found.unreached[name] = reason
+        elif any(as_layer(n, m) for n, m in part.named_modules()):
+            _trace_part(part, name, found, f"what leaves {name}")
+    known_inside(module, path, found)
 
 
 def known_inside(module: nn.Module, path: str, found: Trace) -> bool:
@@ -301,3 +413,15 @@ def _is_pooled(node: fx.Node, name: str, flow: Flow) -> bool:
     if name == "getitem":
         return bool(node.args[1] == 0) and "with_indices" in operation(node.all_input_nodes[0])
     return name in POOLS and flow.order == "channel"
+
+
+def export(model: nn.Module, batch: Any) -> Trace:
+    """Follow the neurons through the graph that torch.export makes of the model on one batch."""
+    found = Trace("torch.export")
+    try:
+        graph, held = exported(model, batch)
+    except Untraceable as error:
+        found.unreached = {n: str(error) for n, m in model.named_modules() if as_layer(n, m) is not None}
+        return found
+    Walk(model, "", graph, found, "the model's output", held).run()
+    return found

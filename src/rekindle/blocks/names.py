@@ -1,0 +1,218 @@
+"""Names of parameters without what wrappers put into them; no other module sees through wrappers.
+
+`torch.compile`, DDP, FSDP, activation checkpointing, Lightning Fabric and DeepSpeed hold the user's model as an
+attribute, which then stands in every parameter's name. A wrapper is recognised by its class, so an attribute of the
+user's own that happens to be called `module` stays in the name. For a state dict there is no class to look at: there
+the unmistakable names go anywhere, and `module.` only where all keys begin with it.
+
+`named_parameters(model)` gives clean names; `Location` is where one parameter sits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from rekindle.blocks import parametrized
+
+# Class of the wrapper → the attributes that hold the wrapped module. Fabric holds it twice.
+_WRAPPERS = {
+    "DistributedDataParallel": ("module",),
+    "DataParallel": ("module",),
+    "AveragedModel": ("module",),
+    "DeepSpeedEngine": ("module",),
+    "FullyShardedDataParallel": ("_fsdp_wrapped_module",),
+    "OptimizedModule": ("_orig_mod",),
+    "CheckpointWrapper": ("_checkpoint_wrapped_module",),
+    "OffloadWrapper": ("_checkpoint_wrapped_module",),
+    "_FabricModule": ("_forward_module", "_original_module"),
+}
+_PACKAGES = {"torch", "deepspeed", "lightning", "lightning_fabric", "pytorch_lightning", "accelerate", "fairscale"}
+_UNMISTAKABLE = {name for names in _WRAPPERS.values() for name in names} - {"module"}
+
+
+@dataclass(frozen=True)
+class Location:
+    """Where a parameter sits: clean attribute names and modules from the root to its owner, and its own name.
+
+    `computed` says that the parameter is an original of a parametrised weight; `tensor` is then that weight.
+
+    >>> model = nn.Sequential(nn.Linear(2, 2))
+    >>> Location(("0",), (model, model[0]), "weight").name
+    '0.weight'
+    """
+
+    names: tuple[str, ...]
+    modules: tuple[nn.Module, ...]
+    tensor: str
+    computed: bool = False
+
+    @property
+    def owner(self) -> nn.Module:
+        """The module that holds the parameter."""
+        return self.modules[-1]
+
+    @property
+    def name(self) -> str:
+        """The dotted name."""
+        return ".".join((*self.names, self.tensor))
+
+    @property
+    def module(self) -> str:
+        """The dotted name of the owner."""
+        return ".".join(self.names)
+
+
+def wrapped(module: nn.Module) -> nn.Module | None:
+    """The module inside a wrapper, None if this module is no wrapper.
+
+    >>> inner = nn.Linear(1, 1)
+    >>> wrapped(nn.DataParallel(inner)) is inner, wrapped(inner)
+    (True, None)
+    """
+    for name in _attributes(module):
+        inner = module._modules.get(name)
+        if inner is not None:
+            return inner
+    return None
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The user's own module inside any number of wrappers.
+
+    >>> import torch
+    >>> inner = nn.Linear(1, 1)
+    >>> unwrapped(nn.DataParallel(torch.compile(inner))) is inner
+    True
+    """
+    while (inner := wrapped(model)) is not None:
+        model = inner
+    return model
+
+
+def uncompiled(model: nn.Module) -> nn.Module:
+    """The module behind `torch.compile`; other wrappers stay (a sharded model works through its wrapper only).
+
+    >>> import torch
+    >>> inner = nn.DataParallel(nn.Linear(1, 1))
+    >>> uncompiled(torch.compile(inner)) is inner
+    True
+    """
+    while "_orig_mod" in _attributes(model):
+        inner = wrapped(model)
+        assert inner is not None
+        model = inner
+    return model
+
+
+def locate(model: nn.Module, key: str) -> Location:
+    """Where the parameter or buffer sits that `named_parameters()` calls `key`.
+
+    >>> layer = nn.utils.parametrizations.weight_norm(nn.Linear(3, 2))
+    >>> locate(nn.DataParallel(nn.Sequential(layer)), "module.0.parametrizations.weight.original0").name
+    '0.weight'
+    """
+    *path, tensor = key.split(".")
+    modules: list[nn.Module] = [model]
+    names: list[str] = []
+    for depth, name in enumerate(path):
+        parent = modules[-1]
+        if name == "parametrizations" and parametrize.is_parametrized(parent):
+            return Location(tuple(names), tuple(modules), path[depth + 1], True)
+        child = parent._modules[name]
+        assert child is not None
+        if name in _attributes(parent):
+            modules[-1] = child
+            continue
+        modules.append(child)
+        names.append(name)
+    hooked = parametrized.hooked_tensor(modules[-1], tensor)
+    return Location(tuple(names), tuple(modules), hooked or tensor, hooked is not None)
+
+
+def cleaner(model: nn.Module) -> Callable[[str], str]:
+    """A function that takes the wrappers of this model out of names of its modules, parameters and buffers.
+
+    Originals of parametrised weights keep their own names, so that names stay different.
+
+    >>> class Net(nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.module = nn.Linear(1, 1)
+    >>> cleaner(nn.DataParallel(Net()))("module.module.weight")
+    'module.weight'
+    """
+    seams = {
+        f"{path}.{name}" if path else name
+        for path, module in model.named_modules(remove_duplicate=False)
+        for name in _attributes(module)
+    }
+
+    def clean(name: str) -> str:
+        if not seams:
+            return name
+        parts = name.split(".")
+        return ".".join(part for i, part in enumerate(parts) if ".".join(parts[: i + 1]) not in seams)
+
+    return clean
+
+
+def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """`model.named_parameters()` with clean names.
+
+    >>> import torch
+    >>> [name for name, _ in named_parameters(torch.compile(nn.Linear(1, 1)))]
+    ['weight', 'bias']
+    """
+    clean = cleaner(model)
+    return ((clean(name), parameter) for name, parameter in model.named_parameters())
+
+
+def named_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """`model.named_buffers()` with clean names.
+
+    >>> [name for name, _ in named_buffers(nn.DataParallel(nn.BatchNorm1d(2)))]
+    ['running_mean', 'running_var', 'num_batches_tracked']
+    """
+    clean = cleaner(model)
+    return ((clean(name), buffer) for name, buffer in model.named_buffers())
+
+
+def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """`model.named_modules()` with clean names and without the wrappers themselves.
+
+    >>> [name for name, _ in named_modules(nn.DataParallel(nn.Sequential(nn.ReLU())))]
+    ['', '0']
+    """
+    clean = cleaner(model)
+    return ((clean(name), module) for name, module in model.named_modules() if wrapped(module) is None)
+
+
+def state_cleaner(keys: Iterable[str]) -> Callable[[str], str]:
+    """The same for the keys of a state dict, of which no class is known.
+
+    >>> state_cleaner(["module._orig_mod.0.weight", "module._orig_mod.0.bias"])("module._orig_mod.0.weight")
+    '0.weight'
+    >>> state_cleaner(["module.weight", "head.weight"])("module.weight")
+    'module.weight'
+    """
+    plain = [[part for part in key.split(".") if part not in _UNMISTAKABLE] for key in keys]
+    outer = 0
+    while plain and all(len(parts) > outer + 1 and parts[outer] == "module" for parts in plain):
+        outer += 1
+
+    def clean(name: str) -> str:
+        return ".".join([part for part in name.split(".") if part not in _UNMISTAKABLE][outer:])
+
+    return clean
+
+
+def _attributes(module: nn.Module) -> tuple[str, ...]:
+    """The attributes in which a wrapper holds its module; none for any other class."""
+    for cls in type(module).__mro__:
+        if cls.__name__ in _WRAPPERS and cls.__module__.partition(".")[0] in _PACKAGES:
+            return _WRAPPERS[cls.__name__]
+    return ()
