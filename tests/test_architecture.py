@@ -30,6 +30,7 @@ ORDER = [
     "diagnosis",
     "monitoring",
     "methods",
+    "advice",
     "integrations",
     "checkpoint",
     "report",

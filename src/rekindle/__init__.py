@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         sinks,
         triggers,
     )
+    from rekindle.advice.probing import ProbeResult, probe
     from rekindle.diagnosis.examination import Health, health
     from rekindle.diagnosis.verdict import Thresholds
     from rekindle.engine.isometry import Certificate, polar
@@ -54,6 +55,8 @@ _HOME = {
     "health": "diagnosis.examination",
     "plan": "projection.planning",
     "polar": "engine.isometry",
+    "probe": "advice.probing",
+    "ProbeResult": "advice.probing",
 }
 _MODULES = (
     "blocks",
@@ -75,6 +78,7 @@ __all__ = [
     "Health",
     "Monitor",
     "Plan",
+    "ProbeResult",
     "Receipt",
     "ReinitStats",
     "Schedule",
@@ -91,6 +95,7 @@ __all__ = [
     "optimizers",
     "plan",
     "polar",
+    "probe",
     "scales",
     "sinks",
     "triggers",

@@ -1,0 +1,345 @@
+"""probe(): plasticity measured, not guessed. Copies of a model and of fresh networks learn the same thing.
+
+The score is how much the model learns, divided by how much a fresh network learns with the same batches, budget and
+optimizer. Learning is the area between the untrained level (the loss of the fresh network before its first step) and
+the loss curve below it. A young network often scores above 1; one that has lost its plasticity scores near 0.
+
+>>> import torch
+>>> from torch import nn
+>>> _ = torch.manual_seed(0)
+>>> net = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4))
+>>> data = [(torch.randn(32, 8), torch.randint(4, (32,))) for _ in range(4)]
+>>> found = probe(net, data, optimizer=torch.optim.Adam(net.parameters(), lr=1e-2), steps=100, seeds=2)
+>>> found.enough, 0.5 < found.score < 2.0
+(True, True)
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from rekindle import initial
+from rekindle.advice.intervals import Interval, mean_interval
+from rekindle.advice.tasks import Prepared, Task, prepare
+from rekindle.diagnosis.sampling import Batch, Loss, undisturbed
+from rekindle.optimizers import unwrap
+
+GAIN = 0.2
+_CHUNK = 25
+_MOST_STEPS = 20_000
+
+
+@dataclass(frozen=True)
+class ProbeResult:
+    """What a probe measured.
+
+    `score` is the mean over seeds of learned(model) / learned(fresh), with a 95 % `interval`; `difference` is
+    learned(model) − learned(fresh), in units of the loss. `enough` is False where even the fresh network did not
+    learn the wanted amount within the budget: then the score says nothing.
+    """
+
+    task: str
+    score: float
+    interval: Interval
+    difference: float
+    difference_interval: Interval
+    enough: bool
+    gained: float
+    gain: float
+    steps: int
+    seeds: int
+    level: float
+    model: tuple[tuple[float, ...], ...]
+    fresh: tuple[tuple[float, ...], ...]
+    seconds: float
+
+    @property
+    def verdict(self) -> str:
+        """ "lost", "as fresh", "better than fresh", or "unknown"."""
+        if not self.enough:
+            return "unknown"
+        if self.interval[1] < 1:
+            return "lost"
+        return "better than fresh" if self.interval[0] > 1 else "as fresh"
+
+    @property
+    def reached(self) -> tuple[int | None, int | None]:
+        """Steps in which the fresh network reached the model's end level, and the model the fresh network's."""
+        model, fresh = _mean_curve(self.model), _mean_curve(self.fresh)
+        return _first_below(fresh, model[-1]), _first_below(model, fresh[-1])
+
+    def __str__(self) -> str:
+        low, high = self.interval
+        budget = f"{self.steps} steps, {self.seeds} seeds, {self.seconds:.1f} s, task {self.task!r}"
+        if not self.enough:
+            return (
+                f"too short to say: in {self.steps} steps a fresh network lowered its loss by {self.gained:.0%}, and "
+                f"{self.gain:.0%} are needed for a comparison; give more steps= or seconds= ({budget})"
+            )
+        words = {
+            "lost": "the model learns less than a fresh network: plasticity is lost",
+            "as fresh": "not distinguishable from a fresh network",
+            "better than fresh": "the model learns better than a fresh network: nothing is lost",
+        }
+        lines = [
+            f"plasticity score {self.score:.2f} [{low:.2f}, {high:.2f}]: {words[self.verdict]}",
+            f"learned below the untrained loss of {self.level:.3g}: {self.difference:+.3g} against fresh ({budget})",
+        ]
+        by_fresh, by_model = self.reached
+        if by_fresh is not None:
+            lines.append(f"a fresh network reaches the model's last loss after {by_fresh} of {self.steps} steps")
+        elif by_model is not None:
+            lines.append(f"the model reaches the fresh network's last loss after {by_model} of {self.steps} steps")
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON and for the page."""
+        return {**asdict(self), "verdict": self.verdict, "reached": self.reached}
+
+
+def probe(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    *,
+    loss: Loss | None = None,
+    task: Task = "next",
+    fresh: nn.Module | Callable[[], nn.Module] | None = None,
+    optimizer: Any = None,
+    steps: int | None = None,
+    seconds: float | None = None,
+    seeds: int | Sequence[int] = 3,
+    gain: float = GAIN,
+    progress: bool | None = None,
+) -> ProbeResult:
+    """How well does the model learn, against a fresh network? The model itself is not changed.
+
+    batches: what is learned, in the order of training; gone through again and again.
+    loss: `loss(model, batch)`; without it cross entropy of (inputs, labels), or the model's own `.loss`.
+    task: "next" learns the batches as they are; "random-labels" their inputs with labels drawn anew;
+        "regression" the outputs of another fresh network on their inputs; "next-token" the next token of each.
+    fresh: a fresh model, or a factory of one; without it each module's own scheme is drawn again.
+    optimizer: its class and settings are used for the copies; Adam with lr 1e-3 without one.
+    steps, seconds: the budget. With neither, 30 seconds. The number of steps grows within `seconds` until the fresh
+        network has lowered its loss by `gain`; fixed `steps` are taken as they are.
+    seeds: how many, or which: each draws a fresh network, an order of batches and the noise of dropout.
+    """
+    began = time.perf_counter()
+    chosen = list(range(seeds)) if isinstance(seeds, int) else list(seeds)
+    if not chosen:
+        raise ValueError("probe needs at least one seed")
+    if steps is not None and steps < 1:
+        raise ValueError(f"steps={steps}: a probe needs at least one step")
+    allowed = (30.0 if steps is None else float("inf")) if seconds is None else seconds
+    model = _plain(model)
+    bar = _Progress(progress, 2 * len(chosen))
+    with undisturbed(model, training=True):
+        learned: dict[str, list[list[float]]] = {"fresh": [], "model": []}
+        taken, levels = steps, list[float]()
+        for number, seed in enumerate(chosen):
+            generator = torch.Generator().manual_seed(seed)
+            starts = {"fresh": _fresh(model, fresh, generator), "model": _state(model)}
+            todo = prepare(task, model, batches, loss, partial(_fresh, model, fresh, generator), generator)
+            levels.append(_level(model, starts["fresh"], todo))
+            order_seed = int(torch.randint(2**31 - 1, (), generator=generator))
+            for who in ("fresh", "model"):
+                learner = _Learner(model, starts[who], todo, optimizer, order_seed)
+                now = time.perf_counter()
+                share = (began + allowed - now) / (2 * len(chosen) - sum(map(len, learned.values())))
+                if taken is None:
+                    taken = learner.until((1 - gain) * levels[0], share)
+                else:
+                    learner.run(taken, now + share)
+                learned[who].append(learner.losses)
+                bar.tick(f"probe: seed {number + 1} of {len(chosen)}, {who}")
+    bar.close()
+    taken = min(len(curve) for curves in learned.values() for curve in curves)
+    return _result(str(task), learned, taken, levels, gain, time.perf_counter() - began)
+
+
+def _result(
+    task: str,
+    learned: Mapping[str, list[list[float]]],
+    steps: int,
+    levels: Sequence[float],
+    gain: float,
+    seconds: float,
+) -> ProbeResult:
+    curves = {who: [curve[:steps] for curve in kept] for who, kept in learned.items()}
+    level = sum(levels) / len(levels)
+    below = {who: [_below(curve, level) for curve in kept] for who, kept in curves.items()}
+    ratios = [m / f if f > 0 else float("nan") for m, f in zip(below["model"], below["fresh"], strict=True)]
+    differences = [m - f for m, f in zip(below["model"], below["fresh"], strict=True)]
+    gained = sum(1 - _end(curve) / level for curve in curves["fresh"]) / len(ratios) if level else 0.0
+    score, interval = mean_interval(ratios)
+    difference, around = mean_interval(differences)
+    enough = gained >= gain and score == score
+    both = {who: tuple(tuple(curve) for curve in kept) for who, kept in curves.items()}
+    return ProbeResult(
+        *(task, score, interval, difference, around, enough, gained, gain, steps, len(ratios), level),
+        *(both["model"], both["fresh"], seconds),
+    )
+
+
+class _Learner:
+    """One copy that learns: its tensors are its own, the module is borrowed for each step."""
+
+    def __init__(self, model: nn.Module, start: dict[str, Tensor], todo: Prepared, optimizer: Any, seed: int) -> None:
+        trained = {name for name, p in model.named_parameters() if p.requires_grad}
+        self._tensors = {
+            f"model.{name}": tensor.requires_grad_() if name in trained else tensor for name, tensor in start.items()
+        }
+        self._optimizers = _like(optimizer, model, {name: self._tensors[f"model.{name}"] for name in trained})
+        self._module = _WithLoss(model, todo.loss)
+        self._batches, self._order = todo.batches, torch.Generator().manual_seed(seed)
+        self._noise = torch.Generator().manual_seed(seed + 1)
+        self._queue: list[int] = []
+        self.losses: list[float] = []
+
+    def run(self, steps: int, until: float = float("inf")) -> None:
+        """Take `steps` more steps, or fewer if the clock passes `until`; at least one."""
+        pending: list[Tensor] = []
+        with initial.forked_rng(self._noise, self._module):
+            for _ in range(steps):
+                if not self._queue:
+                    self._queue = torch.randperm(len(self._batches), generator=self._order).tolist()
+                loss = functional_call(self._module, self._tensors, (self._batches[self._queue.pop()],))
+                for optimizer in self._optimizers:
+                    optimizer.zero_grad()
+                loss.backward()
+                for optimizer in self._optimizers:
+                    optimizer.step()
+                pending.append(loss.detach())
+                if time.perf_counter() > until:
+                    break
+        self.losses += torch.stack(pending).nan_to_num(nan=float("inf")).double().tolist()
+
+    def until(self, level: float, seconds: float) -> int:
+        """Learn until the loss has come down to `level`, then as long again; the steps taken."""
+        end = time.perf_counter() + max(seconds, 0.0)
+        while len(self.losses) < _MOST_STEPS and time.perf_counter() < end:
+            self.run(_CHUNK, end)
+            if _end(self.losses) <= level:
+                self.run(len(self.losses), end)
+                break
+        if not self.losses:
+            self.run(1)
+        return len(self.losses)
+
+
+class _WithLoss(nn.Module):
+    """The loss as a module's forward, so that torch.func can lend the model other tensors while it is computed."""
+
+    def __init__(self, model: nn.Module, loss: Loss) -> None:
+        super().__init__()
+        self.model, self._loss = model, loss
+
+    def forward(self, batch: Any) -> Tensor:
+        return self._loss(self.model, batch)
+
+
+def _level(model: nn.Module, start: Mapping[str, Tensor], todo: Prepared) -> float:
+    """The loss of an untrained network, over the first batches."""
+    module = _WithLoss(model, todo.loss)
+    lent = {f"model.{name}": tensor.clone() for name, tensor in start.items()}
+    with torch.no_grad():
+        losses = [functional_call(module, lent, (batch,)).double() for batch in todo.batches[:8]]
+    return float(torch.stack(losses).mean())
+
+
+def _like(optimizer: Any, model: nn.Module, copies: Mapping[str, Tensor]) -> list[torch.optim.Optimizer]:
+    """Optimizers of the same classes and settings over the copies; what they do not hold stays as it is."""
+    given = unwrap(optimizer)
+    if not given:
+        return [torch.optim.Adam(list(copies.values()), lr=1e-3)]
+    by_identity = {id(parameter): copies[name] for name, parameter in model.named_parameters() if name in copies}
+    made = []
+    for one in given:
+        groups = [
+            {**{k: v for k, v in group.items() if k != "params"}, "params": own}
+            for group in one.param_groups
+            if (own := [by_identity[id(p)] for p in group["params"] if id(p) in by_identity])
+        ]
+        if groups:
+            made.append(type(one)(groups, lr=groups[0].get("lr", 1e-3)))  # type: ignore[call-arg]
+    if not made:
+        raise ValueError("the given optimizer holds none of the model's trainable parameters")
+    return made
+
+
+def _state(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of what training changes: trainable parameters and buffers."""
+    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    if not named:
+        raise ValueError("the model has no trainable parameter: there is nothing to learn with")
+    return {name: tensor.detach().clone() for name, tensor in [*named, *model.named_buffers()]}
+
+
+def _fresh(
+    model: nn.Module, fresh: nn.Module | Callable[[], nn.Module] | None, generator: torch.Generator
+) -> dict[str, Tensor]:
+    """The same tensors of a fresh network."""
+    own = _state(model)
+    if isinstance(fresh, nn.Module):
+        start = initial.snapshot(fresh)
+        initial.check_start(model, start, [initial.clean_name(name) for name in own])
+    else:
+        start = initial.draw(model, generator=generator, fresh=fresh, names=[initial.clean_name(name) for name in own])
+    return {name: start[initial.clean_name(name)].to(tensor).clone() for name, tensor in own.items()}
+
+
+def _plain(model: nn.Module) -> nn.Module:
+    """The model inside `torch.compile`, whose graphs would be compiled anew for borrowed tensors."""
+    inner = getattr(model, "_orig_mod", model)
+    return inner if isinstance(inner, nn.Module) else model
+
+
+def _below(curve: Sequence[float], level: float) -> float:
+    """The mean distance of the loss below the untrained level, where it is below."""
+    return sum(max(level - loss, 0.0) for loss in curve) / len(curve)
+
+
+def _end(curve: Sequence[float]) -> float:
+    """The loss at the end: the mean of the last tenth, of ten steps at least."""
+    last = curve[-max(len(curve) // 10, 10) :]
+    return sum(last) / len(last)
+
+
+def _mean_curve(curves: Sequence[Sequence[float]]) -> list[float]:
+    """The mean over seeds, smoothed over a twentieth of the steps."""
+    mean = [sum(losses) / len(losses) for losses in zip(*curves, strict=True)]
+    width = max(len(mean) // 20, 1)
+    return [sum(part) / len(part) for part in (mean[max(0, i + 1 - width) : i + 1] for i in range(len(mean)))]
+
+
+def _first_below(curve: Sequence[float], level: float) -> int | None:
+    return next((step + 1 for step, loss in enumerate(curve) if loss <= level), None)
+
+
+class _Progress:
+    """One line on a terminal that is written over; silent elsewhere unless asked for."""
+
+    def __init__(self, wanted: bool | None, total: int) -> None:
+        self._shown = sys.stderr.isatty() if wanted is None else wanted
+        self._total, self._done, self._began = total, 0, time.perf_counter()
+
+    def tick(self, text: str) -> None:
+        self._done += 1
+        if self._shown:
+            passed = time.perf_counter() - self._began
+            left = passed / self._done * (self._total - self._done)
+            sys.stderr.write(f"\r{text}, about {left:.0f} s left\x1b[K")
+            sys.stderr.flush()
+
+    def close(self) -> None:
+        if self._shown:
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()
