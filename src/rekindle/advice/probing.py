@@ -30,6 +30,7 @@ from torch.func import functional_call
 from rekindle import initial
 from rekindle.advice.intervals import Interval, mean_interval
 from rekindle.advice.tasks import Prepared, Task, prepare
+from rekindle.blocks.names import cleaner, unwrapped
 from rekindle.diagnosis.sampling import Batch, Loss, undisturbed
 from rekindle.optimizers import unwrap
 
@@ -139,7 +140,7 @@ def probe(
     if steps is not None and steps < 1:
         raise ValueError(f"steps={steps}: a probe needs at least one step")
     allowed = (30.0 if steps is None else float("inf")) if seconds is None else seconds
-    model = _plain(model)
+    model = unwrapped(model)
     bar = _Progress(progress, 2 * len(chosen))
     with undisturbed(model, training=True):
         learned: dict[str, list[list[float]]] = {"fresh": [], "model": []}
@@ -287,19 +288,14 @@ def _fresh(
     model: nn.Module, fresh: nn.Module | Callable[[], nn.Module] | None, generator: torch.Generator
 ) -> dict[str, Tensor]:
     """The same tensors of a fresh network."""
-    own = _state(model)
+    own, clean = _state(model), cleaner(model)
+    names = [clean(name) for name in own]
     if isinstance(fresh, nn.Module):
         start = initial.snapshot(fresh)
-        initial.check_start(model, start, [initial.clean_name(name) for name in own])
+        initial.check_start(model, start, names)
     else:
-        start = initial.draw(model, generator=generator, fresh=fresh, names=[initial.clean_name(name) for name in own])
-    return {name: start[initial.clean_name(name)].to(tensor).clone() for name, tensor in own.items()}
-
-
-def _plain(model: nn.Module) -> nn.Module:
-    """The model inside `torch.compile`, whose graphs would be compiled anew for borrowed tensors."""
-    inner = getattr(model, "_orig_mod", model)
-    return inner if isinstance(inner, nn.Module) else model
+        start = initial.draw(model, generator=generator, fresh=fresh, names=names)
+    return {name: start[clean(name)].to(tensor).clone() for name, tensor in own.items()}
 
 
 def _below(curve: Sequence[float], level: float) -> float:
