@@ -134,7 +134,7 @@ def test_cheap_mode_finds_no_eigenvalue(checkpoint: Path) -> None:
 def test_plan_explains_itself_and_is_kept(checkpoint: Path, tmp_path: Path) -> None:
     result = run("plan", checkpoint, "--targets", "attention", "-o", tmp_path / "plan.json")
     assert "layers.0.attn.q_proj.weight" in result.stdout
-    assert "left: " in result.stdout
+    assert "skipped: " in result.stdout
     kept = rekindle.projection.planning.Plan.load(tmp_path / "plan.json")
     assert [entry.name for entry in kept.selected] == [f"layers.{i}.attn.q_proj.weight" for i in range(2)]
     w = weights()["layers.0.attn.q_proj.weight"].double()

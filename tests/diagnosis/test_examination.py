@@ -139,8 +139,8 @@ def test_without_a_reference_the_text_says_that_it_is_less_sure() -> None:
     assert found.verdict == "act"
     assert not found.verdict.sure
     assert "dormant share ≥ 0.5" in found.verdict.rule
-    assert "less sure" in str(found)
-    assert "less sure" not in str(found.against(found))
+    assert "low confidence" in str(found)
+    assert "low confidence" not in str(found.against(found))
     # The same dormancy that was there at the reference is no loss.
     assert found.against(found).verdict == "healthy"
 

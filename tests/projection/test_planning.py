@@ -54,18 +54,20 @@ def test_the_look_in_slices_equals_the_slow_one(
     dtype: torch.dtype, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from rekindle.blocks.layouts import matrices
-    from rekindle.projection import summary as glance
+    from rekindle.measures import spectra
+    from rekindle.projection import planning
 
-    monkeypatch.setattr(glance, "_CHUNK", 500)
+    monkeypatch.setattr(planning, "_CHUNK", 500)
+    monkeypatch.setattr(spectra, "_SLICE", 500)
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(2, *shape, generator=generator).to(dtype)
     block = matrices("count out in", count="count")((2, *shape))[0]
-    norms, dfi, free = glance.look(block, weight, 0.7, True)
+    norms, dfi, free = planning.look(block, weight, 0.7, True)
     assert norms.tolist() == pytest.approx([float(w.double().norm()) for w in weight], rel=1e-5)
     assert dfi == pytest.approx(slow_dfi(weight, 0.7), rel=1e-4)
     assert free == pytest.approx(slow_dfi(weight, None), rel=1e-4)
-    assert glance.look(block, weight, None, True)[1] == free
-    assert glance.look(block, weight, 0.7, False)[1:] == (None, None)
+    assert planning.look(block, weight, None, True)[1] == free
+    assert planning.look(block, weight, 0.7, False)[1:] == (None, None)
 
 
 class TestZeroMatrices:
@@ -181,7 +183,7 @@ class TestObject:
         drawn = plan(build(name))
         lines = drawn.table(width=width).splitlines()
         assert max(map(len, lines)) <= max(width, 86)  # below that the numbers alone need the room
-        assert sum("left: " in line or "project" in line for line in lines[:-1]) >= len(drawn.entries)
+        assert sum("skipped: " in line or "project" in line for line in lines[:-1]) >= len(drawn.entries)
         if width == 200:
             assert all(any(line.startswith(e.name) for line in lines) for e in drawn.entries)
 

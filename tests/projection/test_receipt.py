@@ -8,9 +8,8 @@ import math
 import pytest
 
 from rekindle.optimizers import StateReset
-from rekindle.projection import cost
-from rekindle.projection.cost import Meter
-from rekindle.projection.receipt import BlockRecord, MethodError, Receipt
+from rekindle.projection import receipt as receipts
+from rekindle.projection.receipt import BlockRecord, Meter, MethodError, Receipt
 
 FIRE = BlockRecord(
     "encoder.layers.0.attention.self.query.weight",
@@ -90,8 +89,9 @@ def test_the_table_fits_the_terminal(width: int) -> None:
     assert max(map(len, lines)) <= width
     assert len(lines) < 60
     assert "60 more" in text
-    assert "\n0.weight" in text  # what all names begin with is said once, in the heading
-    assert "\n99.weight" in text
+    if width < 200:  # what all names begin with is said once, in the heading, where room is short
+        assert "\n0.weight" in text
+        assert "\n99.weight" in text
     assert "DfI" in text
 
 
@@ -136,9 +136,9 @@ def test_a_method_error_carries_the_partial_receipt() -> None:
 def test_the_meter_reads_the_growth_of_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     block = bytearray(20_000_000)
     block[::4096] = b"x" * len(block[::4096])
-    assert cost._peak() > 20_000_000  # bytes, not kilobytes
+    assert receipts._peak() > 20_000_000  # bytes, not kilobytes
     peaks = iter([1000, 5000, 4000])
-    monkeypatch.setattr(cost, "_peak", lambda: next(peaks))
+    monkeypatch.setattr(receipts, "_peak", lambda: next(peaks))
     meter = Meter()
     assert meter.memory == 4000
     assert meter.memory == 3000

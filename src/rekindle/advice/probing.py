@@ -31,7 +31,7 @@ from rekindle import initial
 from rekindle.advice.intervals import Interval, mean_interval
 from rekindle.advice.tasks import Prepared, Task, prepare
 from rekindle.blocks.names import cleaner, unwrapped
-from rekindle.diagnosis.sampling import Batch, Loss, undisturbed
+from rekindle.isolation import Batch, Loss, isolated
 from rekindle.optimizers import unwrap
 
 GAIN = 0.2
@@ -142,7 +142,7 @@ def probe(
     allowed = (30.0 if steps is None else float("inf")) if seconds is None else seconds
     model = unwrapped(model)
     bar = _Progress(progress, 2 * len(chosen))
-    with undisturbed(model, training=True):
+    with isolated(model, training=True):
         learned: dict[str, list[list[float]]] = {"fresh": [], "model": []}
         taken, levels = steps, list[float]()
         for number, seed in enumerate(chosen):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
 
-from rekindle.diagnosis.sampling import Batch, Loss, call
+from rekindle.isolation import Batch, Loss, call
 
 Task = Literal["next", "random-labels", "regression", "next-token"]
 

@@ -27,10 +27,9 @@ from rekindle.checkpoint.refusal import CheckpointError, clearly
 from rekindle.checkpoint.staging import Staging, allocated, check_space, check_target
 from rekindle.engine.isometry import Solver, solve
 from rekindle.optimizers import StateReset
-from rekindle.projection.cost import Meter
 from rekindle.projection.firing import execute
 from rekindle.projection.planning import Entry, Plan
-from rekindle.projection.receipt import Receipt
+from rekindle.projection.receipt import Meter, Receipt
 
 Progress = Callable[[int, int, str], None]
 

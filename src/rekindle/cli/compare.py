@@ -20,7 +20,7 @@ from rekindle.cli.provenance import described, made
 from rekindle.cli.terminal import FINDINGS, progress, refuse_existing, show, show_json, speaking, width
 from rekindle.diagnosis.examination import Health
 from rekindle.diagnosis.verdict import LEVELS
-from rekindle.projection.receipt_table import elide
+from rekindle.tables import table
 
 _HEADINGS = ("layer", "role", "shape", "drift", "SFE", "DfI/k A", "→ B", "eff. rank A", "→ B", "frame", "∠ out", "∠ in")
 
@@ -110,17 +110,10 @@ def text(
     columns: int,
 ) -> str:
     """The comparison for a terminal: a line a layer, then what follows from them."""
-    rows = [list(_HEADINGS)] + [_cells(change, healths) for change in moved if not change.same]
-    same = sum(change.same for change in moved)
-    widths = [max(len(row[at]) for row in rows) for at in range(len(_HEADINGS))]
-    kept = list(range(len(_HEADINGS)))
-    while len(kept) > 5 and min(widths[0], 24) + sum(widths[at] + 2 for at in kept[1:]) > columns:
-        kept.remove(1 if 1 in kept else kept[-1])
-    widths[0] = max(12, min(widths[0], columns - sum(widths[at] + 2 for at in kept[1:])))
-    lines = []
-    for row in rows if len(rows) > 1 else []:
-        cells = [elide(row[0], widths[0]), *row[1:]]
-        lines.append("  ".join(cells[at].ljust(widths[at]) if at < 3 else cells[at].rjust(widths[at]) for at in kept))
+    rows = [_cells(change, healths) for change in moved if not change.same]
+    same = len(moved) - len(rows)
+    drop = (1, *range(len(_HEADINGS) - 1, 5, -1))
+    lines = table(_HEADINGS, rows, columns, left=(0, 1, 2), drop=drop) if rows else []
     drifts = [change.drift for change in moved if change.drift is not None]
     lines += ["", f"{len(moved) - same} of {len(moved)} blocks changed, {same} are the same to the bit"]
     if drifts:

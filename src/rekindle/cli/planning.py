@@ -25,8 +25,7 @@ from rekindle.cli.terminal import (
     width,
     write_text,
 )
-from rekindle.projection.planning import Entry, Plan
-from rekindle.projection.summary import look
+from rekindle.projection.planning import Entry, Plan, look
 from rekindle.report.words import printable
 
 

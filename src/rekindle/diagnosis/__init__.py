@@ -1,8 +1,7 @@
 """What the weights, units and gradients of a model say about its plasticity, and a verdict.
 
 May import `measures`, `blocks` and `projection`. `examination` is the verb `health`; `activity`, `units`, `attention`
-and `hooks` watch a forward pass, `curvature` the loss, `sampling` runs a model without leaving a trace, `verdict` has
-the rules. Start reading at `examination.health`.
+and `hooks` watch a forward pass, `curvature` the loss, `verdict` has the rules. Start reading at `examination.health`.
 """
 
 from rekindle.diagnosis.examination import Comparison, Health, Thresholds, Verdict, health

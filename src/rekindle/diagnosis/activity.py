@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from rekindle.blocks.names import cleaner
 from rekindle.diagnosis.attention import HeadEntropy, entropy, entropy_share
 from rekindle.diagnosis.hooks import Activated, Attended, Watch
-from rekindle.diagnosis.sampling import Batch, Loss, call, padding_mask, undisturbed
 from rekindle.diagnosis.units import UnitActivity, UnitSums, rows_of
+from rekindle.isolation import Batch, Loss, call, isolated, padding_mask
 from rekindle.measures.matrices import Mode
 
 __all__ = ["Activity", "Unmeasured", "activity"]
@@ -104,7 +104,7 @@ def activity(
     gradients = _Gradients(model) if loss is not None else None
     watch = Watch(model, observer.activated, observer.attended if attention else None)
     count = 0
-    with undisturbed(model), torch.enable_grad() if loss is not None else torch.no_grad(), watch:
+    with isolated(model), torch.enable_grad() if loss is not None else torch.no_grad(), watch:
         for batch in islice(batches, max_batches):
             observer.begin(padding_mask(batch))
             if loss is None or gradients is None:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from rekindle.diagnosis.sampling import Batch, Loss, undisturbed
+from rekindle.isolation import Batch, Loss, isolated
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def hessian_eigenvalue(
     # On the CPU, so that the same seed starts at the same vector on every device.
     generator = torch.Generator().manual_seed(seed)
     v = [torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p) for p in chosen]
-    with undisturbed(model), torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), torch.backends.cudnn.flags(False):
+    with isolated(model), torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), torch.backends.cudnn.flags(False):
         held = list(batches)
         if not held:
             raise ValueError("batches is empty: curvature needs at least one batch")

@@ -27,10 +27,10 @@ from rekindle.blocks.finding import Block, Found, find
 from rekindle.blocks.names import locate
 from rekindle.diagnosis.activity import Activity, Unmeasured, activity
 from rekindle.diagnosis.curvature import Curvature, hessian_eigenvalue
-from rekindle.diagnosis.sampling import Batch, Loss
 from rekindle.diagnosis.text import compared, described
 from rekindle.diagnosis.verdict import Numbers, Thresholds, Verdict, judge
 from rekindle.extras import install
+from rekindle.isolation import Batch, Loss
 from rekindle.measures.matrices import Measures, Mode, measure
 from rekindle.measures.spectra import NotFinite
 from rekindle.measures.threads import side_by_side, workers_for

@@ -3,36 +3,27 @@
 from __future__ import annotations
 
 import math
-import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING
+
+from rekindle.tables import number, share, table, wrapped
 
 if TYPE_CHECKING:
     from rekindle.diagnosis.examination import Comparison, Health
 
-# (heading, measure, how it is shown)
-_WEIGHTS = (
-    ("norm", "norm", "number"),
-    ("DfI/k", "dfi_per_dimension", "number"),
-    ("scale-free", "dfi_scale_free", "number"),
-    ("σ max", "spectral_norm", "number"),
-    ("cond.", "condition_number", "number"),
-    ("eff. rank", "effective_rank", "number"),
-    ("part. rank", "participation_rank", "number"),
-    ("zero rows", "dead_rows", "number"),
-    ("similar", "similar_pairs", "share"),
-)
-_UNITS = (
-    ("units", "units", "number"),
-    ("dormant", "dormant", "share"),
-    ("dead", "dead", "share"),
-    ("usage", "usage", "share"),
-    ("eff. rank", "feature_rank", "number"),
-    ("of", "rank_limit", "number"),
-    ("linear", "linearised", "share"),
-    ("saturated", "saturation", "share"),
-    ("∂ dormant", "gradient_dormant", "share"),
-)
+# heading: measure
+_WEIGHTS = {
+    **{"norm": "norm", "DfI/k": "dfi_per_dimension", "scale-free": "dfi_scale_free", "σ max": "spectral_norm"},
+    **{"cond.": "condition_number", "eff. rank": "effective_rank", "part. rank": "participation_rank"},
+    **{"zero rows": "dead_rows", "similar": "similar_pairs"},
+}
+_UNITS = {
+    **{"units": "units", "dormant": "dormant", "dead": "dead", "usage": "usage", "eff. rank": "feature_rank"},
+    **{"of": "rank_limit", "linear": "linearised", "saturated": "saturation", "∂ dormant": "gradient_dormant"},
+}
+_SHARES = {"similar_pairs", "dormant", "dead", "usage", "linearised", "saturation", "gradient_dormant"}
+_wrap = partial(wrapped, indent="    ")
 _MOST_UNMEASURED = 6
 _MOST_CHANGES = 40
 
@@ -40,9 +31,9 @@ _MOST_CHANGES = 40
 def described(health: Health, width: int) -> str:
     """The whole of a Health as text."""
     lines = [f"Health ({health.mode}, {health.seconds:.2g} s)"]
-    lines += _table("weights", health.weights, health, _WEIGHTS, ("role", "shape"), width)
-    lines += _table("units", health.units, health, _UNITS, ("kind", "after"), width)
-    whole = [f"{_words(name)} {_number(value)}" for name, value in health.whole.items()]
+    lines += _layers("weights", health.weights, health, _WEIGHTS, ("role", "shape"), width)
+    lines += _layers("units", health.units, health, _UNITS, ("kind", "after"), width)
+    whole = [f"{name.replace('_', ' ')} {number(value)}" for name, value in health.whole.items()]
     if whole:
         lines += ["", *_wrap("whole model: " + ", ".join(whole), width)]
     if health.heads:
@@ -54,7 +45,7 @@ def described(health: Health, width: int) -> str:
     lines += _wrap(f"verdict: {verdict} ({verdict.rule})", width)
     if not verdict.sure:
         lines += _wrap(
-            "less sure: there was no reference to compare with, so only absolute rules could fire; pass "
+            "low confidence: there is no reference to compare with, so only absolute rules could fire; pass "
             "reference= an earlier Health or a fresh model",
             width,
         )
@@ -82,8 +73,8 @@ def compared(comparison: Comparison, width: int) -> str:
         return 0.0 if math.isnan(ratio) else abs(math.log(abs(ratio))) if 0 < abs(ratio) < math.inf else math.inf
 
     ordered = sorted(comparison.rows, key=lambda row: -size(row.ratio))
-    cells = [(row.name, _number(row.then), _number(row.now), _ratio(row.ratio)) for row in ordered]
-    lines = _aligned([("measure", "then", "now", "now ÷ then"), *cells[:_MOST_CHANGES]], width)
+    cells = [(row.name, number(row.then), number(row.now), _ratio(row.ratio)) for row in ordered]
+    lines = table(("measure", "then", "now", "now ÷ then"), cells[:_MOST_CHANGES], width)
     if len(cells) > _MOST_CHANGES:
         lines.append(f"… {len(cells) - _MOST_CHANGES} more, changed less, in .rows")
     if comparison.only_one:
@@ -91,66 +82,24 @@ def compared(comparison: Comparison, width: int) -> str:
     return "\n".join(lines)
 
 
-def _table(
+def _layers(
     title: str,
     layers: Mapping[str, Mapping[str, float]],
     health: Health,
-    columns: Sequence[tuple[str, str, str]],
+    columns: Mapping[str, str],
     words: tuple[str, str],
     width: int,
 ) -> list[str]:
-    rows = [[title, *words, *(heading for heading, _, _ in columns)]]
+    rows = []
     for layer, numbers in layers.items():
         about = health.about.get(layer, {})
         cells = [layer or "(model)", *(about.get(word, "") for word in words)]
-        rows.append(cells + [_cell(numbers.get(name), how) for _, name, how in columns])
-    kept = [at for at in range(len(rows[0])) if at == 0 or any(row[at] for row in rows[1:])]
+        rows.append(cells + [(share if name in _SHARES else number)(numbers.get(name)) for name in columns.values()])
+    head = [title, *words, *columns]
     # On a narrow terminal the last columns go first: they are the least telling.
-    while len(kept) > 5 and _width(rows, kept) > width:
-        kept.pop()
-    return ["", *_aligned([[row[at] for at in kept] for row in rows], width)] if layers else []
-
-
-def _aligned(rows: Sequence[Sequence[str]], width: int) -> list[str]:
-    """Columns as wide as their cells; where that is too wide, names lose their middle."""
-    widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
-    widths[0] = max(min(widths[0], 12), min(widths[0], width - sum(widths[1:]) - 2 * (len(widths) - 1)))
-    lines = []
-    for row in rows:
-        name = row[0]
-        if len(name) > widths[0]:
-            tail = (widths[0] - 1) * 3 // 5
-            name = f"{name[: widths[0] - 1 - tail]}…{name[len(name) - tail :]}"
-        cells = [cell.ljust(wide) for cell, wide in zip([name, *row[1:]], widths, strict=True)]
-        lines.append("  ".join(cells).rstrip())
-    return lines
-
-
-def _width(rows: list[list[str]], kept: list[int]) -> int:
-    names = min(24, max(len(row[0]) for row in rows))
-    return names + sum(2 + max(len(row[at]) for row in rows) for at in kept[1:])
-
-
-def _wrap(line: str, width: int) -> list[str]:
-    return textwrap.wrap(line, width, subsequent_indent="    ", break_on_hyphens=False, drop_whitespace=True)
-
-
-def _cell(value: float | None, how: str) -> str:
-    # An empty cell is unmeasured; a measured zero is shown.
-    if value is None:
-        return ""
-    if how == "share":
-        return f"{value:.1%}" if 0 < value < 0.1 else f"{value:.0%}"
-    return "∞" if value == math.inf else f"{value:.3g}"
+    lines = table(head, rows, width, left=(0, 1, 2), drop=range(len(head) - 1, 4, -1))
+    return ["", *lines] if layers else []
 
 
 def _ratio(value: float) -> str:
     return "" if math.isnan(value) else "∞" if math.isinf(value) else f"{value:.3g}×"
-
-
-def _number(value: float) -> str:
-    return f"{value:.3g}"
-
-
-def _words(name: str) -> str:
-    return name.replace("_", " ")

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from rekindle.methods.neurons import Observation
 from rekindle.methods.remedy import Moment, Remedy
 from rekindle.optimizers import StateReset
-from rekindle.projection.cost import Meter
-from rekindle.projection.receipt import Batch, Loss, Method, Receipt
+from rekindle.projection.receipt import Batch, Loss, Meter, Method, Receipt
 
 
 class Compose(Remedy):

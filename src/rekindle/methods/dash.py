@@ -10,12 +10,11 @@ from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity
 
 from rekindle.blocks.names import named_parameters
-from rekindle.diagnosis.sampling import undisturbed
+from rekindle.isolation import isolated
 from rekindle.methods.matrices import Chosen, plain_weights
 from rekindle.methods.parameters import overwrite
 from rekindle.methods.remedy import Remedy
-from rekindle.projection.cost import Meter
-from rekindle.projection.receipt import Batch, Loss, Receipt
+from rekindle.projection.receipt import Batch, Loss, Meter, Receipt
 from rekindle.projection.targets import Targets
 
 
@@ -98,7 +97,7 @@ class DASH(Remedy):
     ) -> dict[str, Tensor]:
         average = {name: torch.zeros_like(weight) for name, weight in weights.items()}
         seen = 0
-        with undisturbed(model, training=model.training), torch.enable_grad():
+        with isolated(model, training=model.training), torch.enable_grad():
             for batch in batches:
                 value = loss(model, batch)
                 gradients = torch.autograd.grad(value, list(weights.values()), allow_unused=True)

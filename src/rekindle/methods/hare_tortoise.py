@@ -13,8 +13,7 @@ from rekindle.initial import tensors_of
 from rekindle.methods.neurons import Observation
 from rekindle.methods.parameters import overwrite
 from rekindle.methods.remedy import PerModel, Remedy
-from rekindle.projection.cost import Meter
-from rekindle.projection.receipt import Batch, Loss, Receipt
+from rekindle.projection.receipt import Batch, Loss, Meter, Receipt
 
 
 class HareTortoise(Remedy):

@@ -16,8 +16,7 @@ from rekindle.measures.matrices import scale_free_deviation
 from rekindle.methods.parameters import clear_gradients
 from rekindle.optimizers import StateReset
 from rekindle.optimizers import resetting as optimizers
-from rekindle.projection.cost import Meter
-from rekindle.projection.receipt import BlockRecord, Receipt
+from rekindle.projection.receipt import BlockRecord, Meter, Receipt
 from rekindle.projection.scales import Scale
 from rekindle.projection.stores import Weight
 from rekindle.projection.targets import Targets, choose

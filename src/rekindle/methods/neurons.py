@@ -20,12 +20,11 @@ from torch.nn import Parameter
 from rekindle import initial
 from rekindle.blocks.names import unwrapped
 from rekindle.consumers.wiring import Group, Wiring, WiringError, watch, wire
-from rekindle.diagnosis.sampling import call, undisturbed
+from rekindle.isolation import call, isolated
 from rekindle.methods.remedy import PerModel, Remedy
 from rekindle.optimizers import StateReset
 from rekindle.optimizers import resetting as optimizers
-from rekindle.projection.cost import Meter
-from rekindle.projection.receipt import Batch, BlockRecord, Receipt
+from rekindle.projection.receipt import Batch, BlockRecord, Meter, Receipt
 
 Handle = torch.utils.hooks.RemovableHandle
 
@@ -140,7 +139,7 @@ class NeuronRemedy(Remedy):
 
             return watch(unwrapped(model), group, note)
 
-        with undisturbed(model), torch.no_grad(), Observation([recorder(group) for group in wiring]):
+        with isolated(model), torch.no_grad(), Observation([recorder(group) for group in wiring]):
             for batch in batches:
                 call(model, batch)
         blind = [group.name for group in wiring if group.name not in seen]

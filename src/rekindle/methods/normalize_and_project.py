@@ -13,8 +13,7 @@ from rekindle.initial import UnknownStart
 from rekindle.methods.matrices import plain_weights
 from rekindle.methods.remedy import PerModel, Remedy
 from rekindle.optimizers import StateReset
-from rekindle.projection.cost import Meter
-from rekindle.projection.receipt import Batch, BlockRecord, Loss, Receipt
+from rekindle.projection.receipt import Batch, BlockRecord, Loss, Meter, Receipt
 from rekindle.projection.targets import Targets
 
 

@@ -11,8 +11,7 @@ from torch import nn
 from rekindle.methods.parameters import chosen
 from rekindle.methods.remedy import Remedy
 from rekindle.optimizers import resetting as optimizers
-from rekindle.projection.cost import Meter
-from rekindle.projection.receipt import Batch, Loss, Receipt
+from rekindle.projection.receipt import Batch, Loss, Meter, Receipt
 from rekindle.projection.targets import Targets
 
 

@@ -13,8 +13,7 @@ from rekindle.blocks.finding import find
 from rekindle.blocks.names import named_buffers, named_parameters
 from rekindle.optimizers import StateReset
 from rekindle.optimizers import resetting as optimizers
-from rekindle.projection.cost import Meter
-from rekindle.projection.receipt import BlockRecord, Receipt
+from rekindle.projection.receipt import BlockRecord, Meter, Receipt
 from rekindle.projection.targets import Targets, choose
 
 

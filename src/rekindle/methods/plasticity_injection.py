@@ -16,8 +16,7 @@ from rekindle.consumers.graph import as_layer
 from rekindle.methods.remedy import Remedy
 from rekindle.optimizers import StateReset
 from rekindle.optimizers import resetting as optimizers
-from rekindle.projection.cost import Meter
-from rekindle.projection.receipt import Batch, BlockRecord, Loss, Receipt
+from rekindle.projection.receipt import Batch, BlockRecord, Loss, Meter, Receipt
 
 
 class InjectedHead(nn.Module):

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from rekindle.consumers.wiring import Group
 from rekindle.methods.neurons import NeuronRemedy, Replacement, sizes
-from rekindle.projection.cost import Meter
-from rekindle.projection.receipt import Batch, Loss, Receipt
+from rekindle.projection.receipt import Batch, Loss, Meter, Receipt
 
 
 class ReDo(NeuronRemedy):

@@ -10,10 +10,9 @@ from torch import Tensor, nn
 
 from rekindle.consumers.graph import Layer
 from rekindle.consumers.wiring import Group
-from rekindle.diagnosis.sampling import undisturbed
+from rekindle.isolation import isolated
 from rekindle.methods.neurons import Handle, NeuronRemedy, Observation, Replacement, sizes
-from rekindle.projection.cost import Meter
-from rekindle.projection.receipt import Batch, Loss, Receipt
+from rekindle.projection.receipt import Batch, Loss, Meter, Receipt
 
 
 class ReGraMa(NeuronRemedy):
@@ -99,7 +98,7 @@ class ReGraMa(NeuronRemedy):
 
     def _look(self, model: nn.Module, batches: Iterable[Batch], loss: Loss) -> None:
         makers = [maker for group in self.wiring(model) for maker in group.makers]
-        with undisturbed(model), torch.enable_grad():
+        with isolated(model), torch.enable_grad():
             for batch in batches:
                 gradients = torch.autograd.grad(
                     loss(model, batch), [maker.weight for maker in makers], allow_unused=True

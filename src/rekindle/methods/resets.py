@@ -13,8 +13,7 @@ from rekindle.blocks.finding import find
 from rekindle.blocks.names import named_buffers, named_modules, named_parameters
 from rekindle.methods.parameters import overwrite
 from rekindle.methods.remedy import FromStart
-from rekindle.projection.cost import Meter
-from rekindle.projection.receipt import Batch, Loss, Receipt
+from rekindle.projection.receipt import Batch, Loss, Meter, Receipt
 
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
 

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from rekindle.consumers.wiring import Group
 from rekindle.methods.neurons import NeuronRemedy, Replacement, others
-from rekindle.projection.cost import Meter
-from rekindle.projection.receipt import Batch, Loss, Receipt
+from rekindle.projection.receipt import Batch, Loss, Meter, Receipt
 
 _EXACT = 16  # intervals up to this are counted each for itself
 _PER_OCTAVE = 4  # above it, bins grow by 2^(1/4)

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from rekindle.methods.parameters import chosen, overwrite
 from rekindle.methods.remedy import FromStart
-from rekindle.projection.cost import Meter
-from rekindle.projection.receipt import Batch, Loss, Receipt
+from rekindle.projection.receipt import Batch, Loss, Meter, Receipt
 from rekindle.projection.targets import Targets
 
 

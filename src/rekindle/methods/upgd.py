@@ -15,8 +15,7 @@ from rekindle.methods.parameters import chosen
 from rekindle.methods.remedy import PerModel, Remedy
 from rekindle.optimizers import StateReset
 from rekindle.optimizers import resetting as optimizers
-from rekindle.projection.cost import Meter
-from rekindle.projection.receipt import Batch, BlockRecord, Loss, Receipt
+from rekindle.projection.receipt import Batch, BlockRecord, Loss, Meter, Receipt
 from rekindle.projection.targets import Targets
 
 

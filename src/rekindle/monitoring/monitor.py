@@ -30,8 +30,8 @@ from rekindle.blocks.finding import Found, find
 from rekindle.blocks.names import cleaner
 from rekindle.diagnosis.activity import Activity, Unmeasured, activity
 from rekindle.diagnosis.examination import Health, Reading
-from rekindle.diagnosis.sampling import Batch, Loss, Recorded
 from rekindle.diagnosis.verdict import Thresholds
+from rekindle.isolation import Batch, Loss, Recorded
 from rekindle.measures.matrices import Mode
 from rekindle.monitoring.sinks import Sink, send
 

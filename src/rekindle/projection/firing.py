@@ -17,12 +17,11 @@ from torch import Tensor, nn
 from rekindle.blocks.finding import Block
 from rekindle.engine.isometry import Certificate, Solver, Source, solve
 from rekindle.optimizers import resetting as optimizers
-from rekindle.projection.cost import Meter
 from rekindle.projection.planning import Entry, Plan
 from rekindle.projection.planning import plan as make_plan
 from rekindle.projection.recalibration import recalibrate as recalibrate_statistics
 from rekindle.projection.recalibration import training_layers
-from rekindle.projection.receipt import BlockRecord, MethodError, Receipt
+from rekindle.projection.receipt import BlockRecord, Meter, MethodError, Receipt
 from rekindle.projection.records import Measuring, record
 from rekindle.projection.stores import LiveStore, Store
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from rekindle import tables
 from rekindle.blocks import parametrized
 from rekindle.blocks.finding import Conv, Found, find
 from rekindle.blocks.layouts import Block, Recipe
@@ -24,9 +25,8 @@ from rekindle.blocks.state_dicts import find_in_state
 from rekindle.blocks.storage import is_sharded
 from rekindle.engine.isometry import polar
 from rekindle.extras import install
-from rekindle.projection.plan_table import render
+from rekindle.measures.spectra import gram, real
 from rekindle.projection.scales import Scale
-from rekindle.projection.summary import at_least_float32, look
 from rekindle.projection.targets import Choice, Targets, choose, describe, preset_layouts, terms
 
 if TYPE_CHECKING:
@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 
 MIN_NORM = 1e-8
 _VERSION = 1
+_HEADINGS = ("parameter", "role", "shape", "matrices", "scale", "DfI now", "action")
+# Elements of matrices whose Gram matrices are held at a time.
+_CHUNK = 1 << 21
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,28 @@ class Entry:
         """DfI summed over the blocks, None if unmeasured."""
         values = [d for d in self.dfi if d is not None]
         return sum(values) if values and len(values) == len(self.blocks) else None
+
+    def cells(self) -> list[str]:
+        """Its row of the table: seven cells, or four if it is skipped: the reason takes the place of the numbers."""
+        shape = "×".join(map(str, self.shape)) or "-"
+        if self.reason is not None:
+            return [self.name, self.role, shape, f"skipped: {self.reason}"]
+        role = "+".join(dict.fromkeys(block.role for block in self.blocks))
+        sizes: dict[str, int] = {}
+        for block in self.blocks:
+            size = f"{block.out}×{block.in_}"
+            sizes[size] = sizes.get(size, 0) + block.count
+        matrices = ", ".join(f"{count} × {size}" for size, count in sizes.items())
+        scales = ", ".join(dict.fromkeys("by matrix" if s is None else f"{s:.3g}" for s in self.scales))
+        action = "project"
+        if self.left:
+            action += f" {', '.join(block.part or block.role for block in self.blocks)}; skip {', '.join(self.left)}"
+        if any(self.small):
+            action += f"; {sum(self.small)} zero matrices stay"
+        if self.parametrized:
+            action += " through its parametrisation"
+        dfi = "-" if self.dfi_now is None else f"{self.dfi_now:.3g}"
+        return [self.name, role, shape, matrices, scales, dfi, action]
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, as JSON can hold it."""
@@ -129,7 +154,17 @@ class Plan:
 
     def table(self, width: int | None = None) -> str:
         """One line a parameter, shortened to the terminal or to `width` columns."""
-        return render(self, width)
+        width = width or tables.terminal_width(120)
+        chosen = self.selected
+        numbers = sum(block.count * block.out * block.in_ for entry in chosen for block in entry.blocks)
+        total = sum(math.prod(entry.shape) for entry in self.entries)
+        foot = (
+            f"{len(chosen)} of {len(self.entries)} parameters to project: {sum(e.count for e in chosen)} matrices, "
+            f"{numbers:,} of {total:,} numbers; scale {self.scale}, targets {self.targets}"
+        )
+        rows = [entry.cells() for entry in self.entries]
+        lines = tables.table(_HEADINGS, rows, width, left=range(len(_HEADINGS)))
+        return "\n".join([*lines, *tables.wrapped(foot, width, "")])
 
     def scale_values(
         self, entry: Entry, block: Block, *, norm: Tensor | None = None, nuclear: Tensor | None = None
@@ -238,9 +273,9 @@ def plan(
     >>> print(plan(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), measure=False).table(width=90))
     parameter  role   shape  matrices  scale  DfI now  action
     0.weight   other  8×4    1 × 8×4   1.41   -        project
-    0.bias     other  8      left: bias
-    2.weight   head   2×8    left: output head
-    2.bias     other  2      left: bias
+    0.bias     other  8      skipped: bias
+    2.weight   head   2×8    skipped: output head
+    2.bias     other  2      skipped: bias
     1 of 4 parameters to project: 1 matrices, 32 of 58 numbers; scale paper, targets auto
     """
     rule = Scale.parse(scale)
@@ -366,6 +401,37 @@ def _entry(choice: Choice, rule: Scale, read: Reader, initial: Reader | None, mi
     return chosen
 
 
+def look(block: Block, weight: Tensor, scale: float | None, measure: bool) -> tuple[Tensor, float | None, float | None]:
+    """(norm of each matrix, DfI of the block at `scale`, DfI at each matrix's own scale ‖W‖_F/√k).
+
+    From one Gram matrix each, in bounded memory. Without a scale the first DfI is taken at the own one too; with
+    `measure=False` both are None.
+
+    >>> from rekindle.blocks.layouts import matrices
+    >>> block = matrices("out in")((2, 3))[0]
+    >>> look(block, 2 * torch.eye(2, 3), 1.0, True)
+    (tensor([2.8284]), 18.0, 0.0)
+    """
+    if not measure:
+        return block.layout.norms(weight, torch.promote_types(weight.dtype, torch.float32)), None, None
+    squares, total, free = [], 0.0, 0.0
+    for several in torch.split(block.read(weight.detach()), max(1, _CHUNK // (block.out * block.in_))):
+        products = gram(several)
+        square = products.diagonal(dim1=1, dim2=2).sum(1)
+        own = square / block.smaller
+        squares.append(square)
+        # A zero matrix has no scale of its own: at any other it is k away from an isometry.
+        free += _deviation(products, own.where(own > 0, 1.0))
+        total += _deviation(products, own.where(own > 0, 1.0) if scale is None else torch.full_like(own, scale**2))
+    return torch.cat(squares).sqrt(), total, free
+
+
+def _deviation(products: Tensor, squared_scale: Tensor) -> float:
+    off = products / squared_scale[:, None, None]
+    off.diagonal(dim1=1, dim2=2).sub_(1.0)
+    return float(off.square().sum())
+
+
 def _tried(drafted: Plan, entry: Entry, f: Found, model: nn.Module) -> Entry:
     """A parametrised weight is planned only if its parametrisation can hold the projected value."""
     if not f.parametrized or entry.reason is not None:
@@ -374,7 +440,7 @@ def _tried(drafted: Plan, entry: Entry, f: Found, model: nn.Module) -> Entry:
     value = parametrized.read(module, tensor).clone()
     for block in entry.blocks:
         matrix = block.read(value)
-        wide = matrix.to(at_least_float32(matrix))
+        wide = real(matrix)
         q = polar(wide)
         nuclear = (q * wide).sum((1, 2))
         scale = drafted.scale_values(entry, block, norm=torch.linalg.vector_norm(wide, dim=(1, 2)), nuclear=nuclear)

@@ -7,16 +7,14 @@ nothing and frozen layers stay frozen. Random states, modes and momenta are afte
 from __future__ import annotations
 
 import contextlib
-import random
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-import numpy
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from rekindle.blocks.names import uncompiled
+from rekindle.isolation import call, isolated
 
 
 def recalibrate(model: nn.Module, batches: Iterable[Any]) -> tuple[str, ...]:
@@ -39,12 +37,13 @@ def recalibrate(model: nn.Module, batches: Iterable[Any]) -> tuple[str, ...]:
     kept = {name: [buffer.clone() for buffer in layer.buffers(recurse=False)] for name, layer in layers.items()}
     reached: tuple[str, ...] = ()
     try:
-        with torch.no_grad(), _random_states_kept(), _only_training(model, layers.values()):
+        isolation = isolated(model, training=layers.values(), keep_buffers=False)
+        with torch.no_grad(), isolation, _plain_mean(layers.values()):
             for layer in layers.values():
                 layer.reset_running_stats()
             count = 0
             for batch in batches:
-                _forward(model, batch, device)
+                call(model, batch, device)
                 count += 1
             if not count:
                 raise ValueError("recalibrate= holds no batch: pass batches that can be iterated again")
@@ -71,45 +70,13 @@ def training_layers(model: nn.Module) -> dict[str, _BatchNorm]:
 
 
 @contextlib.contextmanager
-def _only_training(model: nn.Module, layers: Iterable[_BatchNorm]) -> Iterator[None]:
-    # Flags are set directly: a model may override train() to keep layers frozen.
-    modes = [(module, module.training) for module in model.modules()]
+def _plain_mean(layers: Iterable[_BatchNorm]) -> Iterator[None]:
     chosen = list(layers)
     momenta = [layer.momentum for layer in chosen]
     try:
-        for module, _ in modes:
-            module.training = False
         for layer in chosen:
-            layer.training = True
             layer.momentum = None  # the plain mean over batches
         yield
     finally:
-        for module, mode in modes:
-            module.training = mode
         for layer, momentum in zip(chosen, momenta, strict=True):
             layer.momentum = momentum
-
-
-@contextlib.contextmanager
-def _random_states_kept() -> Iterator[None]:
-    # A DataLoader draws its base seed and a sampler its order from the global states.
-    python, numeric = random.getstate(), numpy.random.get_state()
-    try:
-        with torch.random.fork_rng():
-            yield
-    finally:
-        random.setstate(python)
-        numpy.random.set_state(numeric)
-
-
-def _forward(model: nn.Module, batch: Any, device: torch.device) -> None:
-    # The module behind torch.compile: its graphs are specialised on the modes that are changed here.
-    model = uncompiled(model)
-    if isinstance(batch, Mapping):
-        model(**{key: _moved(value, device) for key, value in batch.items()})
-    else:
-        model(_moved(batch[0] if isinstance(batch, (tuple, list)) else batch, device))
-
-
-def _moved(value: Any, device: torch.device) -> Any:
-    return value.to(device) if isinstance(value, Tensor) else value

@@ -9,22 +9,39 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+import sys
+import time
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
+from rekindle import tables
 from rekindle.extras import install
+from rekindle.isolation import Batch, Loss
 from rekindle.optimizers.resetting import StateReset
-from rekindle.projection.receipt_table import render
 
 if TYPE_CHECKING:
     import pandas
 
-Batch = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
-Loss = Callable[[nn.Module, Any], Tensor]
+__all__ = ["Batch", "BlockRecord", "Loss", "Meter", "Method", "MethodError", "Receipt"]
+
+_HEADINGS = [
+    *("parameter", "role", "matrices", "scale", "DfI", "→", "SFE/‖W‖²", "‖W‖", "→"),
+    *("residual", "steps", "changed"),
+]
+_LEFT = (0, 1, 11)
+# Which columns go first where the terminal is narrow: DfI and SFE are never shown without each other.
+_EXPENDABLE = (10, 3, 7, 8, 9, 1, 2)
+_FACTS = (
+    ("sfe_relative", "relative SFE"),
+    ("residual", "residual ≤"),
+    ("residual_stored", "stored ≤"),
+    ("completed", "directions completed"),
+    ("fallback", "solved by float64 SVD"),
+)
 
 
 @runtime_checkable
@@ -203,7 +220,45 @@ class Receipt:
         >>> max(len(line) for line in text.splitlines()) <= 60
         True
         """
-        return render(self, width, rows)
+        width = width or tables.terminal_width(100)
+        first, *more = self._sentences()
+        lines = tables.wrapped(first, width)
+        if self.records:
+            cells = [_cells(record) for record in self.records]
+            lines += tables.table(_HEADINGS, cells, width, left=_LEFT, drop=_EXPENDABLE, most=rows)
+        for sentence in more:
+            lines += tables.wrapped(sentence, width)
+        return "\n".join(lines)
+
+    def _sentences(self) -> list[str]:
+        totals = self.totals()
+        parameters, matrices = totals["parameters"], totals["matrices"]
+        cost = f"{self.seconds:.3g} s" + (f", peak memory +{self.memory / 1e6:.0f} MB" if self.memory else "")
+        said = [
+            f"{self.method}: {parameters} parameter{'s' * (parameters != 1)}, "
+            f"{matrices} matri{'x' if matrices == 1 else 'ces'} changed in {cost}"
+        ]
+        facts = [f"{label} {tables.number(totals[key])}" for key, label in _FACTS if totals[key]]
+        if totals["dfi_before"] is not None and totals["dfi_after"] is not None:
+            facts.insert(0, f"DfI {tables.number(totals['dfi_before'])} → {tables.number(totals['dfi_after'])}")
+        facts += [f"{amount} {key}" for key, amount in totals["counts"].items()]
+        if facts:
+            said.append("total: " + ", ".join(facts))
+        if self.optimizer is not None:
+            said.append("optimizer: " + str(self.optimizer))
+        for amount, what in (
+            (self.gradients_cleared, "stale gradients cleared"),
+            (self.biases_zeroed, "biases zeroed"),
+            (self.mirrors, "mirrors given the same weights"),
+            (len(self.recalibrated), "BatchNorm layers recalibrated"),
+        ):
+            if amount:
+                said.append(f"{amount} {what}")
+        reasons: dict[str, int] = {}
+        for reason in self.skipped.values():
+            reasons[reason] = reasons.get(reason, 0) + 1
+        said += [f"skipped: {amount} × {reason}" for reason, amount in reasons.items()]
+        return said + [f"note: {note}" for note in self.notes]
 
     def __str__(self) -> str:
         return self.table()
@@ -222,6 +277,23 @@ class MethodError(RuntimeError):
     def __init__(self, message: str, receipt: Receipt) -> None:
         super().__init__(message)
         self.receipt = receipt
+
+
+def _cells(record: BlockRecord) -> list[str]:
+    name = record.name + (f"[{record.part}]" if record.part else "")
+    shape = f"{record.count}×{record.out}×{record.in_}" if record.out else str(record.count)
+    numbers = (
+        record.scale,
+        record.dfi_before,
+        record.dfi_after,
+        record.sfe_relative,
+        record.norm_before,
+        record.norm_after,
+        record.residual,
+        record.steps,
+    )
+    counts = " ".join(f"{key} {amount}" for key, amount in record.counts.items())
+    return [name, record.role, shape, *map(tables.number, numbers), counts]
 
 
 def _add(values: Iterable[float | None]) -> float | None:
@@ -247,3 +319,39 @@ def _plain(value: Any) -> Any:
     if value is None or isinstance(value, (str, int, bool)):
         return value
     return str(value)
+
+
+class Meter:
+    """Time and peak memory from its creation on, for the last two lines of a receipt.
+
+    >>> meter = Meter()
+    >>> meter.seconds > 0, meter.memory >= 0
+    (True, True)
+    """
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+        self._peak = _peak()
+
+    @property
+    def seconds(self) -> float:
+        """Wall time since the start."""
+        return time.perf_counter() - self._start
+
+    @property
+    def memory(self) -> int:
+        """Bytes by which the peak of the process and its CUDA devices grew since the start."""
+        return max(0, _peak() - self._peak)
+
+
+def _peak() -> int:
+    # Kernel and allocator keep their own peaks; resetting them would disturb whoever else measures.
+    try:
+        import resource
+    except ImportError:  # Windows
+        resident = 0
+    else:
+        resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        resident += sum(torch.cuda.max_memory_allocated(device) for device in range(torch.cuda.device_count()))
+    return resident

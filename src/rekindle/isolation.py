@@ -1,12 +1,12 @@
 """Running a model on a user's batches without leaving a trace.
 
-A batch is a tensor, a tuple or list (its first item is the input) or a dict (`model(**batch)`). Whatever
-happens inside `undisturbed`, an exception included, modes, gradients, buffers and random numbers are
-afterwards what they were before.
+A batch is a tensor, a tuple or list (its first item is the input) or a dict (`model(**batch)`). Whatever happens
+inside `isolated`, an exception included, modes, gradients, buffers and random numbers are afterwards what they were
+before.
 
 >>> import torch
 >>> layer = torch.nn.Linear(2, 1)
->>> with undisturbed(layer):
+>>> with isolated(layer):
 ...     shape = call(layer, (torch.zeros(3, 2), torch.zeros(3))).shape
 >>> shape, layer.training
 (torch.Size([3, 1]), True)
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -37,8 +37,8 @@ class Recorded:
     kwargs: Mapping[str, Any]
 
 
-def call(model: nn.Module, batch: Batch) -> Any:
-    """The model's output on one batch.
+def call(model: nn.Module, batch: Batch, device: torch.device | None = None) -> Any:
+    """The model's output for one batch, whose tensors are moved to `device` if one is given.
 
     >>> call(torch.nn.Flatten(), {"input": torch.zeros(2, 3, 4)}).shape
     torch.Size([2, 12])
@@ -46,11 +46,11 @@ def call(model: nn.Module, batch: Batch) -> Any:
     if isinstance(batch, Recorded):
         return model(*batch.args, **batch.kwargs)
     if isinstance(batch, Tensor):
-        return model(batch)
+        return model(_moved(batch, device))
     if isinstance(batch, Mapping):
-        return model(**batch)
+        return model(**{key: _moved(value, device) for key, value in batch.items()})
     if isinstance(batch, Sequence) and not isinstance(batch, str) and len(batch):
-        return call(model, batch[0])
+        return call(model, batch[0], device)
     raise TypeError(
         f"a batch is a tensor, a tuple whose first item is the input, or a dict; got {type(batch).__name__}"
     )
@@ -73,35 +73,40 @@ def padding_mask(batch: Batch) -> Tensor | None:
 
 
 @contextmanager
-def undisturbed(model: nn.Module, *, training: bool = False) -> Iterator[None]:
+def isolated(
+    model: nn.Module, *, training: bool | Collection[nn.Module] = False, keep_buffers: bool = True
+) -> Iterator[None]:
     """Evaluation mode, empty gradients and eager execution inside; everything as it was afterwards.
 
-    Mode flags are set directly rather than by `eval()`, because some models do work there (merging adapters).
+    `training` puts all modules, or only those given, into training mode instead. `keep_buffers=False` lets what the
+    forward passes do to buffers stand, for callers that want just that. Mode flags are set directly rather than by
+    `eval()`, because some models do work there (merging adapters).
 
     >>> norm = torch.nn.BatchNorm1d(2)
-    >>> with undisturbed(norm, training=True):
+    >>> with isolated(norm, training=True):
     ...     _ = norm(torch.ones(4, 2))
     >>> norm.running_mean
     tensor([0., 0.])
     """
     modules = list(model.modules())
     modes = [module.training for module in modules]
+    chosen = None if isinstance(training, bool) else {id(module) for module in training}
     grads = [(parameter, parameter.grad) for parameter in model.parameters()]
     buffers = [
         (module, name, buffer, None if buffer is None else buffer.detach().clone())
-        for module in modules
+        for module in (modules if keep_buffers else ())
         for name, buffer in module._buffers.items()
     ]
     fast_attention = torch.backends.mha.get_fastpath_enabled()
     with ExitStack() as stack:
-        stack.enter_context(_same_random_numbers())
+        stack.enter_context(random_states_kept())
         if "torch._dynamo" in sys.modules:
-            # A graph compiled before the hooks came would run without them.
+            # A graph compiled before hooks came, or in another mode, would run without them.
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         try:
             torch.backends.mha.set_fastpath_enabled(False)
             for module in modules:
-                module.training = training
+                module.training = bool(training) if chosen is None else id(module) in chosen
             for parameter, _ in grads:
                 parameter.grad = None
             yield
@@ -119,7 +124,17 @@ def undisturbed(model: nn.Module, *, training: bool = False) -> Iterator[None]:
 
 
 @contextmanager
-def _same_random_numbers() -> Iterator[None]:
+def random_states_kept() -> Iterator[None]:
+    """The random states of Python, numpy and torch are afterwards what they were before.
+
+    A DataLoader draws its base seed and a sampler its order from these global states.
+
+    >>> before = torch.get_rng_state()
+    >>> with random_states_kept():
+    ...     _ = torch.rand(3)
+    >>> torch.equal(before, torch.get_rng_state())
+    True
+    """
     numpy = sys.modules.get("numpy")
     python, numbers = random.getstate(), numpy.random.get_state() if numpy else None
     devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
@@ -130,6 +145,10 @@ def _same_random_numbers() -> Iterator[None]:
             random.setstate(python)
             if numpy:
                 numpy.random.set_state(numbers)
+
+
+def _moved(value: Any, device: torch.device | None) -> Any:
+    return value.to(device) if device is not None and isinstance(value, Tensor) else value
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

@@ -1,0 +1,43 @@
+"""Library arithmetic runs as written: never in the reduced precision that a caller's autocast asks for.
+
+`torch.autocast` casts every product to bfloat16 or float16, also those of a solver that promises six digits. Verbs that
+compute on weights are wrapped in `full_precision()`, which also works as a decorator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+
+_DEVICES = ("cpu", "cuda", "mps", "xpu", "mtia", "hpu")
+
+
+@contextmanager
+def full_precision() -> Iterator[None]:
+    """Autocast off inside, on every device; nothing happens where it is off already.
+
+    Weights that are written inside must not live on in autocast's cache of cast copies, so that is emptied.
+
+    >>> w = torch.eye(2)
+    >>> with torch.autocast("cpu"), full_precision():
+    ...     (w @ w).dtype
+    torch.float32
+    """
+    active = [kind for kind in _DEVICES if _enabled(kind)]
+    if not active:
+        yield
+        return
+    with ExitStack() as stack:
+        for kind in active:
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
+    torch.clear_autocast_cache()
+
+
+def _enabled(kind: str) -> bool:
+    try:
+        return torch.is_autocast_enabled(kind)
+    except RuntimeError:  # a device that this build of torch does not know
+        return False
