@@ -1,4 +1,4 @@
-"""Charts as inline SVG: a small spectrum for each row, and heat maps over depth. Colours are classes of the style."""
+"""Charts as inline SVG: a small spectrum for each row, and heat maps over depth. Colors are classes of the style."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ import re
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from rekindle.report.markup import element, joined
 from rekindle.report.view import Row
-from rekindle.report.words import number, text
+from rekindle.report.words import number
+
+if TYPE_CHECKING:
+    from markupsafe import Markup
 
 _SPARK = (104, 28)
 _SPARK_POINTS = 24
@@ -20,7 +24,7 @@ RANK_BOUNDS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
 DRIFT_BOUNDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
 
 
-def sparkline(curves: Mapping[str, Any]) -> str:
+def sparkline(curves: Mapping[str, Any]) -> Markup | str:
     """The spectra of a row, before and after, in the size of a word; empty without curves.
 
     >>> sparkline({"before": {"mean": [2.0, 1.0]}}).count("<path")
@@ -39,9 +43,9 @@ def sparkline(curves: Mapping[str, Any]) -> str:
         points = [(at * across, high - 1 - (high - 3) * value / top) for at, value in enumerate(kept)]
         line = " ".join(f"{x:.0f},{y:.1f}" for x, y in points)
         if len(drawn) == 1:
-            paths.append(f'<path class="under" d="M0,{high} L{line} L{wide},{high}Z"/>')
-        paths.append(f'<path class="{which}" d="M{line}"/>')
-    return f'<svg class="spark" viewBox="0 0 {wide} {high}" aria-hidden="true">{"".join(paths)}</svg>'
+            paths.append(element("path", class_="under", d=f"M0,{high} L{line} L{wide},{high}Z"))
+        paths.append(element("path", class_=which, d=f"M{line}"))
+    return element("svg", *paths, class_="spark", viewBox=f"0 0 {wide} {high}", aria_hidden="true")
 
 
 @dataclass(frozen=True)
@@ -87,8 +91,8 @@ def _split(name: str) -> tuple[str, str, str]:
 
 def heat_map(
     title: str, rows: Sequence[Row], values: Mapping[str, float | None], bounds: Sequence[float], worse: str
-) -> str:
-    """One map: a cell a layer, coloured by its value; `worse` is "high" or "low" and takes the strongest colour.
+) -> Markup | str:
+    """One map: a cell per layer, colored by its value; `worse` is "high" or "low" and takes the strongest color.
 
     >>> "<rect" in heat_map("DfI", [Row("a.0.w")], {"a.0.w": 0.5}, DFI_BOUNDS, "high")
     True
@@ -101,16 +105,15 @@ def heat_map(
     cell_w = max(14, min(44, 560 / max(1, len(placed.columns))))
     cell_h = 20
     wide, high = label + cell_w * len(placed.columns) + 4, 20 + cell_h * len(placed.lines) + 4
-    marks = []
     every = max(1, -(-len(placed.columns) * 22 // int(cell_w * len(placed.columns))))
-    for at, column in enumerate(placed.columns):
-        if at % every == 0:
-            marks.append(_tick(column, label + cell_w * (at + 0.5), 13, "middle"))
+    marks = [
+        element("text", column, class_="tick", x=label + cell_w * (at + 0.5), y=13, text_anchor="middle")
+        for at, column in enumerate(placed.columns)
+        if at % every == 0
+    ]
     for at, line in enumerate(placed.lines):
         short = line if len(line) <= 46 else f"…{line[-45:]}"
-        marks.append(
-            f'<text class="tick" x="{label - 8:.1f}" y="{20 + cell_h * at + 14}" text-anchor="end">{text(short)}</text>'
-        )
+        marks.append(element("text", short, class_="tick", x=label - 8.0, y=20 + cell_h * at + 14, text_anchor="end"))
     for row in rows:
         if row.name not in known:
             continue
@@ -118,30 +121,27 @@ def heat_map(
         value = known[row.name]
         step = bisect_right(bounds, value)
         shade = step if worse == "high" else len(bounds) - step
-        marks.append(
-            f'<rect class="q{shade}" x="{label + cell_w * across + 1:.1f}" y="{20 + cell_h * down + 1}" '
-            f'width="{cell_w - 2:.1f}" height="{cell_h - 2}" rx="3" data-layer="{text(row.name)}">'
-            f"<title>{text(row.name)}: {number(value)}</title></rect>"
-        )
+        place = {"x": label + cell_w * across + 1.0, "y": 20 + cell_h * down + 1}
+        size = {"width": cell_w - 2.0, "height": cell_h - 2, "rx": 3, "data_layer": row.name}
+        title_ = element("title", f"{row.name}: {number(value)}")
+        marks.append(element("rect", title_, class_=f"q{shade}", **place, **size))
     low, top = min(known.values()), max(known.values())
     spoken = f"{title}: {len(known)} layers from {number(low)} to {number(top)}; the table has every number"
-    size = f'viewBox="0 0 {wide:.0f} {high}" width="{wide:.0f}" height="{high}"'
-    return (
-        f'<figure class="heat"><figcaption>{text(title)}</figcaption>'
-        f'<div class="scroll" tabindex="0" role="group" aria-label="{text(title)}">'
-        f'<svg {size} role="img" aria-label="{text(spoken)}">{"".join(marks)}</svg></div>'
-        f"{_legend(bounds, worse)}</figure>"
+    size = {"viewBox": f"0 0 {wide:.0f} {high}", "width": f"{wide:.0f}", "height": high}
+    drawing = element("svg", *marks, **size, role="img", aria_label=spoken)
+    return element(
+        "figure",
+        element("figcaption", title),
+        element("div", drawing, class_="scroll", tabindex=0, role="group", aria_label=title),
+        _legend(bounds, worse),
+        class_="heat",
     )
 
 
-def _tick(words: str, x: float, y: float, anchor: str) -> str:
-    return f'<text class="tick" x="{x:.1f}" y="{y}" text-anchor="{anchor}">{text(words)}</text>'
-
-
-def _legend(bounds: Sequence[float], worse: str) -> str:
+def _legend(bounds: Sequence[float], worse: str) -> Markup:
     shades = range(len(bounds) + 1) if worse == "high" else range(len(bounds), -1, -1)
-    boxes = "".join(f'<i class="q{shade}"></i>' for shade in shades)
-    return (
-        f'<p class="legend"><span>&lt; {number(bounds[0])}</span><span class="ramp" aria-hidden="true">{boxes}</span>'
-        f"<span>&gt; {number(bounds[-1])}</span></p>"
-    )
+    # A space inside: HTML knows no element i that ends at once.
+    boxes = joined(element("i", " ", class_=f"q{shade}") for shade in shades)
+    ramp = element("span", boxes, class_="ramp", aria_hidden="true")
+    low, high = element("span", f"< {number(bounds[0])}"), element("span", f"> {number(bounds[-1])}")
+    return element("p", low, ramp, high, class_="legend")

@@ -1,25 +1,44 @@
 """render(): the page of a result. Verdict first, then the table, spectra, heat maps, plan, receipt, how to reproduce.
 
 Everything that matters is plain HTML, so that it is there without scripts and on paper; the script sorts, filters
-and draws the large spectrum of a layer when it is opened. Names only ever become text: they are escaped here, set
-as textContent there.
+and draws the large spectrum of a layer when it is opened. Names only ever become text: the templates escape them
+here, the script sets them as textContent.
 """
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import json
 import math
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rekindle.report.charts import DFI_BOUNDS, DRIFT_BOUNDS, RANK_BOUNDS, heat_map
-from rekindle.report.frame import banner, document, header
-from rekindle.report.sections import findings, glossary, numbers, plan, reasons, receipt, reproduce
-from rekindle.report.table import layer_table
-from rekindle.report.view import Row, headline, rows, sides
-from rekindle.report.words import CHANGES, MEASURES, RECORD, number, plural, size
+from rekindle.extras import DISTRIBUTION, require
+from rekindle.report.charts import DFI_BOUNDS, DRIFT_BOUNDS, RANK_BOUNDS, heat_map, sparkline
+from rekindle.report.markup import environment
+from rekindle.report.view import Headline, Row, columns, headline, present, reasons, rows, sides, signs
+from rekindle.report.words import CHANGES, GLOSSARY, MEASURES, RECORD, listed, number, plural, size
 
-_TITLES = {"inspect": "Health of {}", "fire": "FIRE on {}", "compare": "{} against {}"}
+if TYPE_CHECKING:
+    from markupsafe import Markup
+
+_TITLES = {"inspect": "Health of {}", "fire": "FIRE on {}"}
+_MOST_NAMED = 400
+_LAYER = (("Layer", "the parameter, and its part in brackets"), ("role", "what it does"), ("shape", "count · out × in"))
+_TOTALS = """
+parameters      | parameters changed
+matrices        | matrices changed
+dfi_before      | DfI before, summed
+dfi_after       | DfI after, summed
+sfe_relative    | SFE ÷ ‖W‖²
+residual        | largest residual of a factor
+residual_stored | largest residual as stored
+steps           | solver steps at most
+completed       | directions completed
+fallback        | matrices solved by float64 SVD
+"""
 
 
 def render(data: Mapping[str, Any]) -> str:
@@ -30,24 +49,192 @@ def render(data: Mapping[str, Any]) -> str:
     (True, False)
     """
     table = rows(data)
-    first = headline(data, table)
-    title = _title(data)
-    body = "".join(
-        (
-            banner(first.level, first.word, first.sentence, first.more),
-            numbers(data, table),
-            findings(data, table),
-            layer_table(data, table),
-            _maps(data, table),
-            receipt(data),
-            plan(data),
-            reasons(data),
-            reproduce(data),
-            glossary(data),
+    judged = data.get("after") if data.get("command") == "compare" else data.get("health")
+    return document(
+        "report.html",
+        title=_title(data),
+        facts=_facts(data),
+        first=headline(data, table),
+        script=source("script.js"),
+        data=_embedded(data, table),
+        most=_MOST_NAMED,
+        tiles=_tiles(table),
+        signs=signs((judged or {}).get("findings", ())),
+        **_layers(data, table),
+        maps=_maps(data, table),
+        receipt=_receipt(data.get("receipt")),
+        plan=_plan(data.get("plan")),
+        reasons=reasons(data),
+        made=_made(data.get("made")),
+        words=listed(GLOSSARY),
+    )
+
+
+def document(
+    template: str,
+    *,
+    title: str,
+    facts: Sequence[str],
+    first: Headline,
+    script: str,
+    data: Mapping[str, Any],
+    style: str = "",
+    packages: Sequence[str] = ("rekindle.report",),
+    **parts: Any,
+) -> str:
+    """A page from a template that extends document.html, with the one script that may run and the data it reads."""
+    markup = require("markupsafe", "cli", "a page").Markup
+    # Only a script with this digest runs, whatever a name in the data holds.
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = (
+        f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; img-src data:; base-uri 'none'"
+    )
+    # No `<` survives in the JSON, so that nothing can end its element.
+    packed = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c").replace("&", "\\u0026")
+    return (
+        environment(*packages)
+        .get_template(template)
+        .render(
+            title=title,
+            facts=facts,
+            first=first,
+            policy=markup(policy),
+            style=markup(source("style.css") + style),
+            script=markup(script),
+            data=markup(packed),
+            **parts,
         )
     )
-    script = files("rekindle.report").joinpath("script.js").read_text()
-    return document(title, header(title, _facts(data)), body, script=script, data=_embedded(data, table))
+
+
+def source(name: str, package: str = "rekindle.report") -> str:
+    """A style or script that is part of the package.
+
+    >>> source("script.js").startswith('"use strict"')
+    True
+    """
+    return files(package).joinpath(name).read_text()
+
+
+def _layers(data: Mapping[str, Any], table: Sequence[Row]) -> dict[str, Any]:
+    """The table of layers and its tools."""
+    shown = columns(table)
+    drawings = [sparkline(row.curves) for row in table]
+    return {
+        "rows": [_Shown(row, shown, drawing) for row, drawing in zip(table, drawings, strict=True)],
+        "headings": [*_LAYER, *((column.heading, column.meaning) for column in shown)],
+        "roles": sorted({row.role for row in table if row.role}),
+        "drawn": any(drawings),
+        "paired": any(column.pair for column in shown),
+        "sides": sides(data),
+        "marked": sum(bool(row.findings) for row in table),
+        "changed": sum(row.changed for row in table) if any(row.record or row.change for row in table) else None,
+    }
+
+
+class _Shown:
+    """A row with its cells, as the template takes it."""
+
+    def __init__(self, row: Row, shown: Sequence[Any], drawing: Markup | str) -> None:
+        self.name, self.role, self.shape, self.volume = row.name, row.role, row.shape, row.volume
+        self.level, self.rank, self.changed, self.drawing = row.level, row.rank, row.changed, drawing
+        self.cells = [
+            {"heading": column.heading, "shown": text, "sort": sort}
+            for column in shown
+            for text, sort in [column.cell(row)]
+        ]
+
+
+def _tiles(table: Sequence[Row]) -> list[tuple[str, str]]:
+    """A few large numbers under the verdict."""
+    if not table:
+        return []
+    both = any(row.after for row in table)
+    count = sum(int(row.before.get("matrices", row.record.get("count", 1)) or 1) for row in table)
+    tiles = [(plural(len(table), "layer"), plural(count, "matrix", "matrices"))]
+    free = [[getattr(row, which).get("dfi_scale_free") for row in table] for which in ("before", "after")]
+    share = [[row.rank_share(which) for row in table] for which in ("before", "after")]
+    drift: list[list[Any]] = [[row.change.get("drift") for row in table], []]
+    for label, values, kind in (
+        ("scale-free DfI, mean", free, ""),
+        ("effective rank ÷ k, mean", share, "share"),
+        ("drift, mean", drift, ""),
+    ):
+        means = [_mean(each) for each in values]
+        if means[0] is not None:
+            second = f" → {number(means[1], kind)}" if both and means[1] is not None else ""
+            tiles.append((f"{number(means[0], kind)}{second}", label))
+    if any("dead_rows" in row.before for row in table) and not both:
+        tiles.append((number(sum(row.before.get("dead_rows", 0) for row in table)), "zero rows"))
+    return tiles
+
+
+def _mean(values: Sequence[Any]) -> float | None:
+    known = [value for value in values if present(value)]
+    return sum(known) / len(known) if known else None
+
+
+def _maps(data: Mapping[str, Any], table: Sequence[Row]) -> list[Markup | str]:
+    both = any(row.after for row in table)
+    shown = list(sides(data).items())
+    maps = []
+    for which, label in shown if both else shown[:1]:
+        when = f", {label}" if both else ""
+        dfi = {row.name: getattr(row, which).get("dfi_scale_free") for row in table}
+        maps.append(heat_map(f"Deviation from isometry, scale-free{when}", table, dfi, DFI_BOUNDS, "high"))
+        share = {row.name: row.rank_share(which) for row in table}
+        maps.append(heat_map(f"Effective rank, share of its maximum{when}", table, share, RANK_BOUNDS, "low"))
+    if data.get("command") == "compare":
+        drift = {row.name: row.change.get("drift") for row in table}
+        maps.append(heat_map("Drift ‖B − A‖ ÷ ‖A‖", table, drift, DRIFT_BOUNDS, "high"))
+    return [each for each in maps if each]
+
+
+def _receipt(found: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Totals of what was done."""
+    if not found:
+        return None
+    totals = found.get("totals", {})
+    facts = [(label, number(totals[key])) for key, label in listed(_TOTALS) if totals.get(key) is not None]
+    facts += [(key, number(amount)) for key, amount in totals.get("counts", {}).items()]
+    settings = found.get("settings", {})
+    facts += [(key.replace("_", " "), str(value)) for key, value in settings.items() if value is not None]
+    state = found.get("optimizer")
+    if state:
+        facts.append(("optimizer slots reset", f"{state['reset']} of {state['matched']}, policy {state['policy']}"))
+    facts.append(("time", f"{number(found.get('seconds', 0.0))} s"))
+    return {"facts": facts, "notes": found.get("notes", ())}
+
+
+def _plan(found: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """What was to be projected, and at which scale."""
+    if not found:
+        return None
+    chosen = [
+        {
+            "name": entry["name"],
+            "role": entry["role"],
+            "shape": "×".join(map(str, entry["shape"])),
+            "count": sum(int(block.get("count", 1)) for block in entry["blocks"]),
+            "scale": ", ".join(sorted({number(scale) for scale in entry["scales"] if scale is not None}))
+            or str(found["scale"]),
+        }
+        for entry in found["entries"]
+        if entry["reason"] is None
+    ]
+    facts = {key: found[key] for key in ("targets", "scale", "conv")}
+    return {"chosen": chosen, "count": len(found["entries"]), **facts}
+
+
+def _made(found: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """The command and the versions."""
+    if not found:
+        return None
+    versions = ", ".join(f"{key} {value}" for key, value in found["versions"].items())
+    return {
+        "lines": [f'pip install "{DISTRIBUTION}[cli]=={found["versions"]["rekindle"]}"', found["line"]],
+        "note": f"{versions}; {found['platform']}, {plural(found['threads'], 'thread')}",
+    }
 
 
 def _embedded(data: Mapping[str, Any], table: Sequence[Row]) -> dict[str, Any]:
@@ -97,26 +284,3 @@ def _facts(data: Mapping[str, Any]) -> list[str]:
                 f"{plural(about['numbers'], 'number')} ({', '.join(about['dtypes'])}), {size(about['bytes'])}"
             )
     return facts
-
-
-def _maps(data: Mapping[str, Any], table: Sequence[Row]) -> str:
-    compared = data.get("command") == "compare"
-    both = any(row.after for row in table)
-    shown = list(sides(data).items())
-    maps = []
-    for which, label in shown if both else shown[:1]:
-        told = f", {label}" if both else ""
-        dfi = {row.name: getattr(row, which).get("dfi_scale_free") for row in table}
-        maps.append(heat_map(f"Deviation from isometry, scale-free{told}", table, dfi, DFI_BOUNDS, "high"))
-        share = {row.name: row.rank_share(which) for row in table}
-        maps.append(heat_map(f"Effective rank, share of its maximum{told}", table, share, RANK_BOUNDS, "low"))
-    if compared:
-        drift = {row.name: row.change.get("drift") for row in table}
-        maps.append(heat_map("Drift ‖B − A‖ ÷ ‖A‖", table, drift, DRIFT_BOUNDS, "high"))
-    drawn = "".join(maps)
-    if not drawn:
-        return ""
-    return (
-        '<section><h2>Over depth</h2><p class="note">Across: the layer\'s number. The stronger the colour, the '
-        f'worse. A cell leads to its layer in the table.</p><div class="maps">{drawn}</div></section>'
-    )

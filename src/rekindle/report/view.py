@@ -1,4 +1,4 @@
-"""From a result to what the page shows: one row a layer, the verdict in words, reasons counted.
+"""From a result to what the page shows: one row per layer, its columns, the verdict in words, reasons counted.
 
 A result is a dict with any of `health`, `after`, `changes`, `receipt`, `plan`, `spectra`, `source`, `target`; each
 is what the object of that name gives as `to_dict()`. What is missing is left out.
@@ -6,7 +6,8 @@ is what the object of that name gives as `to_dict()`. What is missing is left ou
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,6 +41,21 @@ class Row:
     def level(self) -> str:
         """The worst of its findings."""
         return max((f["level"] for f in self.findings), key=_LEVELS.index, default="")
+
+    @property
+    def rank(self) -> int:
+        """Its level as a number: 0 without findings, 2 for "act"."""
+        return _LEVELS.index(self.level or "healthy")
+
+    @property
+    def changed(self) -> bool:
+        """Whether a remedy, or the time between two files, changed it."""
+        return bool(self.record or self.change.get("sfe"))
+
+    @property
+    def volume(self) -> int:
+        """How many numbers it holds."""
+        return math.prod(int(part) for part in self.shape.replace("·", "×").split("×") if part.isdigit())
 
     @property
     def smaller(self) -> int | None:
@@ -109,6 +125,80 @@ def sides(data: Mapping[str, Any]) -> dict[str, str]:
     return {"before": "A", "after": "B"} if data.get("command") == "compare" else {"before": "before", "after": "after"}
 
 
+@dataclass(frozen=True)
+class Column:
+    """A heading, what it means, and how a row gives its value; `pair` shows two with an arrow."""
+
+    heading: str
+    meaning: str
+    value: Callable[[Row], Any]
+    pair: Callable[[Row], Any] | None = None
+    kind: str = ""
+
+    def cell(self, row: Row) -> tuple[str, str | None]:
+        """What a row shows in this column, and the number that it is sorted by."""
+        value, pair = self.value(row), self.pair(row) if self.pair else None
+        shown = number(value, self.kind)
+        if pair is not None:
+            shown = f"{shown} → {number(pair, self.kind)}" if shown else number(pair, self.kind)
+        # Before a remedy the layers differ, after it they are alike; of two moments the later one is in question.
+        sort = pair if pair is not None and (row.change or value is None) else value
+        return shown, f"{sort:.6g}" if present(sort) and not math.isnan(sort) else None
+
+
+def columns(table: Sequence[Row]) -> list[Column]:
+    """The columns that this result can fill.
+
+    >>> [column.heading for column in columns([Row("a", before={"norm": 1.0})])]
+    ['‖W‖']
+    """
+    both = any(row.after for row in table)
+
+    def measured(heading: str, meaning: str, key: str, kind: str = "") -> Column:
+        after = (lambda row: row.after.get(key)) if both else None
+        return Column(heading, meaning, lambda row: row.before.get(key), after, kind)
+
+    share = Column(
+        "eff. rank ÷ k",
+        "effective rank as a share of its maximum",
+        lambda row: row.rank_share("before"),
+        (lambda row: row.rank_share("after")) if both else None,
+        "share",
+    )
+    listed = [
+        Column("drift", "‖B − A‖ ÷ ‖A‖", lambda row: row.change.get("drift")),
+        Column(
+            "SFE ÷ ‖W‖²",
+            "squared Frobenius error, relative",
+            lambda row: row.change.get("sfe_relative", row.record.get("sfe_relative")),
+        ),
+        measured("DfI ÷ k", "deviation from isometry per dimension, at the paper's scale", "dfi_per_dimension"),
+        measured("scale-free", "the same at the matrix's own scale: 1 for a random square matrix", "dfi_scale_free"),
+        share,
+        measured("σ max", "largest singular value", "spectral_norm"),
+        measured("‖W‖", "Frobenius norm", "norm"),
+        Column("frame", "1 if only the spectrum changed", lambda row: row.change.get("frame")),
+        Column("angle out", "largest angle of the leading output directions", lambda row: row.change.get("angle_out")),
+        Column("residual", "DfI per dimension of what was written", lambda row: row.record.get("residual_stored")),
+    ]
+    if not both:
+        listed += [
+            measured("condition", "σ max ÷ σ min", "condition_number"),
+            measured("zero rows", "neurons without any weight", "dead_rows"),
+            measured("similar", "share of neuron pairs that are nearly parallel", "similar_pairs", "share"),
+        ]
+    return [c for c in listed if any(present(c.value(row)) or (c.pair and present(c.pair(row))) for row in table)]
+
+
+def present(value: Any) -> bool:
+    """Whether a number was measured.
+
+    >>> present(0.0), present(None), present("∞")
+    (True, False, False)
+    """
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def headline(data: Mapping[str, Any], table: Sequence[Row]) -> Headline:
     """What the page says first.
 
@@ -157,7 +247,7 @@ def reasons(data: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
     return sorted(grouped.items(), key=lambda item: -len(item[1]))
 
 
-def signs(table: Sequence[Row], findings: Sequence[Numbers]) -> list[dict[str, Any]]:
+def signs(findings: Sequence[Numbers]) -> list[dict[str, Any]]:
     """Findings put together by their sign: what was seen, in how many layers, and what helps, worst first."""
     grouped: dict[str, list[Numbers]] = {}
     for finding in findings:
