@@ -13,14 +13,14 @@ from rich.console import Console
 
 from command_line import one_line, run
 from lab_results import ENDS, LABELS, results, told
-from rekindle.lab.contest import contests
-from rekindle.lab.document import document
-from rekindle.lab.pairing import Pair, with_holm
+from rekindle.lab.results import comparisons
+from rekindle.lab.results.comparison import Pair, with_holm
+from rekindle.lab.results.statistics import Difference
+from rekindle.lab.results.wording import measure
 from rekindle.lab.settings import Setting
-from rekindle.lab.show import Board, tables
-from rekindle.lab.statistics import Difference
 from rekindle.lab.study import Study
-from rekindle.lab.wording import measure
+from rekindle.lab.views.terminal import Board, tables
+from rekindle.lab.views.text import document, sentences, won
 
 OWN = Path(__file__).parents[2] / "examples" / "lab_own.py"
 TINY = ("--set", "stream_options.tasks=2", "--set", "stream_options.epochs=1", "--set", "stream_options.count=64")
@@ -225,8 +225,8 @@ def test_a_changed_setting_is_another_study() -> None:
 
 
 def said(**how: Any) -> str:
-    (contest,) = contests(told(**how))
-    return " ".join(contest.said())
+    (found,) = comparisons(told(**how))
+    return " ".join(sentences(found))
 
 
 def test_the_sentences_follow_the_numbers() -> None:
@@ -265,12 +265,12 @@ def test_fire_is_held_against_a_full_reset() -> None:
 
 def test_diverged_runs_are_told_even_where_they_have_no_mean() -> None:
     data = told(settings=(Setting("text", "alphabet", "gpt", headline="online_loss"),))
-    assert "diverged" not in " ".join(contests(data)[0].said())
+    assert "diverged" not in " ".join(sentences(comparisons(data)[0]))
     for each in data["runs"]:
         if each["arm"] == "redo":
             each["tasks"][-1] |= {"online_loss": None, "diverged": True}
     data["table"] = [row for row in data["table"] if row["arm"] != "redo"]
-    assert "redo diverged in 5 of 5 runs; 5 of them have no value" in " ".join(contests(data)[0].said())
+    assert "redo diverged in 5 of 5 runs; 5 of them have no value" in " ".join(sentences(comparisons(data)[0]))
 
 
 def test_a_useless_fire_is_called_so() -> None:
@@ -286,17 +286,17 @@ def test_nearness_is_judged_against_a_random_isometry() -> None:
 
 def test_losses_are_better_when_lower() -> None:
     text = Setting("text", "alphabet", "gpt", headline="online_loss")
-    (contest,) = contests(told(settings=(text,)))
-    assert contest.ranked[0] == "fire" and contest.ranked[-1] == "nothing"
-    assert contest.won
+    (found,) = comparisons(told(settings=(text,)))
+    assert found.ranked[0] == "fire" and found.ranked[-1] == "nothing"
+    assert won(found)
 
 
 def test_tuned_arms_are_held_against_tuned_references() -> None:
-    (contest,) = contests(told(tuned=("nothing", "fire")))
-    tuned = contest.against("fire (tuned)", "nothing")
-    plain = contest.against("fire", "nothing")
+    (found,) = comparisons(told(tuned=("nothing", "fire")))
+    tuned = found.against("fire (tuned)", "nothing")
+    plain = found.against("fire", "nothing")
     assert tuned is not None and plain is not None
-    assert tuned.mean == pytest.approx(contest.interval("fire (tuned)").mean - contest.interval("nothing (tuned)").mean)
+    assert tuned.mean == pytest.approx(found.interval("fire (tuned)").mean - found.interval("nothing (tuned)").mean)
     assert tuned.mean == pytest.approx(plain.mean)  # both sides gained as much
 
 
@@ -304,7 +304,7 @@ def test_the_terminal_drops_columns_that_do_not_fit_but_never_cuts_one() -> None
     for width in (60, 80, 100, 200):
         console = Console(width=width, color_system=None)
         with console.capture() as captured:
-            console.print(tables(contests(told()), width))
+            console.print(tables(comparisons(told()), width))
         text = captured.get()
         assert "…" not in text
         assert "50.5" in text
@@ -383,12 +383,12 @@ def test_the_bar_never_goes_back() -> None:
 
 
 def test_results_are_as_the_table_has_them() -> None:
-    """The contest's own statistics must be those of the study's table."""
+    """The found's own statistics must be those of the study's table."""
     made = results()
-    (contest,) = contests(made.to_dict())
+    (found,) = comparisons(made.to_dict())
     for row in made.table():
-        assert contest.interval(row["arm"]).mean == pytest.approx(row["mean"])
-        difference = contest.against(row["arm"], "nothing")
+        assert found.interval(row["arm"]).mean == pytest.approx(row["mean"])
+        difference = found.against(row["arm"], "nothing")
         if row["arm"] != "nothing":
             assert difference is not None and difference.low == pytest.approx(row["difference_low"])
 
@@ -439,7 +439,7 @@ def test_what_tuning_chose_is_said() -> None:
         f"{name}/fire": {"place": 2, "arm": {"lr": None, "options": {"scale": "nearest"}}, "values": []},
         "other/dash": {"place": 0, "arm": {}, "values": []},
     }
-    (contest,) = contests(data)
-    (said,) = [sentence for sentence in contest.said() if sentence.startswith("Tuning")]
+    (found,) = comparisons(data)
+    (said,) = [sentence for sentence in sentences(found) if sentence.startswith("Tuning")]
     assert said.endswith("chose: doing nothing: its default; FIRE: scale=nearest.")
     assert said in document(data, "x").text

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from rekindle.lab import metrics
-from rekindle.lab.comparing import numbers
+from rekindle.lab.results import metrics
+from rekindle.lab.results.comparison import NUMBERS
 from rekindle.lab.settings import Setting
 from rekindle.lab.tracking import Track
 
@@ -102,7 +102,7 @@ def test_a_loss_is_counted_from_chance() -> None:
 
 def test_a_run_has_every_number_of_the_table() -> None:
     rows = [row(0), row(1, remedy=remedy())]
-    found = {name: number(rows) for name, number in numbers(ACCURACY).items()}
+    found = {name: number(rows, ACCURACY) for name, number in NUMBERS.items()}
     assert metrics.headline(rows, ACCURACY) == 0.5
     assert found["drop"] == pytest.approx(0.3)
     assert found["remedy_seconds"] == pytest.approx(0.1)  # for one task, of which there are two with .1 each

@@ -9,8 +9,8 @@ import pytest
 
 from browser import Driver, browser_only, driver, page, serving
 from lab_results import ENDS, LABELS, told
-from rekindle.lab.page import render
 from rekindle.lab.settings import Setting
+from rekindle.lab.views.page import render
 
 __all__ = ["driver", "page"]  # fixtures
 EVIL = "<script>window.hacked=1</script><img src=x onerror=window.hacked=1>"
@@ -225,11 +225,11 @@ def test_prints(page: Driver) -> None:
 
 @browser_only
 def test_a_picture_file_opens(driver: Driver, tmp_path: Path) -> None:
-    from rekindle.lab import gallery
-    from rekindle.lab.contest import contests
+    from rekindle.lab.results import comparisons
+    from rekindle.lab.views import figures
 
     file = tmp_path / "curves.svg"
-    file.write_text(gallery.learning(contests(told())[0])[0].file())
+    file.write_text(figures.learning(comparisons(told())[0])[0].file())
     driver.get_log("browser")
     driver.get(file.as_uri())
     assert driver.get_log("browser") == []

@@ -9,16 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lab_results import LABELS, told
-from rekindle.lab import canvas, gallery
-from rekindle.lab.contest import contests
-from rekindle.lab.pictures import Dot, Interval, Line, curves, forest, scatter
+from rekindle.lab.results import comparisons
 from rekindle.lab.settings import Setting
+from rekindle.lab.views import figures, plots
+from rekindle.lab.views.plots import Dot, Interval, Line, curves, forest, scatter
 
 EVIL = '"/><script>alert(1)</script>'
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def elements(picture: canvas.Picture, tag: str, kind: str) -> list[ElementTree.Element]:
+def elements(picture: plots.Picture, tag: str, kind: str) -> list[ElementTree.Element]:
     """Everything with this class in its class list."""
     root = ElementTree.fromstring(picture.file())
     return [each for each in root.iter(f"{SVG}{tag}") if kind in (each.get("class") or "").split()]
@@ -28,7 +28,7 @@ def points(path: ElementTree.Element) -> list[tuple[float, float]]:
     return [(float(x), float(y)) for x, y in re.findall(r"([\d.]+),([\d.]+)", path.get("d") or "")]
 
 
-def texts(picture: canvas.Picture) -> dict[str, ElementTree.Element]:
+def texts(picture: plots.Picture) -> dict[str, ElementTree.Element]:
     return {each.text or "": each for each in ElementTree.fromstring(picture.file()).iter(f"{SVG}text")}
 
 
@@ -37,7 +37,7 @@ def texts(picture: canvas.Picture) -> dict[str, ElementTree.Element]:
 
 @given(st.floats(-1e6, 1e6), st.floats(0, 1e6), st.integers(3, 8))
 def test_ticks_enclose_what_is_shown(low: float, spread: float, about: int) -> None:
-    found = canvas.ticks(low, low + spread, about)
+    found = plots.ticks(low, low + spread, about)
     assert found[0] <= low + 1e-6 * max(1, abs(low))
     assert found[-1] >= low + spread - 1e-6 * max(1, abs(low + spread))
     assert all(a < b for a, b in pairwise(found))
@@ -46,7 +46,7 @@ def test_ticks_enclose_what_is_shown(low: float, spread: float, about: int) -> N
 
 @given(st.lists(st.floats(0, 300), min_size=1, max_size=12))
 def test_labels_never_touch(wanted: list[float]) -> None:
-    places = canvas.apart({str(at): value for at, value in enumerate(wanted)}, 15, 0, 300)
+    places = plots.apart({str(at): value for at, value in enumerate(wanted)}, 15, 0, 300)
     heights = sorted(places.values())
     assert all(b - a > 15 - 1e-6 for a, b in pairwise(heights))
     assert heights[0] >= -1e-6
@@ -56,7 +56,7 @@ def test_labels_never_touch(wanted: list[float]) -> None:
 
 
 def test_a_label_with_room_stays_where_it_belongs() -> None:
-    assert canvas.apart({"a": 40.0, "b": 200.0}, 15, 0, 300) == {"a": 40.0, "b": 200.0}
+    assert plots.apart({"a": 40.0, "b": 200.0}, 15, 0, 300) == {"a": 40.0, "b": 200.0}
 
 
 # Colours
@@ -64,11 +64,11 @@ def test_a_label_with_room_stays_where_it_belongs() -> None:
 
 def test_known_arms_keep_their_colour_and_grey_comes_last() -> None:
     names = ["redo", "fire", *(f"arm {at}" for at in range(12)), "nothing"]
-    found = canvas.colours(names)
+    found = plots.colors(names)
     assert found["nothing"] == "k0"
     assert found["fire"] == "k1"
     inks = [ink for ink in found.values() if ink != "rest"]
-    assert len(inks) == len(set(inks)) == canvas.COLOURS - 1
+    assert len(inks) == len(set(inks)) == plots.COLORS - 1
     assert found["arm 11"] == "rest"
 
 
@@ -81,7 +81,7 @@ def light(colour: str) -> float:
     return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear(colour), strict=True))
 
 
-@pytest.mark.parametrize(("palette", "ground"), [(canvas._LIGHT, "#ffffff"), (canvas._DARK, "#201c19")])
+@pytest.mark.parametrize(("palette", "ground"), [(plots._LIGHT, "#ffffff"), (plots._DARK, "#201c19")])
 def test_names_in_colour_can_be_read(palette: tuple[str, ...], ground: str) -> None:
     for colour in palette:
         above, below = sorted((light(colour), light(ground)), reverse=True)
@@ -96,7 +96,7 @@ BLIND = {
 
 
 @pytest.mark.parametrize("kind", BLIND)
-@pytest.mark.parametrize("palette", [canvas._LIGHT, canvas._DARK], ids=["light", "dark"])
+@pytest.mark.parametrize("palette", [plots._LIGHT, plots._DARK], ids=["light", "dark"])
 def test_lines_differ_without_red_and_green(palette: tuple[str, ...], kind: str) -> None:
     seen = []
     for colour in palette:
@@ -105,7 +105,7 @@ def test_lines_differ_without_red_and_green(palette: tuple[str, ...], kind: str)
         seen.append([part ** (1 / 2.2) for part in mixed])
     for (a, first), (b, second) in combinations(enumerate(seen), 2):
         distance = sum((x - y) ** 2 for x, y in zip(first, second, strict=True)) ** 0.5
-        assert distance > 0.12 or canvas._DASHES[a] != canvas._DASHES[b], (palette[a], palette[b], distance)
+        assert distance > 0.12 or plots._DASHES[a] != plots._DASHES[b], (palette[a], palette[b], distance)
 
 
 # Curves
@@ -201,7 +201,7 @@ def test_scatter_places_both_measures() -> None:
     ],
     ids=["curves", "forest", "scatter"],
 )
-def test_a_file_stands_alone_and_names_stay_text(drawn: canvas.Picture) -> None:
+def test_a_file_stands_alone_and_names_stay_text(drawn: plots.Picture) -> None:
     root = ElementTree.fromstring(drawn.file())
     assert not list(root.iter(f"{SVG}script"))
     assert next(each.text for each in root.iter(f"{SVG}title")) == EVIL
@@ -214,27 +214,27 @@ def test_a_file_stands_alone_and_names_stay_text(drawn: canvas.Picture) -> None:
 
 
 def test_a_study_shows_its_curves_differences_retention_and_health() -> None:
-    (contest,) = contests(told())
-    (learning,) = gallery.learning(contest)  # labels are random: there is no test accuracy to show
+    (found,) = comparisons(told())
+    (learning,) = figures.learning(found)  # labels are random: there is no test accuracy to show
     assert learning.described.startswith("Accuracy while learning on each task: nothing from 46")
     assert "chance" in texts(learning)
-    (against,) = gallery.differences(contest)
+    (against,) = figures.differences(found)
     assert against.described.index("fire") < against.described.index("shrink-perturb")  # best first
-    assert len(gallery.retention(contest)) == 2
-    assert len(gallery.health(contest)) == 4
+    assert len(figures.retention(found)) == 2
+    assert len(figures.health(found)) == 4
 
 
 def test_a_band_ends_where_its_measure_does() -> None:
-    (contest,) = contests(told(ends={"nothing": 0.001, "fire": 0.998}, seeds=2))
-    wide = next(line for line in contest.lines("online_accuracy", times=100.0) if line.name == "fire")
-    assert max(value for value in wide.high if value is not None) > 100
-    for line in gallery._lines(contest, "online_accuracy"):
+    (found,) = comparisons(told(ends={"nothing": 0.001, "fire": 0.998}, seeds=3))
+    wide = found.curve("fire", "online_accuracy")
+    assert wide is not None and max(value for value in wide["high"] if value is not None) > 1
+    for line in figures._lines(found, "online_accuracy"):
         assert all(0 <= value <= 100 for value in (*line.low, *line.high) if value is not None)
 
 
 def test_over_streams_a_win_is_right_of_zero_for_losses_too() -> None:
     loss = Setting("text", "alphabet", "gpt", headline="online_loss")
-    (drawn,) = gallery.over_streams(contests(told(settings=(LABELS, loss))))
+    (drawn,) = figures.over_streams(comparisons(told(settings=(LABELS, loss))))
     (zero,) = elements(drawn, "line", "zero")
     dots = [float(dot.get("cx") or 0) for dot in elements(drawn, "circle", "dot")]
     assert len(dots) == 4  # against nothing and against a full reset, on two streams
@@ -243,5 +243,5 @@ def test_over_streams_a_win_is_right_of_zero_for_losses_too() -> None:
 
 def test_fitting_and_generalising_are_set_against_each_other() -> None:
     general = Setting("permuted", "permuted-inputs", "mlp", headline="test_accuracy")
-    (drawn,) = gallery.trade_off(contests(told(settings=(LABELS, general))))
+    (drawn,) = figures.trade_off(comparisons(told(settings=(LABELS, general))))
     assert len(elements(drawn, "circle", "dot")) == 5

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rekindle.lab import statistics as lab
+from rekindle.lab.results import statistics as lab
 
 VALUE = st.floats(-5, 5, allow_nan=False).map(lambda x: round(x, 6))
-SAMPLE = st.lists(VALUE, min_size=2, max_size=12)
+SAMPLE = st.lists(VALUE, min_size=3, max_size=12)
 
 
 def t_density(x: float, freedom: int) -> float:
@@ -44,7 +44,7 @@ def t_quantile(level: float, freedom: int) -> float:
     return low
 
 
-@pytest.mark.parametrize("count", [2, 3, 5, 10])
+@pytest.mark.parametrize("count", [3, 5, 10])
 def test_t_interval(count: int) -> None:
     draw = random.Random(count)
     values = [draw.gauss(0.5, 0.1) for _ in range(count)]
@@ -53,6 +53,15 @@ def test_t_interval(count: int) -> None:
     assert got.mean == pytest.approx(statistics.fmean(values))
     assert (got.low, got.high) == (pytest.approx(got.mean - half, rel=1e-5), pytest.approx(got.mean + half, rel=1e-5))
     assert got.count == count and got.note is None
+
+
+def test_two_seeds_give_their_values_and_neither_interval_nor_p() -> None:
+    """t with one degree of freedom is 12.7: [−17, 51] beside a difference that both seeds agree on."""
+    for interval in (lab.t_interval([0.5, 0.7]), lab.bootstrap_interval([0.5, 0.7])):
+        assert (interval.low, interval.high, interval.values) == (None, None, (0.5, 0.7))
+    got = lab.paired({0: 0.5, 1: 0.7}, {0: 0.25, 1: 0.5})
+    assert got is not None and (got.low, got.high, got.p) == (None, None, None)
+    assert got.values == (0.25, pytest.approx(0.2))
 
 
 def test_the_t_interval_holds_the_truth_as_often_as_it_says() -> None:
@@ -65,7 +74,7 @@ def test_the_t_interval_holds_the_truth_as_often_as_it_says() -> None:
     assert 0.93 <= hits / 1000 <= 0.97
 
 
-@pytest.mark.parametrize("count", [2, 4, 7])
+@pytest.mark.parametrize("count", [3, 4, 7])
 def test_paired_difference(count: int) -> None:
     draw = random.Random(count)
     arm = {seed: draw.gauss(0.6, 0.2) for seed in range(count)}
@@ -95,7 +104,7 @@ def test_degenerate_differences_say_so() -> None:
     one = lab.paired({0: 1.0}, {0: 0.5})
     assert one == lab.Difference(0.5, None, None, 1, note="one seed: no interval")
     assert str(one) == "+0.500"
-    same = lab.paired({0: 1.0, 1: 2.0}, {0: 1.0, 1: 2.0})
+    same = lab.paired({0: 1.0, 1: 2.0, 2: 3.0}, {0: 1.0, 1: 2.0, 2: 3.0})
     assert same is not None and (same.mean, same.low, same.high, same.p) == (0.0, 0.0, 0.0, 1.0)
     shifted = lab.paired({0: 0.3, 1: 0.2, 2: 0.7}, {0: 0.2, 1: 0.1, 2: 0.6})  # equal up to the last bit
     assert shifted is not None and shifted.p is None and "no test" in str(shifted.note)
@@ -105,7 +114,7 @@ def test_degenerate_differences_say_so() -> None:
 def test_degenerate_samples_say_so(interval: object) -> None:
     assert callable(interval)
     assert interval([0.5]) == lab.Interval(0.5, None, None, 1, "one seed: no interval")
-    assert interval([0.5, 0.5]) == lab.Interval(0.5, 0.5, 0.5, 2, "all seeds equal")
+    assert interval([0.5, 0.5, 0.5]) == lab.Interval(0.5, 0.5, 0.5, 3, "all seeds equal")
     with pytest.raises(ValueError, match="no values"):
         interval([])
     with pytest.raises(ValueError, match="finite"):

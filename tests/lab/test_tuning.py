@@ -13,11 +13,11 @@ import pytest
 from lab_fakes import TASKS, Inline, row
 from rekindle.lab import tuning
 from rekindle.lab.arms import ARMS, Arm
-from rekindle.lab.comparing import Contender, differences
 from rekindle.lab.execution.store import Record
 from rekindle.lab.results import Entry, Results
+from rekindle.lab.results.comparison import ArmRuns, Comparison
+from rekindle.lab.results.statistics import holm, paired, t_interval
 from rekindle.lab.settings import Setting
-from rekindle.lab.statistics import holm, paired, t_interval
 from rekindle.lab.study import Study
 
 TINY = Setting("tiny", "random-labels", "mlp", last=2)
@@ -166,9 +166,9 @@ def test_a_study_that_has_not_begun_has_empty_results(tmp_path: Path) -> None:
     json.dumps(given, allow_nan=False)
 
 
-def contender(name: str, values: dict[int, float], *, setting: Setting = TINY, tuned: bool = False) -> Contender:
+def contender(name: str, values: dict[int, float], *, setting: Setting = TINY, tuned: bool = False) -> ArmRuns:
     rows = {seed: [row(task, value, remedy=False) for task in range(3)] for seed, value in values.items()}
-    return Contender(setting, name, Arm(name), tuned, rows)
+    return ArmRuns(setting, name, Arm(name).to_dict(), tuned, rows)
 
 
 def test_tuned_arms_are_held_against_tuned_references() -> None:
@@ -178,10 +178,10 @@ def test_tuned_arms_are_held_against_tuned_references() -> None:
         contender("nothing (tuned)", {0: 0.4, 1: 0.5}, tuned=True),
         contender("fire (tuned)", {0: 0.6, 1: 0.8}, tuned=True),
     ]
-    found = {name: each["nothing"] for name, each in differences(arms).items()}
+    found = Comparison(TINY, {each.name: each for each in arms}).differences("headline", "nothing")
     assert found["fire"] is not None and found["fire"].mean == pytest.approx(0.45)
     assert found["fire (tuned)"] is not None and found["fire (tuned)"].mean == pytest.approx(0.25)
-    assert found["nothing (tuned)"] is None
+    assert "nothing (tuned)" not in found
 
 
 def test_a_diverged_run_is_counted_and_said(tmp_path: Path) -> None:

@@ -46,11 +46,11 @@ def demo(
       rekindle demo --seeds 5 --picture docs/images/demo.svg
     """
     with needing_extras(), tempfile.TemporaryDirectory(prefix="rekindle-demo-") as folder:
-        from rekindle.lab import gallery
         from rekindle.lab.arms import arms
-        from rekindle.lab.contest import contests
+        from rekindle.lab.results import comparisons
         from rekindle.lab.settings import SETTINGS
         from rekindle.lab.study import Study
+        from rekindle.lab.views import figures
 
         digits = SETTINGS["digits"]
         setting = replace(digits, name="demo", about=ABOUT, stream_options={**digits.stream_options, **SHORTER})
@@ -60,9 +60,9 @@ def demo(
         data = described(results, f"rekindle demo --seeds {seeds} --methods {methods}")
         for path in filter(None, (html, picture)):
             path.absolute().parent.mkdir(parents=True, exist_ok=True)
-        found = contests(data)
+        found = comparisons(data)
         if picture is not None:
-            write_text(picture, gallery.learning(found[0])[0].file(), force=True)
+            write_text(picture, figures.learning(found[0])[0].file(), force=True)
         write_page(html, data, force=True)
         if json:
             show_json(data)

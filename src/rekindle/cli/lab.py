@@ -185,7 +185,7 @@ def lab_report(
         if html is not None:
             write_page(html, data, force)
         if markdown is not None:
-            from rekindle.lab.document import document
+            from rekindle.lab.views.text import document
 
             written = document(data, markdown.stem)
             for name, content in written.pictures.items():
@@ -210,9 +210,15 @@ def lab_compare(
       rekindle lab compare fire random-isometry results/lab/nearness results/lab/random-labels
     """
     with needing_extras():
-        from rekindle.lab.pairing import compared, table
+        from rekindle.lab.views.text import pair_table
 
-        pairs = compared([opened(folder).results() for folder in folders], arm, other)
+        pairs = [
+            pair
+            for folder in folders
+            for found in opened(folder).results().comparisons.values()
+            if arm in found.arms and other in found.arms
+            for pair in found.pairs(arm, other)
+        ]
         if not pairs:
             raise ValueError(f"no study here has finished runs of both {arm!r} and {other!r} in one setting")
         if json:
@@ -224,7 +230,7 @@ def lab_compare(
                     f"{arm} minus {other}, paired by seed; better and worse are {arm}'s, after Holm over a setting"
                 )
             )
-            typer.echo("\n".join(map(printable, table(pairs))))
+            typer.echo("\n".join(map(printable, pair_table(pairs))))
 
 
 @speaking

@@ -17,8 +17,7 @@ from rekindle.extras import install
 from rekindle.report.words import printable
 
 if TYPE_CHECKING:
-    from rekindle.lab.contest import Contest
-    from rekindle.lab.results import Results
+    from rekindle.lab.results import Comparison, Results
     from rekindle.lab.study import Study
 
 INTERRUPTED = 130
@@ -68,7 +67,7 @@ def described(results: Results, command: str) -> dict[str, Any]:
 
 def write_page(path: Path, data: dict[str, Any], force: bool) -> None:
     """The page of a study, written whole or not at all."""
-    from rekindle.lab.page import render
+    from rekindle.lab.views.page import render
 
     page = render(data)
     write_text(path, page, force)
@@ -95,7 +94,7 @@ def perform(study: Study, on: str, workers: int | None, sinks: Any, html: Path |
 
 def conducted(study: Study, *, again: str | None = None, **how: Any) -> Results:
     """Run a study with its live table on a terminal; Ctrl-C says how to go on, or how to start `again`."""
-    from rekindle.lab.show import Board, live
+    from rekindle.lab.views.terminal import Board, live
 
     board = Board(study.name, {run.identity: run.arm.name for run in study.runs()})
     try:
@@ -111,19 +110,19 @@ def conducted(study: Study, *, again: str | None = None, **how: Any) -> Results:
 
 def present(data: dict[str, Any], json: bool) -> None:
     """The result on stdout, for programs or for people."""
-    from rekindle.lab.contest import contests
+    from rekindle.lab.results import comparisons
 
     if json:
         show_json(data)
     else:
-        print_tables(contests(data))
+        print_tables(comparisons(data))
 
 
-def print_tables(found: list[Contest]) -> None:
+def print_tables(found: list[Comparison]) -> None:
     """The tables and what was seen, on stdout."""
     from rich.console import Console
 
-    from rekindle.lab.show import tables
+    from rekindle.lab.views.terminal import tables
 
     Console(width=width(), highlight=False).print(tables(found, width()))
 

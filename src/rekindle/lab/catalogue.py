@@ -43,7 +43,7 @@ def catalogue() -> dict[str, Any]:
 
 def listed(found: Mapping[str, Any], width: int) -> str:
     """The catalogue as text."""
-    from rekindle.lab.wording import measure
+    from rekindle.lab.results.wording import measure
 
     lines = ["Settings (rekindle lab run NAME)"]
     lines += _columns(

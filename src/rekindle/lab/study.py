@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rekindle.extras import install
 from rekindle.lab import tuning
@@ -24,13 +24,12 @@ from rekindle.lab.execution import Conductor, Event, Outcome, Watcher, described
 from rekindle.lab.execution.local import TARGET, Executor, Pool
 from rekindle.lab.execution.store import Store
 from rekindle.lab.protocols import SETTINGS
+from rekindle.lab.results import Entry, Results
+from rekindle.lab.results.metrics import headline
 from rekindle.lab.settings import Setting, read_source
 from rekindle.lab.settings import setting as named_setting
 from rekindle.lab.train import Run
 from rekindle.monitoring.sinks import MlflowSink, Sink, TensorBoardSink, WandbSink
-
-if TYPE_CHECKING:
-    from rekindle.lab.results import Results
 
 FORMAT = 1
 SEEDS = 5
@@ -98,8 +97,6 @@ class Study:
         """By setting and arm: the configuration that the finished tuning runs choose."""
         if not self.tune:
             return {}
-        from rekindle.lab.metrics import headline
-
         chosen: dict[tuple[str, str], tuning.Choice] = {}
         for setting in self.settings:
             for arm in self.arms:
@@ -160,9 +157,22 @@ class Study:
 
     def results(self) -> Results:
         """What the folder holds of this study now."""
-        from rekindle.lab.results import Results
-
-        return Results.of(self)
+        plan = [(run, run.arm.name, False) for run in self.runs()]
+        choices = self.choices()
+        for setting in self.settings:
+            for arm in self.arms:
+                chosen = choices.get((setting.name, arm.name))
+                if chosen is not None and chosen.arm is not None:
+                    name = tuning.tuned_name(arm.name)
+                    plan += [(Run(setting, chosen.arm, seed), name, True) for seed in self.seeds]
+        return Results(
+            self.to_dict(),
+            tuple(
+                Entry(run.setting, name, run.arm, tuned, run.seed, run.identity, self.store.read(run.identity))
+                for run, name, tuned in plan
+            ),
+            choices,
+        )
 
     def _conduct(self, executor: Executor, watch: Watcher | None, sinks: list[Sink]) -> Outcome:
         """First what is known beforehand, then the configurations that this chose."""

@@ -4,42 +4,40 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
-from rekindle.lab.canvas import COLOURS, Picture
-from rekindle.lab.comparing import NOTHING, REFERENCES
-from rekindle.lab.contest import FIRE, Contest
-from rekindle.lab.pictures import Dot, Interval, Line, curves, forest, scatter
-from rekindle.lab.wording import measure
+from rekindle.lab.results.comparison import FIRE, NOTHING, REFERENCES, Comparison
+from rekindle.lab.results.statistics import SEEDS_FOR_INTERVAL
+from rekindle.lab.results.wording import measure
+from rekindle.lab.views.plots import COLORS, Dot, Interval, Line, Picture, curves, forest, scatter
 
 _KNOWN_FIRST = (FIRE, NOTHING, "full-reset")
 _HEALTH = ("dormant", "effective_rank", "dfi", "norm")
 _FITTING, _GENERALISING = "online_accuracy", "test_accuracy"
 
 
-def shown_arms(contest: Contest) -> list[str]:
-    """The arms that get a colour: FIRE, nothing and the full reset, then the best of the others."""
-    first = [arm for arm in _KNOWN_FIRST if arm in contest.values]
-    rest = [arm for arm in contest.ranked if arm not in first]
-    chosen = [*first, *rest[: COLOURS - len(_KNOWN_FIRST)]]
-    # In the order of the study, so that a colour does not change with the result where all arms have one.
-    order = [arm for arm in contest.values if arm in chosen]
+def shown_arms(comparison: Comparison) -> list[str]:
+    """The arms that get a color: FIRE, nothing and the full reset, then the best of the others."""
+    first = [arm for arm in _KNOWN_FIRST if arm in comparison.values]
+    rest = [arm for arm in comparison.ranked if arm not in first]
+    chosen = [*first, *rest[: COLORS - len(_KNOWN_FIRST)]]
+    # In the order of the study, so that a color does not change with the result where all arms have one.
+    order = [arm for arm in comparison.values if arm in chosen]
     return [arm for arm in _KNOWN_FIRST if arm in order] + [arm for arm in order if arm not in _KNOWN_FIRST]
 
 
-def learning(contest: Contest) -> list[Picture]:
+def learning(comparison: Comparison) -> list[Picture]:
     """The headline over the tasks, and the test measure beside it where there is one."""
     drawn = []
-    key = str(contest.setting["headline"])
+    key = comparison.setting.headline
     other = {"online_accuracy": "test_accuracy", "online_loss": "test_loss"}.get(key)
     for each in (key, other):
         if each is None:
             continue
         measured = measure(each)
-        lines = _lines(contest, each)
-        if not lines or (each != key and key.startswith("online") and _meaningless(contest, each)):
+        lines = _lines(comparison, each)
+        if not lines or (each != key and key.startswith("online") and _meaningless(comparison, each)):
             continue
-        classes = contest.setting.get("classes")
+        classes = comparison.classes
         level = (100.0 / classes, "chance") if measured.unit == "%" and isinstance(classes, int) and classes else None
         drawn.append(
             curves(
@@ -47,22 +45,22 @@ def learning(contest: Contest) -> list[Picture]:
                 lines,
                 x="task",
                 y=measured.axis,
-                named=shown_arms(contest),
+                named=shown_arms(comparison),
                 level=level,
                 start=0.0 if measured.unit == "%" else None,
-                note=_bands(contest),
+                note=_bands(comparison),
             )
         )
     return drawn
 
 
-def differences(contest: Contest) -> list[Picture]:
+def differences(comparison: Comparison) -> list[Picture]:
     """Each arm minus doing nothing, and FIRE minus the references."""
-    measured = contest.headline
+    measured = comparison.headline
     against = [
-        _interval(contest, arm, NOTHING, arm)
-        for arm in contest.ranked
-        if arm != NOTHING and contest.against(arm, NOTHING) is not None
+        _interval(comparison, arm, NOTHING, arm)
+        for arm in comparison.ranked
+        if arm != NOTHING and comparison.against(arm, NOTHING) is not None
     ]
     if not against:
         return []
@@ -74,21 +72,21 @@ def differences(contest: Contest) -> list[Picture]:
             x=f"difference, {measured.step}" if measured.step else "difference",
             better=better,
             worse=worse,
-            named=shown_arms(contest),
+            named=shown_arms(comparison),
         )
     ]
 
 
-def retention(contest: Contest) -> list[Picture]:
+def retention(comparison: Comparison) -> list[Picture]:
     """What is left of earlier tasks right after the remedy, and at the end of each task."""
-    measured = measure("old_accuracy" if contest.headline.unit == "%" else "old_loss")
-    key = "old_accuracy" if contest.headline.unit == "%" else "old_loss"
+    measured = measure("old_accuracy" if comparison.headline.unit == "%" else "old_loss")
+    key = "old_accuracy" if comparison.headline.unit == "%" else "old_loss"
     drawn = []
     for title, each in (
         ("when a task begins, right after the remedy", f"{key}_start"),
         ("when a task ends", key),
     ):
-        lines = _lines(contest, each)
+        lines = _lines(comparison, each)
         if lines:
             drawn.append(
                 curves(
@@ -96,43 +94,43 @@ def retention(contest: Contest) -> list[Picture]:
                     lines,
                     x="task",
                     y=measured.axis,
-                    named=shown_arms(contest),
+                    named=shown_arms(comparison),
                     size=(640, 300),
                 )
             )
     return drawn
 
 
-def health(contest: Contest) -> list[Picture]:
+def health(comparison: Comparison) -> list[Picture]:
     """Measures of the network at the end of each task."""
     drawn = []
     for key in _HEALTH:
         measured = measure(key)
-        lines = _lines(contest, "health", key)
+        lines = _lines(comparison, "health", key)
         if lines:
             name = measured.name[0].upper() + measured.name[1:]
             drawn.append(
-                curves(name, lines, x="task", y=measured.axis, named=shown_arms(contest), start=0.0, size=(640, 280))
+                curves(name, lines, x="task", y=measured.axis, named=shown_arms(comparison), start=0.0, size=(640, 280))
             )
     return drawn
 
 
-def over_streams(found: Sequence[Contest]) -> list[Picture]:
-    """FIRE minus nothing, minus a full reset and minus a random isometry, a line a stream; wins to the right.
+def over_streams(found: Sequence[Comparison]) -> list[Picture]:
+    """FIRE minus nothing, minus a full reset and minus a random isometry, a line per stream; wins to the right.
 
     Streams measure different things, so that each difference is a share of what the first task had.
     """
     lines = []
     for reference in REFERENCES:
-        for contest in found:
-            difference, scale = contest.against(FIRE, reference), _first(contest)
+        for comparison in found:
+            difference, scale = comparison.against(FIRE, reference), _first(comparison)
             if difference is None or not scale:
                 continue
-            sign = 100.0 / scale * (1 if contest.headline.higher else -1)
+            sign = 100.0 / scale * (1 if comparison.headline.higher else -1)
             ends = sorted(sign * end for end in (difference.low, difference.high) if end is not None)
             low, high = ends if len(ends) == 2 else (None, None)
             lines.append(
-                Interval(contest.name, sign * difference.mean, low, high, f"FIRE minus {reference}", reference)
+                Interval(comparison.name, sign * difference.mean, low, high, f"FIRE minus {reference}", reference)
             )
     if not lines:
         return []
@@ -148,10 +146,10 @@ def over_streams(found: Sequence[Contest]) -> list[Picture]:
     ]
 
 
-def trade_off(found: Sequence[Contest]) -> list[Picture]:
+def trade_off(found: Sequence[Comparison]) -> list[Picture]:
     """Fitting against generalising where both were measured on different streams: the scales of FIRE above all."""
-    fitting = next((c for c in found if c.setting["headline"] == _FITTING), None)
-    general = next((c for c in found if c.setting["headline"] == _GENERALISING), None)
+    fitting = next((c for c in found if c.setting.headline == _FITTING), None)
+    general = next((c for c in found if c.setting.headline == _GENERALISING), None)
     if fitting is None or general is None:
         return []
     both = [arm for arm in shown_arms(fitting) if arm in general.values]
@@ -172,25 +170,32 @@ def trade_off(found: Sequence[Contest]) -> list[Picture]:
     ]
 
 
-def _lines(contest: Contest, *keys: str) -> list[Line]:
+def _lines(comparison: Comparison, *keys: str) -> list[Line]:
     """Curves of a measure in its unit; a band ends where the measure does, whatever few seeds make of its interval."""
     measured = measure(keys[-1].removesuffix("_start"))
     top = 100.0 if measured.unit == "%" else math.inf
-    return [
-        replace(line, low=[_within(v, top) for v in line.low], high=[_within(v, top) for v in line.high])
-        for line in contest.lines(*keys, times=measured.times)
-    ]
+    found = []
+    for arm in comparison.arms:
+        curve = comparison.curve(arm, *keys)
+        if curve is not None:
+            mean, low, high = (
+                [None if value is None else measured.times * value for value in curve[end]]
+                for end in ("mean", "low", "high")
+            )
+            places = range(1, len(mean) + 1)
+            found.append(Line(arm, places, mean, [_within(v, top) for v in low], [_within(v, top) for v in high]))
+    return found
 
 
 def _within(value: float | None, top: float) -> float | None:
     return None if value is None else min(max(value, 0.0), top)
 
 
-def _interval(contest: Contest, arm: str, reference: str, label: str) -> Interval | None:
-    difference = contest.against(arm, reference)
+def _interval(comparison: Comparison, arm: str, reference: str, label: str) -> Interval | None:
+    difference = comparison.against(arm, reference)
     if difference is None:
         return None
-    times = contest.headline.times
+    times = comparison.headline.times
     low, high = (None if end is None else times * end for end in (difference.low, difference.high))
     return Interval(label, times * difference.mean, low, high)
 
@@ -199,18 +204,21 @@ def _ends(low: float | None, high: float | None) -> tuple[float, float] | None:
     return None if low is None or high is None else (100 * low, 100 * high)
 
 
-def _first(contest: Contest) -> float | None:
+def _first(comparison: Comparison) -> float | None:
     """The mean of the first task over all runs: what a fresh network reaches there."""
-    key = str(contest.setting["headline"])
-    values = [t[0][key] for s in contest.tasks.values() for t in s.values() if t and t[0].get(key) is not None]
+    key = comparison.setting.headline
+    runs = [rows for arm in comparison.arms.values() for rows in arm.runs.values()]
+    values = [rows[0][key] for rows in runs if rows and rows[0].get(key) is not None]
     return abs(sum(values) / len(values)) if values else None
 
 
-def _meaningless(contest: Contest, key: str) -> bool:
+def _meaningless(comparison: Comparison, key: str) -> bool:
     """Test accuracy of random labels is chance by construction: no picture."""
-    return "random" in str(contest.setting.get("stream", ""))
+    return "random" in comparison.setting.stream
 
 
-def _bands(contest: Contest) -> str:
-    count = len(contest.seeds)
-    return f"Mean over {count} seeds with its 95 % interval." if count > 1 else "One seed: no intervals."
+def _bands(comparison: Comparison) -> str:
+    count = len(comparison.seeds)
+    if count < SEEDS_FOR_INTERVAL:
+        return f"{'One seed' if count == 1 else 'Two seeds'}: no intervals."
+    return f"Mean over {count} seeds with its 95 % interval."

@@ -14,10 +14,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from rekindle.lab.contest import Contest
-from rekindle.lab.summary import Column, columns
+from rekindle.lab.results.comparison import Comparison
+from rekindle.lab.results.wording import duration, measure
 from rekindle.lab.tuning import SEEDS, tuned_name
-from rekindle.lab.wording import duration, measure
+from rekindle.lab.views.text import Column, columns, sentences
 
 if TYPE_CHECKING:
     from rekindle.lab.execution import Event
@@ -96,7 +96,7 @@ class Board:
             yield Text(note, "yellow", overflow="ellipsis", no_wrap=True)
 
     def table(self, width: int) -> Table:
-        """The means so far, an arm a line and a task a column: the first and as many of the last as fit."""
+        """The means so far, an arm per line and a task per column: the first and as many of the last as fit."""
         values, measured = self.values[self.now], measure(self.measures[self.now])
         tasks = sorted({task for each in values.values() for task in each})
         room = max(2, (width - _NAME) // _CELL)
@@ -139,41 +139,41 @@ def live(board: Board, *, quiet: bool = False) -> Iterator[Any]:
         yield board
 
 
-def tables(found: Sequence[Contest], width: int) -> RenderableType:
-    """The result, a table a setting, and under each what was seen."""
+def tables(listed: Sequence[Comparison], width: int) -> RenderableType:
+    """The result: a table per setting, and under each what the numbers mean."""
     parts: list[RenderableType] = []
-    for contest in found:
-        if contest.table:
-            parts += [Text(contest.name, "bold"), _table(contest, width)]
-        parts += [Text(f"refused: {arm}: {why}", "yellow") for arm, why in contest.refused.items()]
-        parts += [Text(f"failed: {arm}: {why}", "red") for arm, why in contest.failed.items()]
-        parts += [Text(sentence) for sentence in contest.said()]
+    for found in listed:
+        if found.ranked:
+            parts += [Text(found.name, "bold"), _table(found, width)]
+        parts += [Text(f"refused: {arm}: {why}", "yellow") for arm, why in found.refused.items()]
+        parts += [Text(f"failed: {arm}: {why}", "red") for arm, why in found.failed.items()]
+        parts += [Text(sentence) for sentence in sentences(found)]
         parts.append(Text(""))
     return Group(*parts[:-1])
 
 
-def _table(contest: Contest, width: int) -> Table:
-    shown = _fitting(columns(contest), contest, width)
+def _table(found: Comparison, width: int) -> Table:
+    shown = _fitting(columns(found), found, width)
     table = Table(box=None, pad_edge=False)
     table.add_column("arm", no_wrap=True)
     for column in shown:
         table.add_column(column.heading, justify="right", no_wrap=True, header_style="dim")
-    for at, row in enumerate(contest.table):
+    for at, arm in enumerate(found.ranked):
         cells = []
         for column in shown:
-            value = column.value(row)
+            value = column.value(arm)
             cell = Text(column.shown(value), "bold" if at == 0 and column is shown[0] else "")
-            ends = column.ends(row) if value is not None else ""
+            ends = column.ends(arm) if value is not None else ""
             cells.append(cell.append(f" {ends}", "dim") if ends else cell)
-        table.add_row(Text(row["arm"], "bold" if at == 0 else ""), *cells)
+        table.add_row(Text(arm, "bold" if at == 0 else ""), *cells)
     return table
 
 
-def _fitting(listed: list[Column], contest: Contest, width: int) -> list[Column]:
+def _fitting(listed: list[Column], found: Comparison, width: int) -> list[Column]:
     """Without the columns that a narrow terminal has no room for; the page and --json have them all."""
     kept = list(listed)
-    names = max(len(row["arm"]) for row in contest.table)
-    wide = {c.heading: max(len(c.heading), *(len(c.text(row)) for row in contest.table)) for c in listed}
+    names = max(map(len, found.ranked))
+    wide = {c.heading: max(len(c.heading), *(len(c.text(arm)) for arm in found.ranked)) for c in listed}
     for heading in _FIRST_TO_GO:
         if names + sum(wide[column.heading] + 2 for column in kept) <= width:
             break

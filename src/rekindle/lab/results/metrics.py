@@ -1,4 +1,4 @@
-"""What a run's rows come to: one number a metric. Rows are those of `rekindle.lab.execute`; only tasks count.
+"""What a run's rows come to: one number per metric. Rows are those of `rekindle.lab.execute`; only tasks count.
 
 A number that was not measured is None, never 0. Where the setting's headline is a loss, so is everything else here,
 and less is better.
@@ -7,13 +7,13 @@ and less is better.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rekindle.lab.evaluation import mean
 from rekindle.lab.settings import Setting
 
-Row = dict[str, Any]
+Row = Mapping[str, Any]
 
 _UNEQUAL = frozenset({"warm-start", "continual", "class-incremental", "drift", "domains"})
 

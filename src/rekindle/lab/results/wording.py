@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+
+from rekindle.lab.results.statistics import Difference, Interval
 
 
 @dataclass(frozen=True)
@@ -41,13 +44,14 @@ class Measure:
         """
         return self._with_unit(self.number(value)) if value is not None else "–"
 
-    def interval(self, low: float | None, high: float | None) -> str:
-        """The ends of an interval, or nothing.
+    def ends(self, found: Interval) -> str:
+        """The ends of an interval; the values themselves where there are too few for one; else nothing.
 
-        >>> measure("test_accuracy").interval(0.45, 0.47), measure("test_accuracy").interval(None, None)
-        ('[45.0, 47.0]', '')
+        >>> shares = measure("test_accuracy")
+        >>> shares.ends(Interval(0.46, 0.45, 0.47, 5)), shares.ends(Interval(0.46, None, None, 2, values=(0.45, 0.47)))
+        ('[45.0, 47.0]', '(45.0, 47.0)')
         """
-        return "" if low is None or high is None else f"[{self.number(low)}, {self.number(high)}]"
+        return _bracketed(found, self.number)
 
     def difference(self, value: float | None) -> str:
         """A difference with its sign; of shares in points.
@@ -61,13 +65,13 @@ class Measure:
         sign = "" if not shown.strip("0.") else "−" if value < 0 else "+"
         return f"{sign}{shown}"
 
-    def differences(self, low: float | None, high: float | None) -> str:
-        """The ends of a difference's interval, or nothing.
+    def difference_ends(self, found: Difference) -> str:
+        """The same for a difference, each with its sign.
 
-        >>> measure("test_accuracy").differences(-0.01, 0.02)
+        >>> measure("test_accuracy").difference_ends(Difference(0.005, -0.01, 0.02, 5))
         '[−1.0, +2.0]'
         """
-        return "" if low is None or high is None else f"[{self.difference(low)}, {self.difference(high)}]"
+        return _bracketed(found, self.difference)
 
     @property
     def step(self) -> str:
@@ -80,6 +84,12 @@ class Measure:
 
     def _with_unit(self, shown: str) -> str:
         return f"{shown}\N{NO-BREAK SPACE}%" if self.unit == "%" else shown
+
+
+def _bracketed(found: Interval | Difference, shown: Callable[[float], str]) -> str:
+    if found.low is not None and found.high is not None:
+        return f"[{shown(found.low)}, {shown(found.high)}]"
+    return f"({', '.join(map(shown, found.values))})" if found.values else ""
 
 
 def _share(name: str, higher: bool = True) -> Measure:

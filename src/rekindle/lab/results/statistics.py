@@ -18,19 +18,24 @@ import numpy as np
 from rekindle.extras import install
 
 LEVEL = 0.95
+SEEDS_FOR_INTERVAL = 3  # t with one degree of freedom is 12.7: an interval of two seeds says nothing
 STREAMS_FOR_IQM = 5
 RESAMPLES = 4999
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean with its confidence interval; low and high are None where there can be none, and `note` says why."""
+    """A mean with its confidence interval; low and high are None where there can be none, and `note` says why.
+
+    `values` are what the mean is of, where they are so few that they are shown instead of an interval.
+    """
 
     mean: float
     low: float | None
     high: float | None
     count: int
     note: str | None = None
+    values: tuple[float, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """All fields, ready for JSON."""
@@ -53,6 +58,7 @@ class Difference:
     p: float | None = None
     holm: float | None = None
     note: str | None = None
+    values: tuple[float, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """All fields, ready for JSON."""
@@ -69,14 +75,13 @@ def t_interval(values: Sequence[float], *, level: float = LEVEL) -> Interval:
 
     >>> print(t_interval([0.1, 0.2, 0.3]))
     0.200 [-0.048, 0.448]
-    >>> t_interval([0.5]).note
-    'one seed: no interval'
+    >>> t_interval([0.5]).note, t_interval([0.5, 0.7]).values
+    ('one seed: no interval', (0.5, 0.7))
     """
+    few = _too_few(values)
+    if few is not None:
+        return few
     count, mean = _checked(values)
-    if count == 1:
-        return Interval(mean, None, None, 1, "one seed: no interval")
-    if _flat(values):
-        return Interval(mean, mean, mean, count, "all seeds equal")
     half = float(_scipy().t.ppf((1 + level) / 2, count - 1)) * float(np.std(values, ddof=1)) / math.sqrt(count)
     return Interval(mean, mean - half, mean + half, count)
 
@@ -92,8 +97,8 @@ def paired(arm: Mapping[int, float], reference: Mapping[int, float], *, level: f
         return None
     differences = [arm[seed] - reference[seed] for seed in seeds]
     interval = t_interval(differences, level=level)
-    if len(seeds) == 1:
-        return Difference(interval.mean, None, None, 1, note=interval.note)
+    if len(seeds) < SEEDS_FOR_INTERVAL:
+        return Difference(interval.mean, None, None, len(seeds), note=interval.note, values=interval.values)
     if _flat(differences):
         zero = interval.mean == 0.0
         note = "equal on every seed" if zero else "the same difference on every seed: no test"
@@ -126,11 +131,10 @@ def bootstrap_interval(values: Sequence[float], *, level: float = LEVEL, seed: i
     >>> 0.1 < interval.low < interval.mean < interval.high < 0.6
     True
     """
+    few = _too_few(values)
+    if few is not None:
+        return few
     count, mean = _checked(values)
-    if count == 1:
-        return Interval(mean, None, None, 1, "one seed: no interval")
-    if _flat(values):
-        return Interval(mean, mean, mean, count, "all seeds equal")
     answer = (
         _scipy()
         .bootstrap(
@@ -216,6 +220,15 @@ def _scipy() -> Any:
     except ImportError as error:
         raise ImportError(f"intervals need scipy: {install('lab')}") from error
     return scipy.stats
+
+
+def _too_few(values: Sequence[float]) -> Interval | None:
+    """The mean without an interval where there can be none."""
+    count, mean = _checked(values)
+    if count < SEEDS_FOR_INTERVAL:
+        note = "one seed: no interval" if count == 1 else "two seeds: their values, no interval"
+        return Interval(mean, None, None, count, note, tuple(values) if count > 1 else ())
+    return Interval(mean, mean, mean, count, "all seeds equal") if _flat(values) else None
 
 
 def _checked(values: Sequence[float]) -> tuple[int, float]:

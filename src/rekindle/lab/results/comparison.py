@@ -1,0 +1,476 @@
+"""The arms of one setting compared: values by seed, intervals, paired differences, prices and curves.
+
+Every interval that a table, a page, a document or a terminal shows is computed here, once. A `Comparison` is made
+from the runs of a study or from the dictionary that `Results.to_dict` gave, so that a page can be made from a file.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from statistics import fmean
+from typing import Any, TypeVar
+
+from rekindle.lab.results import metrics
+from rekindle.lab.results.statistics import (
+    Difference,
+    Interval,
+    bootstrap_interval,
+    holm,
+    paired,
+    probability_of_improvement,
+    t_interval,
+)
+from rekindle.lab.results.wording import Measure, measure
+from rekindle.lab.settings import Setting
+
+Row = Mapping[str, Any]
+Rows = Sequence[Row]
+T = TypeVar("T")
+
+FIRE, NOTHING, FRESH, TUNED = "fire", "nothing", "full-reset", " (tuned)"
+REFERENCES = (NOTHING, FRESH, "random-isometry")
+CURVES = tuple(f"{when}_{what}" for when in ("online", "train", "test", "old") for what in ("accuracy", "loss"))
+UNEQUAL = "the tasks are not equally hard: what was lost is what a fresh start gains"
+
+
+@dataclass(frozen=True)
+class ArmRuns:
+    """The finished runs of one arm in one setting: `runs[seed]` are the rows of its tasks.
+
+    `name` is what tables show; `arm` is the configuration, which for a tuned arm is the chosen one.
+    """
+
+    setting: Setting
+    name: str
+    arm: Mapping[str, Any]
+    tuned: bool
+    runs: Mapping[int, Rows]
+
+    def values(self, metric: str = "headline") -> dict[int, float]:
+        """A number per seed: the headline, or another number of the last tasks' rows ("remedy.loss_after")."""
+        if metric == "headline":
+            return self.by_seed(lambda rows: metrics.headline(rows, self.setting))
+        return self.by_seed(lambda rows: mean_at(rows[-self.setting.last :], *metric.split(".")))
+
+    def by_seed(self, number: Callable[[Rows], float | None]) -> dict[int, float]:
+        """A number of each run that has it."""
+        return {seed: value for seed, rows in self.runs.items() if (value := number(rows)) is not None}
+
+    @property
+    def diverged(self) -> int:
+        """How many runs had a loss that was not finite."""
+        return sum(any(row.get("diverged") for row in rows) for rows in self.runs.values())
+
+    def learning(self) -> dict[str, list[Any]]:
+        """The fine curve over the whole stream, mean over the seeds whose points agree with the first seed's."""
+        lines = [_joined(rows) for rows in self.runs.values()]
+        lines = [line for line in lines if [p[0] for p in line] == [p[0] for p in lines[0]]]
+        points = list(zip(*lines, strict=True))
+        return {
+            "step": [each[0][0] for each in points],
+            "accuracy": [_mean([p[1] for p in each]) for each in points],
+            "loss": [_mean([p[2] for p in each]) for each in points],
+        }
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One measure of one setting: arm − other over the seeds that both have."""
+
+    setting: str
+    what: str
+    measured: Measure
+    difference: Difference
+
+    def cells(self) -> tuple[str, str, str, str]:
+        """Setting, measure, difference with its interval, and who is better: "–" where it may be chance."""
+        found = self.difference
+        shown = f"{self.measured.difference(found.mean)} {self.measured.difference_ends(found)}".strip()
+        sure = found.holm is not None and found.holm < 0.05
+        gain = (found.mean > 0) == self.measured.higher
+        verdict = ("better" if gain else "worse") if sure else "–"
+        return self.setting, f"{self.what}, {self.measured.step}", shown, verdict
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One setting: its arms in the study's order, why others were refused or failed, and what tuning chose."""
+
+    setting: Setting
+    arms: Mapping[str, ArmRuns]
+    refused: Mapping[str, str] = field(default_factory=dict)
+    failed: Mapping[str, str] = field(default_factory=dict)
+    chosen: Mapping[str, str] = field(default_factory=dict)
+    classes: int | None = None
+    _known: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def name(self) -> str:
+        """The setting's name."""
+        return self.setting.name
+
+    @property
+    def headline(self) -> Measure:
+        """What is compared."""
+        return measure(self.setting.headline)
+
+    @property
+    def last(self) -> int:
+        """How many of the last tasks it is averaged over."""
+        longest = max((len(rows) for arm in self.arms.values() for rows in arm.runs.values()), default=1)
+        return min(self.setting.last, longest)
+
+    @property
+    def seeds(self) -> list[int]:
+        """All seeds that any arm has finished."""
+        return sorted({seed for values in self.values.values() for seed in values})
+
+    @cached_property
+    def values(self) -> dict[str, dict[int, float]]:
+        """The headline by arm and seed; an arm all of whose runs diverged has none."""
+        found = {name: arm.values() for name, arm in self.arms.items()}
+        return {name: values for name, values in found.items() if values}
+
+    @cached_property
+    def ranked(self) -> list[str]:
+        """Arms from the best mean to the worst."""
+        sign = -1 if self.headline.higher else 1
+        return sorted(self.values, key=lambda arm: sign * self.interval(arm).mean)
+
+    # Intervals and differences
+
+    def interval(self, arm: str) -> Interval:
+        """The headline's mean over seeds with its t-interval."""
+        return self._once(("interval", arm), lambda: t_interval(list(self.values[arm].values())))
+
+    def against(self, arm: str, reference: str) -> Difference | None:
+        """Arm minus reference, paired by seed; a tuned arm against the tuned reference, for the budget is equal."""
+        return self.differences("headline", reference).get(arm) or self._pair("headline", arm, reference)
+
+    def differences(self, metric: str, reference: str) -> dict[str, Difference]:
+        """Every arm minus a reference, with Holm's p over all of them."""
+
+        def computed() -> dict[str, Difference]:
+            found = {arm: pair for arm in self.arms if (pair := self._pair(metric, arm, reference)) is not None}
+            corrected = holm({arm: pair.p for arm, pair in found.items()})
+            return {arm: replace(pair, holm=corrected[arm]) for arm, pair in found.items()}
+
+        return self._once(("differences", metric, reference), computed)
+
+    def improvement(self, arm: str, reference: str) -> float | None:
+        """The share of seeds on which the arm is better than the reference, whichever way better is."""
+        ours, theirs = self.values.get(arm), self.values.get(self._other(arm, reference))
+        if not ours or not theirs:
+            return None
+        return (
+            probability_of_improvement(theirs, ours)
+            if self.setting.falling
+            else probability_of_improvement(ours, theirs)
+        )
+
+    def number(self, arm: str, name: str) -> Interval | None:
+        """One of `NUMBERS`, or "recovery", with its interval over the seeds; None where it does not apply."""
+
+        def computed() -> Interval | None:
+            if name == "recovery":
+                values = self._recoveries(arm)
+            else:
+                values = self.arms[arm].by_seed(lambda rows: NUMBERS[name](rows, self.setting))
+            return t_interval(list(values.values())) if values else None
+
+        return self._once(("number", arm, name), computed)
+
+    def curve(self, arm: str, *path: str) -> dict[str, list[Any]] | None:
+        """A number of every task, mean and interval over the seeds; None if no run has it."""
+
+        def computed() -> dict[str, list[Any]] | None:
+            runs = self.arms[arm].runs.values()
+            length = max(map(len, runs), default=0)
+            out: dict[str, list[Any]] = {"task": list(range(length)), "mean": [], "low": [], "high": []}
+            for task in range(length):
+                values = [at(rows[task], path) for rows in runs if task < len(rows)]
+                known = [value for value in values if value is not None]
+                interval = t_interval(known) if known else None
+                for end in ("mean", "low", "high"):
+                    out[end].append(None if interval is None else getattr(interval, end))
+            return out if any(value is not None for value in out["mean"]) else None
+
+        return self._once(("curve", arm, path), computed)
+
+    def pairs(self, arm: str, other: str) -> list[Pair]:
+        """Two arms in everything that is measured, with Holm's p over the measures of this setting."""
+        old = measure("old_loss" if self.setting.falling else "old_accuracy")
+        cost = replace(old, higher=False)
+        asked = [("headline", self.headline, self.values.get(arm, {}), self.values.get(other, {}))]
+        for what, measured, name in (
+            ("old tasks right after the remedy", old, "retention"),
+            ("old tasks at the end", old, "retention_end"),
+            ("drop of the task just learned", cost, "drop"),
+            ("change of the function (KL)", measure("function_drift"), "function_drift"),
+        ):
+            ours, theirs = (
+                self.arms[each].by_seed(lambda rows, name=name: NUMBERS[name](rows, self.setting))  # type: ignore[misc]
+                for each in (arm, other)
+            )
+            asked.append((what, measured, ours, theirs))
+        if NOTHING in self.arms:
+            steps = Measure("steps", "steps", higher=False)
+            asked.append(
+                (
+                    "until learned as well as by doing nothing",
+                    steps,
+                    self._recoveries(arm, True),
+                    self._recoveries(other, True),
+                )
+            )
+        found = [
+            Pair(self.name, what, measured, difference)
+            for what, measured, ours, theirs in asked
+            if (difference := paired(ours, theirs)) is not None
+        ]
+        return with_holm(found)
+
+    # What tables and files hold
+
+    def line(self, arm: str, metric: str = "headline") -> dict[str, Any]:
+        """The row of an arm in the table of results."""
+        each, values = self.arms[arm], self.arms[arm].values(metric)
+        interval = self.interval(arm) if metric == "headline" else t_interval(list(values.values()))
+        line: dict[str, Any] = {
+            "setting": self.name,
+            "arm": arm,
+            "tuned": each.tuned,
+            "metric": self.setting.headline if metric == "headline" else metric,
+            "seeds": len(values),
+            "mean": interval.mean,
+            "low": interval.low,
+            "high": interval.high,
+            "note": interval.note,
+            "values": {str(seed): value for seed, value in sorted(values.items())},
+        }
+        for reference in REFERENCES:
+            difference = self.differences(metric, reference).get(arm)
+            name = "difference" if reference == NOTHING else reference.replace("-", "_")
+            for end in ("mean", "low", "high"):
+                value = None if difference is None else getattr(difference, end)
+                line[name if end == "mean" else f"{name}_{end}"] = value
+            if reference == NOTHING:
+                line["p"] = None if difference is None else difference.p
+                line["holm"] = None if difference is None else difference.holm
+        for name in (*NUMBERS, "recovery"):
+            found = self.number(arm, name)
+            line[name] = None if found is None else found.mean
+        line["diverged"] = each.diverged
+        if len(values) < len(each.runs):
+            line["note"] = f"{len(each.runs) - len(values)} of {len(each.runs)} runs diverged and are not in the mean"
+        return line
+
+    def detail(self, arm: str) -> dict[str, Any]:
+        """Everything about an arm, ready for JSON."""
+        each, values = self.arms[arm], self.values.get(arm)
+        kind = "loss" if self.setting.falling else "accuracy"
+        health = sorted({name for rows in each.runs.values() for row in rows for name in row.get("health") or {}})
+        before = t_interval_of(each.by_seed(lambda rows: mean_at(rows, "remedy", f"old_{kind}_before")))
+        return {
+            "name": arm,
+            "arm": dict(each.arm),
+            "tuned": each.tuned,
+            "seeds": sorted(each.runs),
+            "headline": self.interval(arm).to_dict() if values else None,
+            "bootstrap": bootstrap_interval(list(values.values())).to_dict() if values else None,
+            "differences": {
+                reference: None if (d := self.differences("headline", reference).get(arm)) is None else d.to_dict()
+                for reference in REFERENCES
+            },
+            "improvement": {reference: self.improvement(arm, reference) for reference in REFERENCES},
+            **{name: as_dict(self.number(arm, name)) for name in (*NUMBERS, "recovery")},
+            "diverged": each.diverged,
+            "retained": {
+                "before": as_dict(before),
+                "after": as_dict(self.number(arm, "retention")),
+                "end": as_dict(self.number(arm, "retention_end")),
+            },
+            "curves": {name: curve for name in CURVES if (curve := self.curve(arm, name)) is not None},
+            "health": {name: curve for name in health if (curve := self.curve(arm, "health", name)) is not None},
+            "learning": each.learning() if each.runs else None,
+        }
+
+    def validity(self) -> dict[str, Any]:
+        """Whether the stream can tell remedies apart: doing nothing must fall to half of its first task or below.
+
+        `valid` is None, and `note` says why, where that cannot be told.
+        """
+        values = self.values.get(NOTHING)
+        if not values:
+            return {"valid": None, "first": None, "last": None, "fall": None, "note": f"no finished run of {NOTHING!r}"}
+        runs = list(self.arms[NOTHING].runs.values())
+        firsts = [value for rows in runs if (value := metrics.first_task(rows, self.setting)) is not None]
+        first, last = fmean(firsts), fmean(values.values())
+        valid, fall = metrics.valid_stream(runs, self.setting, self.classes), None
+        if valid is not None:
+            # A loss is judged by how far below chance it is, as `valid_stream` does.
+            chance = math.log(self.classes or 1)
+            top, bottom = (chance - each if self.setting.falling else each for each in (first, last))
+            fall = (top - bottom) / top if top > 0 else None
+        note = None if metrics.equally_hard(self.setting) else UNEQUAL
+        return {"valid": valid, "first": first, "last": last, "fall": fall, "note": note}
+
+    # Inside
+
+    def _pair(self, metric: str, arm: str, reference: str) -> Difference | None:
+        other = self._other(arm, reference)
+        if other == arm or other not in self.arms or arm not in self.arms:
+            return None
+        if metric == "headline":
+            return paired(self.values.get(arm, {}), self.values.get(other, {}))
+        return paired(self.arms[arm].values(metric), self.arms[other].values(metric))
+
+    def _other(self, arm: str, reference: str) -> str:
+        tuned = arm.endswith(TUNED) or (arm in self.arms and self.arms[arm].tuned)
+        return reference + TUNED if tuned and not reference.endswith(TUNED) else reference
+
+    def _recoveries(self, arm: str, itself: bool = False) -> dict[int, float]:
+        """By seed, the steps in which an arm learns a task as well as doing nothing has by its end."""
+        nothing = self.arms.get(NOTHING)
+        if nothing is None or (arm == NOTHING and not itself):
+            return {}
+        both = {seed: (rows, nothing.runs[seed]) for seed, rows in self.arms[arm].runs.items() if seed in nothing.runs}
+        found = {seed: metrics.recovery(rows, reference, self.setting) for seed, (rows, reference) in both.items()}
+        return {seed: value for seed, value in found.items() if value is not None}
+
+    def _once(self, key: Any, computed: Callable[[], T]) -> T:
+        if key not in self._known:
+            self._known[key] = computed()
+        found: T = self._known[key]
+        return found
+
+
+# What a table says of a run beside its headline. remedy_seconds is for one task that had any; retention is right
+# after the boundary, retention_end at the end of the task that followed.
+NUMBERS: dict[str, Callable[[Any, Setting], float | None]] = {
+    "first_task": metrics.first_task,
+    "auc": metrics.auc,
+    "drop": metrics.drop,
+    "peak": lambda rows, setting: metrics.peak(rows),
+    "retention": metrics.retention_after_remedy,
+    "retention_end": metrics.retention,
+    "function_drift": lambda rows, setting: metrics.drift(rows),
+    "remedy_seconds": lambda rows, setting: mean_at(
+        [row for row in rows if row.get("remedy_seconds")], "remedy_seconds"
+    ),
+    "seconds": lambda rows, setting: sum(row.get("seconds") or 0.0 for row in rows),
+}
+
+
+def comparisons(data: Mapping[str, Any]) -> list[Comparison]:
+    """A comparison for each setting of what `Results.to_dict` gave, in its order.
+
+    >>> comparisons({"settings": {}, "runs": []})
+    []
+    """
+    known = {each.name for each in fields(Setting)}
+    found = []
+    for name, about in data["settings"].items():
+        setting = Setting(**{key: value for key, value in about.items() if key in known})
+        details = {each["name"]: each for each in (data.get("arms") or {}).get(name, ())}
+        runs: dict[str, dict[int, Rows]] = {}
+        tuned: dict[str, bool] = {}
+        reasons: dict[str, dict[str, str]] = {"refused": {}, "failed": {}}
+        for run in data["runs"]:
+            if run["setting"] != name:
+                continue
+            if run["state"] == "finished":
+                runs.setdefault(run["arm"], {})[int(run["seed"])] = run["tasks"]
+                tuned[run["arm"]] = bool(run.get("tuned"))
+            elif run["state"] in reasons:
+                reasons[run["state"]][run["arm"]] = run.get("reason") or ""
+        arms = {
+            arm: ArmRuns(setting, arm, (details.get(arm) or {}).get("arm") or {}, tuned[arm], seeds)
+            for arm, seeds in runs.items()
+        }
+        prefix = f"{name}/"
+        chosen = {
+            key.removeprefix(prefix): choice(made)
+            for key, made in (data.get("tuning") or {}).items()
+            if key.startswith(prefix)
+        }
+        found.append(Comparison(setting, arms, chosen=chosen, classes=about.get("classes"), **reasons))
+    return found
+
+
+def choice(made: Mapping[str, Any]) -> str:
+    """What tuning changed in an arm, in words.
+
+    >>> choice({"place": 1, "arm": {"lr": 0.5, "options": {"scale": "nearest"}}})
+    '0.5 of the learning rate, scale=nearest'
+    >>> choice({"place": 0, "arm": {"options": {"tau": 0.1}}}), choice({"arm": None, "note": "none ran"})
+    ('its default', 'none ran')
+    """
+    if not made.get("arm"):
+        return str(made.get("note") or "nothing yet")
+    if made["place"] == 0:
+        return "its default"
+    arm = made["arm"]
+    options = {**(arm.get("options") or {}), **(arm.get("optimizer_options") or {})}
+    rate = [f"{arm['lr']:g} of the learning rate"] if arm.get("lr") else []
+    return ", ".join([*rate, *(f"{key}={value}" for key, value in options.items())])
+
+
+def with_holm(pairs: Sequence[Pair]) -> list[Pair]:
+    """The same with Holm's p over all of them."""
+    corrected = holm({str(place): pair.difference.p for place, pair in enumerate(pairs)})
+    return [
+        replace(pair, difference=replace(pair.difference, holm=corrected[str(place)]))
+        for place, pair in enumerate(pairs)
+    ]
+
+
+def t_interval_of(values: Mapping[int, float]) -> Interval | None:
+    """The interval of values by seed; None without any.
+
+    >>> t_interval_of({}) is None
+    True
+    """
+    return t_interval(list(values.values())) if values else None
+
+
+def mean_at(rows: Iterable[Row], *path: str) -> float | None:
+    """The mean over the tasks that have this number.
+
+    >>> mean_at([{"a": {"b": 1.0}}, {"a": None}, {"a": {"b": 2.0}}], "a", "b")
+    1.5
+    """
+    return _mean([at(row, path) for row in rows])
+
+
+def at(row: Row, path: Sequence[str]) -> float | None:
+    """The number at a path in a row, or None.
+
+    >>> at({"remedy": {"seconds": 2}}, ("remedy", "seconds")), at({"remedy": None}, ("remedy", "seconds"))
+    (2.0, None)
+    """
+    found: Any = row
+    for name in path:
+        found = found.get(name) if isinstance(found, Mapping) else None
+    return float(found) if isinstance(found, int | float) and not isinstance(found, bool) else None
+
+
+def as_dict(interval: Interval | None) -> dict[str, Any] | None:
+    """An interval for JSON."""
+    return None if interval is None else interval.to_dict()
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else None
+
+
+def _joined(rows: Rows) -> list[tuple[int, float | None, float | None]]:
+    out, before = [], 0
+    for row in rows:
+        out += [(before + int(step), accuracy, loss) for step, accuracy, loss in row.get("curve") or ()]
+        before += int(row.get("steps") or 0)
+    return out

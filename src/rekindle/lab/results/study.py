@@ -1,0 +1,245 @@
+"""What a study found: rows, a frame, a table with intervals, and one dictionary that pages and pictures are made of."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from statistics import fmean
+from typing import Any
+
+from rekindle.extras import require
+from rekindle.lab import tuning
+from rekindle.lab.arms import Arm
+from rekindle.lab.execution.store import Record, Row, flat
+from rekindle.lab.results import metrics
+from rekindle.lab.results.comparison import NOTHING, ArmRuns, Comparison, Rows, choice
+from rekindle.lab.results.statistics import STREAMS_FOR_IQM, Interval, interquartile_mean
+from rekindle.lab.settings import Setting
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One run of the study, with what is known of it."""
+
+    setting: Setting
+    name: str
+    arm: Arm
+    tuned: bool
+    seed: int
+    identity: str
+    record: Record
+
+    @property
+    def tasks(self) -> Rows:
+        """The rows of its tasks."""
+        return [row for row in self.record.rows if row["kind"] == "task"]
+
+    @property
+    def reason(self) -> str | None:
+        """Why it was refused or failed."""
+        last = self.record.rows[-1] if self.record.rows else {}
+        if self.record.state == "refused":
+            return str(last.get("refused"))
+        return str(last.get("error")) if self.record.state == "failed" else None
+
+
+@dataclass(frozen=True)
+class Results:
+    """The runs of a study and what follows from them.
+
+    >>> Results({"name": "empty"}, ()).table()
+    []
+    """
+
+    study: Mapping[str, Any]
+    entries: tuple[Entry, ...]
+    choices: Mapping[tuple[str, str], tuning.Choice] | None = None
+
+    @cached_property
+    def settings(self) -> dict[str, Setting]:
+        """The settings by name, in the study's order."""
+        return {entry.setting.name: entry.setting for entry in self.entries}
+
+    @property
+    def rows(self) -> list[Row]:
+        """Every task of every finished run, with its setting, arm and seed."""
+        return [
+            {"setting": e.setting.name, "arm": e.name, "seed": e.seed, "identity": e.identity, **row}
+            for e in self.entries
+            if e.record.state == "finished"
+            for row in e.tasks
+        ]
+
+    def frame(self) -> Any:
+        """The rows as a pandas DataFrame, flat."""
+        pandas = require("pandas", "lab", "a frame")
+        return pandas.DataFrame([flat(row) for row in self.rows]).drop(columns="kind", errors="ignore")
+
+    @cached_property
+    def comparisons(self) -> dict[str, Comparison]:
+        """The arms of each setting that have a finished run, in the study's order, tuned ones after the untuned."""
+        found = {}
+        for name, setting in self.settings.items():
+            entries = [entry for entry in self.entries if entry.setting.name == name]
+            finished = [entry for entry in entries if entry.record.state == "finished"]
+            arms = {
+                entry.name: ArmRuns(
+                    setting,
+                    entry.name,
+                    entry.arm.to_dict(),
+                    entry.tuned,
+                    {each.seed: each.tasks for each in finished if each.name == entry.name},
+                )
+                for entry in finished
+            }
+            reasons: dict[str, dict[str, str]] = {"refused": {}, "failed": {}}
+            for entry in entries:
+                if entry.record.state in reasons:
+                    reasons[entry.record.state].setdefault(entry.name, entry.reason or "")
+            chosen = {a: choice(made.to_dict()) for (s, a), made in (self.choices or {}).items() if s == name}
+            found[name] = Comparison(
+                setting, arms, chosen=chosen, classes=self._stream(name).get("classes"), **reasons
+            )
+        return found
+
+    def table(self, metric: str = "headline", setting: str | None = None) -> list[Row]:
+        """A row per arm and setting: mean, 95 % interval, paired difference to nothing with Holm's p, and the price.
+
+        metric: "headline", or a number of the task rows, averaged over the same last tasks.
+        """
+        if setting is not None and setting not in self.settings:
+            raise ValueError(f"there is no setting {setting!r} in this study; there are {', '.join(self.settings)}")
+        return [
+            comparison.line(arm, metric)
+            for name, comparison in self.comparisons.items()
+            if setting in (None, name)
+            for arm, runs in comparison.arms.items()
+            if runs.values(metric)
+        ]
+
+    def validity(self, setting: str) -> dict[str, Any]:
+        """Whether the stream can tell remedies apart: doing nothing must fall to half of its first task or below."""
+        return self.comparisons[setting].validity()
+
+    def over_streams(self) -> dict[str, Any]:
+        """Every arm over all settings: the interquartile mean of its score, and how often it beats doing nothing.
+
+        A score is the headline as a share of the first task's value (for a loss the other way round), so that 1 is
+        as good as new; streams whose tasks are not equally hard have none. A tuned arm is held against doing nothing
+        tuned.
+        """
+        arms: dict[str, list[Comparison]] = {}
+        for comparison in self.comparisons.values():
+            for name in comparison.arms:
+                arms.setdefault(name, []).append(comparison)
+        out: dict[str, Any] = {}
+        for name, found in arms.items():
+            scores = {each.name: scored for each in found if (scored := _scores(each, name))}
+            wins = [
+                win
+                for each in found
+                if name not in (NOTHING, tuning.tuned_name(NOTHING))
+                if (win := each.improvement(name, NOTHING)) is not None
+            ]
+            interval: Interval | None = interquartile_mean(scores) if len(scores) >= STREAMS_FOR_IQM else None
+            out[name] = {
+                "streams": len(scores),
+                "iqm": None if interval is None else interval.to_dict(),
+                "improvement": fmean(wins) if wins else None,
+            }
+        few = sum(map(metrics.equally_hard, self.settings.values())) < STREAMS_FOR_IQM
+        note = f"an interquartile mean needs at least {STREAMS_FOR_IQM} streams of equally hard tasks" if few else None
+        return {"note": note, "arms": out}
+
+    def to_dict(self) -> dict[str, Any]:
+        """All that pages and pictures need, ready for JSON."""
+        return {
+            "format": FORMAT,
+            "study": dict(self.study),
+            "settings": {name: setting.to_dict() | self._stream(name) for name, setting in self.settings.items()},
+            "runs": [_as_dict(entry) for entry in self.entries],
+            "table": self.table(),
+            "arms": {name: [each.detail(arm) for arm in each.arms] for name, each in self.comparisons.items()},
+            "validity": {name: self.validity(name) for name in self.settings},
+            "streams": self.over_streams(),
+            "tuning": {f"{s}/{a}": choice.to_dict() for (s, a), choice in (self.choices or {}).items()},
+            "made": {"versions": self._versions(), "platform": platform.platform()},
+        }
+
+    def __str__(self) -> str:
+        """The table as text."""
+        lines = [("setting", "arm", "seeds", "mean [95 %]", "− nothing [95 %]", "Holm p")]
+        for row in self.table():
+            difference = _ends(row["difference"], row["difference_low"], row["difference_high"], "+")
+            p = "" if row["holm"] is None else f"{row['holm']:.3g}"
+            mean = _ends(row["mean"], row["low"], row["high"], "")
+            lines.append((row["setting"], row["arm"], str(row["seeds"]), mean, difference, p))
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        text = ["  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines]
+        text += [f"refused: {e.setting.name} {e.name}: {e.reason}" for e in self._first("refused")]
+        text += [f"failed: {e.setting.name} {e.name} seed {e.seed}: {e.reason}" for e in self._first("failed")]
+        waiting = sum(e.record.state in ("new", "partial") for e in self.entries)
+        text += [f"{waiting} of {len(self.entries)} runs are not done yet"] if waiting else []
+        return "\n".join(text)
+
+    def _first(self, state: str) -> list[Entry]:
+        """The first entry of each setting and arm in this state: the reason is the same for every seed."""
+        found: dict[tuple[str, str], Entry] = {}
+        for entry in self.entries:
+            if entry.record.state == state:
+                found.setdefault((entry.setting.name, entry.name), entry)
+        return list(found.values())
+
+    def _stream(self, setting: str) -> dict[str, Any]:
+        """What the runs say of the stream: how many tasks, classes, and their names."""
+        for entry in self.entries:
+            if entry.setting.name == setting and entry.record.state == "finished":
+                about = entry.record.rows[0].get("stream") or {}
+                return {
+                    "classes": about.get("classes"),
+                    "tasks": about.get("tasks", len(entry.tasks)),
+                    "task_names": [row.get("name") for row in entry.tasks],
+                    "parameters": entry.record.rows[0].get("parameters"),
+                }
+        return {}
+
+    def _versions(self) -> dict[str, str]:
+        return next((dict(e.record.rows[0].get("versions") or {}) for e in self.entries if e.record.rows), {})
+
+
+def _scores(comparison: Comparison, arm: str) -> list[float]:
+    """Its headline on each seed as a share of the first task's value; none where tasks are not equally hard."""
+    setting, each = comparison.setting, comparison.arms[arm]
+    out: list[float] = []
+    if not metrics.equally_hard(setting):
+        return out
+    for seed, value in comparison.values.get(arm, {}).items():
+        first = metrics.first_task(each.runs[seed], setting)
+        top, bottom = (first, value) if setting.falling else (value, first)
+        if top is not None and bottom:
+            out.append(top / bottom)
+    return out
+
+
+def _as_dict(entry: Entry) -> dict[str, Any]:
+    return {
+        "setting": entry.setting.name,
+        "arm": entry.name,
+        "seed": entry.seed,
+        "tuned": entry.tuned,
+        "identity": entry.identity,
+        "state": entry.record.state,
+        "reason": entry.reason,
+        "tasks": [{name: value for name, value in row.items() if name != "kind"} for row in entry.tasks],
+    }
+
+
+def _ends(mean: float | None, low: float | None, high: float | None, sign: str) -> str:
+    if mean is None:
+        return ""
+    text = f"{mean:{sign}.4f}"
+    return text if low is None or high is None else f"{text} [{low:{sign}.4f}, {high:{sign}.4f}]"

@@ -1,0 +1,10 @@
+"""What people see of a study: sentences and tables, the terminal, drawings, the page and the Markdown document.
+
+- `text`: what the numbers mean in sentences, the columns of the table, the Markdown document;
+- `terminal`: the live table while a study runs, the tables of its result;
+- `plots`: curves, forest plots and scatter plots as SVG that follows light and dark and shows names on hover;
+- `figures`: which plots a study has;
+- `page`: the page, one self-contained HTML file.
+
+Imports `lab.results` and the markup of `report`. Start with `text`.
+"""

@@ -1,0 +1,345 @@
+"""A comparison in words: sentences computed from its values, the columns of its table, and the Markdown document."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rekindle.lab.results.comparison import FIRE, FRESH, NOTHING, Comparison, Pair, comparisons
+from rekindle.lab.results.statistics import SEEDS_FOR_INTERVAL, Difference, Interval, holm
+from rekindle.lab.results.wording import Measure, chance, duration, measure, ordinal
+from rekindle.lab.views import figures
+from rekindle.lab.views.plots import Picture
+
+NOT_YET = "No run has finished yet."
+
+
+# Sentences
+
+
+def sentences(found: Comparison) -> list[str]:
+    """Was plasticity lost, who won and by how much, did FIRE, and what limits the conclusions."""
+    return list(_sentences(found))
+
+
+def won(found: Comparison) -> bool:
+    """FIRE, tuned or not, has the best mean."""
+    return bool(found.ranked) and _base(found.ranked[0]) == FIRE
+
+
+def _sentences(found: Comparison) -> Iterator[str]:
+    if not found.ranked:
+        yield from _diverged(found) if found.arms else [NOT_YET]
+        return
+    validity = found.validity()
+    if validity["last"] is not None:
+        yield _gap(found, validity) if validity["note"] else _loss(found, validity)
+    best = found.ranked[0]
+    if FIRE in found.values and best != FIRE:
+        yield _not_won(found, best)
+    elif len(found.ranked) > 1:
+        yield _win(found, best)
+    for reference, start in (
+        (FRESH, "FIRE instead of a full reset made"),
+        ("random-isometry", "Being the nearest isometry rather than a random one made"),
+    ):
+        difference = found.against(FIRE, reference)
+        if difference is not None:
+            yield f"{start} {_told(found, difference)}{', which is within chance' if _even(difference) else ''}."
+    if found.chosen:
+        words = "; ".join(f"{_called(arm)}: {words}" for arm, words in found.chosen.items())
+        yield f"Tuning, by the same budget for every arm and on seeds that are not reported, chose: {words}."
+    if not found.headline.higher:
+        yield "Less is better here: a minus is a gain."
+    yield from _diverged(found)
+    if len(found.seeds) < SEEDS_FOR_INTERVAL:
+        count = "One seed only" if len(found.seeds) == 1 else "Two seeds only, whose values are in parentheses"
+        yield f"{count}: differences have no intervals, and a small one may be chance."
+
+
+def _gap(found: Comparison, validity: Mapping[str, Any]) -> str:
+    """What was lost where the first task is no measure of it."""
+    measured, fresh = found.headline, found.against(FRESH, NOTHING)
+    told = f"Doing nothing had {measured.value(validity['last'])} {measured.name} {_span(found)}"
+    told += "; the tasks are not equally hard, so that what it lost is what a fresh start gains"
+    if fresh is None:
+        return f"{told}, and no {FRESH} was run."
+    if _even(fresh):
+        return f"{told}: {_told(found, fresh)}, which is within chance."
+    gained = (fresh.mean > 0) == measured.higher
+    return f"{told}: {_told(found, fresh)}{'' if gained else ', which is worse: it had lost nothing'}."
+
+
+def _diverged(found: Comparison) -> Iterator[str]:
+    """A mean of what survived flatters, so that it must be said."""
+    for name, arm in found.arms.items():
+        without = len(arm.runs) - len(found.values.get(name, ()))
+        if arm.diverged:
+            left_out = f"; {without} of them have no value and are in no mean" if without else ""
+            yield f"{_called(name)} diverged in {arm.diverged} of {len(arm.runs)} runs{left_out}."
+
+
+def _span(found: Comparison) -> str:
+    return "on the last task" if found.last == 1 else f"over the last {found.last}"
+
+
+def _loss(found: Comparison, validity: Mapping[str, Any]) -> str:
+    measured, first, end = found.headline, validity["first"], validity["last"]
+    told = (
+        f"Doing nothing went from {measured.value(first)} {measured.name} on the first task to "
+        f"{measured.value(end)} {_span(found)}"
+    )
+    if validity["valid"]:
+        return f"{told}: it lost its plasticity."
+    if (first - end if measured.higher else end - first) > 0.05 * abs(first):
+        return f"{told}: it lost less than half, so this stream tests remedies only mildly."
+    return f"{told}: it did not lose its plasticity, so this stream cannot show what a remedy gives back."
+
+
+def _win(found: Comparison, best: str) -> str:
+    name = _called(best)
+    start = f"{name} was best of {len(found.ranked)} with {_mean(found, best)}"
+    reference = NOTHING if NOTHING in found.values and best != NOTHING else found.ranked[1]
+    difference = found.against(best, reference)
+    if difference is not None:
+        start += f", {_told(found, difference)} against {_called(reference)}"
+        start += ", within chance" if _even(difference) else ""
+    # Held against many arms, the best one differs from some by chance: Holm's correction over all of them.
+    chances = {each: pair.p for each in found.ranked[1:] if (pair := found.against(best, each)) is not None}
+    alike = [each for each, p in holm(chances).items() if each != reference and p is not None and p >= 0.05]
+    return f"{start}{f'; the seeds cannot tell it from {_joined(alike)}' if alike else ''}."
+
+
+def _not_won(found: Comparison, best: str) -> str:
+    place = ordinal(found.ranked.index(FIRE) + 1)
+    start = "A variant of FIRE was best" if won(found) else "FIRE did not win"
+    text = (
+        f"{start}: {_called(best)} came first with {_mean(found, best)}, and "
+        f"FIRE {place} of {len(found.ranked)} with {_mean(found, FIRE)}"
+    )
+    difference = found.against(FIRE, NOTHING)
+    if difference is not None and best != NOTHING:
+        text += f", {_told(found, difference)} against doing nothing"
+        text += ", within chance" if _even(difference) else ""
+    if _even(found.against(FIRE, best)):
+        text += f"; the seeds cannot tell FIRE from {_called(best)}"
+    return f"{text}."
+
+
+def _mean(found: Comparison, arm: str) -> str:
+    measured, interval = found.headline, found.interval(arm)
+    return f"{measured.value(interval.mean)} {measured.ends(interval)}".strip()
+
+
+def _told(found: Comparison, difference: Difference) -> str:
+    measured = found.headline
+    return f"{measured.difference(difference.mean)} {measured.step} {measured.difference_ends(difference)}".strip()
+
+
+def _even(difference: Difference | None) -> bool:
+    """The interval holds zero; of two seeds, one gained and one lost."""
+    if difference is None:
+        return False
+    ends = difference.values if difference.low is None or difference.high is None else (difference.low, difference.high)
+    return bool(ends) and min(ends) <= 0 <= max(ends)
+
+
+def _joined(arms: Sequence[str]) -> str:
+    first = [_called(arm) for arm in arms]
+    return first[0] if len(first) == 1 else f"{', '.join(first[:-1])} and {first[-1]}"
+
+
+def _base(arm: str) -> str:
+    """The arm without what follows its name: "fire (tuned)" and "fire-nearest" are FIRE too."""
+    return arm.partition(" ")[0].partition("-")[0]
+
+
+def _called(arm: str) -> str:
+    return {FIRE: "FIRE", NOTHING: "doing nothing"}.get(arm, arm)
+
+
+# The table
+
+
+@dataclass(frozen=True)
+class Column:
+    """A heading, what it means, the number that it is sorted by, how that is written, and its interval."""
+
+    heading: str
+    meaning: str
+    value: Callable[[str], float | None]
+    shown: Callable[[float | None], str]
+    ends: Callable[[str], str] = lambda arm: ""
+
+    def text(self, arm: str) -> str:
+        """The whole cell of an arm.
+
+        >>> Column("x", "", lambda arm: 2.0, str, lambda arm: "[1, 3]").text("fire")
+        '2.0 [1, 3]'
+        """
+        value = self.value(arm)
+        return f"{self.shown(value)} {self.ends(arm) if value is not None else ''}".strip()
+
+
+def columns(found: Comparison) -> list[Column]:
+    """The columns that at least one arm fills; each is asked by the arm's name."""
+    measured = found.headline
+    old = measure("old_accuracy" if measured.unit == "%" else "old_loss")
+    span = "the last task" if found.last == 1 else f"the last {found.last} tasks"
+    sign = "" if measured.higher else "; a minus is a gain"
+    listed = [
+        Column(
+            f"{measured.name}{_unit(measured)}",
+            f"mean over {span} and the seeds, {_around(found)}",
+            lambda arm: found.interval(arm).mean,
+            measured.number,
+            lambda arm: measured.ends(found.interval(arm)),
+        ),
+        Column(
+            f"against {NOTHING}",
+            f"paired difference, seed by seed, {_around(found)}{sign}",
+            lambda arm: _number(found.against(arm, NOTHING)),
+            measured.difference,
+            lambda arm: "" if (pair := found.against(arm, NOTHING)) is None else measured.difference_ends(pair),
+        ),
+        Column(
+            "p (Holm)",
+            "how often chance alone gives such a difference, corrected for all arms",
+            lambda arm: None if (pair := found.against(arm, NOTHING)) is None else pair.holm,
+            chance,
+        ),
+        _priced(found, "first task", "the same measure on the first task", "first_task", measured.number),
+        _priced(
+            found,
+            "drop",
+            f"what the remedy costs at once: how much worse the previous task is right after it, in {old.step}",
+            "drop",
+            old.number,
+        ),
+        _priced(
+            found,
+            "recovery, steps",
+            "training steps in which a task is learned as well as doing nothing learns it by its end; a task in which "
+            "that never happens counts with all its steps",
+            "recovery",
+            _count,
+        ),
+        *(
+            [_priced(found, "peak", "the highest loss in the first 20 steps of a task, its mean", "peak", old.number)]
+            if old.unit == "nats"
+            else []
+        ),
+        _priced(
+            found,
+            "kept",
+            f"{old.name} right after the remedy{_unit(old)}: up to five, the one just learned among them, "
+            "mean over all boundaries",
+            "retention",
+            old.number,
+        ),
+        _priced(found, "remedy", "time that the remedy takes in a task", "remedy_seconds", duration),
+        Column("seeds", "runs that the mean is over", lambda arm: float(len(found.values[arm])), _count),
+    ]
+    return [column for column in listed if any(column.value(arm) is not None for arm in found.ranked)]
+
+
+def _priced(found: Comparison, heading: str, meaning: str, key: str, shown: Callable[[float | None], str]) -> Column:
+    return Column(heading, meaning, lambda arm: _number(found.number(arm, key)), shown)
+
+
+def _around(found: Comparison) -> str:
+    few = len(found.seeds) < SEEDS_FOR_INTERVAL
+    return "the values of the seeds in parentheses" if few else "with its 95 % interval"
+
+
+def _count(value: float | None) -> str:
+    return "–" if value is None else f"{value:,.0f}"
+
+
+def _unit(measured: Measure) -> str:
+    return f", {measured.unit}" if measured.unit else ""
+
+
+def _number(found: Interval | Difference | None) -> float | None:
+    return None if found is None else found.mean
+
+
+def pair_table(pairs: Iterable[Pair]) -> list[str]:
+    """The lines of a Markdown table of two arms compared.
+
+    >>> pair_table([])[0]
+    '| setting | measure | difference, 95 % interval | |'
+    """
+    lines = ["| setting | measure | difference, 95 % interval | |", "|---|---|---|---|"]
+    return [*lines, *("| " + " | ".join(pair.cells()) + " |" for pair in pairs)]
+
+
+# The document
+
+
+@dataclass(frozen=True)
+class Document:
+    """The text, and the pictures that it shows by their file names."""
+
+    text: str
+    pictures: Mapping[str, str]
+
+
+def document(data: Mapping[str, Any], stem: str) -> Document:
+    """A study as Markdown; its pictures are called `<stem>-….svg`, so that several documents share a folder.
+
+    >>> document({"study": {"name": "empty"}, "settings": {}, "runs": []}, "empty").text
+    '# empty\\n\\nNo run has finished yet.\\n'
+    """
+    listed = comparisons(data)
+    study = data.get("study") or {}
+    lines = [f"# {study.get('name', 'A study')}", ""]
+    pictures: dict[str, str] = {}
+    if not any(found.ranked for found in listed):
+        return Document("\n".join([*lines, NOT_YET, ""]), {})
+    if study.get("command"):
+        lines += ["```sh", str(study["command"]), "```", ""]
+    if len(listed) > 1:
+        lines += _drawn([*figures.over_streams(listed), *figures.trade_off(listed)], f"{stem}-streams", pictures)
+    for found in listed:
+        name = f"{stem}-{_file(found.name)}" if len(listed) > 1 else stem
+        lines += [f"## {found.name}", ""] if len(listed) > 1 else []
+        lines += [*sentences(found), ""]
+        lines += _table(found)
+        drawn = (*figures.learning(found)[:1], *figures.differences(found), *figures.retention(found)[:1])
+        lines += _drawn(drawn, name, pictures)
+        for word, reasons in (("Refused", found.refused), ("Failed", found.failed)):
+            lines += [f"- {word}: `{arm}`: {why}" for arm, why in reasons.items()]
+            lines += [""] if reasons else []
+    versions = (data.get("made") or {}).get("versions") or {}
+    if versions:
+        lines += [f"Made with {', '.join(f'{key} {value}' for key, value in versions.items())}.", ""]
+    return Document("\n".join(lines), pictures)
+
+
+def _table(found: Comparison) -> list[str]:
+    """The lines of the table, and under it what its numbers are."""
+    if not found.ranked:
+        return []
+    shown = columns(found)
+    lines = [f"| arm | {' | '.join(column.heading for column in shown)} |", f"|---|{'---:|' * len(shown)}"]
+    for at, arm in enumerate(found.ranked):
+        cells = [column.text(arm) for column in shown]
+        cells[0] = f"**{cells[0]}**" if at == 0 else cells[0]
+        lines.append(f"| {arm} | {' | '.join(cells)} |")
+    meanings = "; ".join(f"{column.heading}: {column.meaning}" for column in shown)
+    return [*lines, "", f"<small>{meanings}.</small>", ""]
+
+
+def _drawn(pictures: Iterable[Picture], stem: str, files: dict[str, str]) -> list[str]:
+    lines = []
+    for at, picture in enumerate(pictures, 1):
+        name = f"{stem}-{at}.svg"
+        files[name] = picture.file()
+        lines += [f"![{picture.described}]({name})", ""]
+    return lines
+
+
+def _file(name: str) -> str:
+    return "".join(c if c.isalnum() or c in "-." else "-" for c in name)
