@@ -16,9 +16,8 @@ if TYPE_CHECKING:
     from rekindle.lab.arms import ARMS, GROUPS, Arm
     from rekindle.lab.arms import register as arm
     from rekindle.lab.networks import register as network
-    from rekindle.lab.protocols import SETTINGS
     from rekindle.lab.results import Results
-    from rekindle.lab.settings import Setting, setting
+    from rekindle.lab.settings import SETTINGS, Setting, setting
     from rekindle.lab.sources import Examples, Stream, Task, Text, replay
     from rekindle.lab.streams import STREAMS
     from rekindle.lab.streams import register as stream
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 _HOME = {
     "ARMS": "arms",
     "GROUPS": "arms",
-    "SETTINGS": "protocols",
+    "SETTINGS": "settings",
     "STREAMS": "streams",
     "Arm": "arms",
     "Examples": "sources",

@@ -1,16 +1,17 @@
 """The named settings: sizes that finish on a laptop, and the paper's own protocols.
 
 Laptop sizes are those at which plasticity was seen to be lost (or, where a stream is a control, not to be). The
-paper's have its optimizer, batch, clipping, warm-up and per-method coefficients.
+paper's have its optimizer, batch, clipping, warm-up and per-method coefficients. Here they are plain fields;
+`rekindle.lab.settings` makes a `Setting` of each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
-from rekindle.lab.settings import Setting
+Fields = dict[str, Any]
+"""The fields of one `Setting`."""
 
 _MLP = {"width": [128, 128, 128]}
 _VIT = {"patch": 4, "layers": 3, "width": 48, "heads": 4}
@@ -19,9 +20,21 @@ _VISION: dict[str, Any] = {"clip": 0.5, "warmup": 0.1, "headline": "test_accurac
 _CIFAR = {"data": "cifar-10", "size": 16, "test_count": 2000}
 
 
-def _laptop() -> list[Setting]:
+def _setting(
+    name: str,
+    stream: str,
+    network: str,
+    stream_options: Mapping[str, Any],
+    network_options: Mapping[str, Any] | None = None,
+    **others: Any,
+) -> Fields:
+    own = {"name": name, "stream": stream, "network": network, "stream_options": dict(stream_options)}
+    return {**own, "network_options": dict(network_options or {}), **others}
+
+
+def _laptop() -> list[Fields]:
     return [
-        Setting(
+        _setting(
             "digits",
             "random-labels",
             "mlp",
@@ -31,7 +44,7 @@ def _laptop() -> list[Setting]:
             lr=3e-3,
             about="the demo: 500 small digits learned by heart with new labels, 14 times; seconds a run",
         ),
-        Setting(
+        _setting(
             "random-labels",
             "random-labels",
             "mlp",
@@ -40,7 +53,7 @@ def _laptop() -> list[Setting]:
             batch=32,
             about="1,600 Fashion-MNIST images learned by heart with new labels, 15 times",
         ),
-        Setting(
+        _setting(
             "permuted-inputs",
             "permuted-inputs",
             "mlp",
@@ -51,7 +64,7 @@ def _laptop() -> list[Setting]:
             last=5,
             about="Fashion-MNIST with its pixels in a new order, 25 times",
         ),
-        Setting(
+        _setting(
             "label-shift",
             "label-shift",
             "mlp",
@@ -62,7 +75,7 @@ def _laptop() -> list[Setting]:
             last=5,
             about="Fashion-MNIST, where the classes become rare and frequent in turn",
         ),
-        Setting(
+        _setting(
             "drift",
             "drift",
             "mlp",
@@ -73,7 +86,7 @@ def _laptop() -> list[Setting]:
             last=4,
             about="from MNIST to Fashion-MNIST and back",
         ),
-        Setting(
+        _setting(
             "warm-start",
             "warm-start",
             "resnet18",
@@ -83,7 +96,7 @@ def _laptop() -> list[Setting]:
             about="a tenth of 10,000 CIFAR-10 images (16×16) for 200 epochs, then all of them for 15",
             **_VISION,
         ),
-        Setting(
+        _setting(
             "continual",
             "continual",
             "resnet18",
@@ -92,7 +105,7 @@ def _laptop() -> list[Setting]:
             about="4,000 CIFAR-10 images (16×16) that arrive in ten chunks",
             **_VISION,
         ),
-        Setting(
+        _setting(
             "class-incremental",
             "class-incremental",
             "vit",
@@ -101,7 +114,7 @@ def _laptop() -> list[Setting]:
             about="CIFAR-10 (16×16), one more class in each phase",
             **_VISION,
         ),
-        Setting(
+        _setting(
             "alphabet",
             "alphabet",
             "gpt",
@@ -114,7 +127,7 @@ def _laptop() -> list[Setting]:
             evaluate=300,
             about="Shakespeare in a new alphabet, 30 times",
         ),
-        Setting(
+        _setting(
             "domains",
             "domains",
             "gpt",
@@ -177,9 +190,9 @@ def coefficients(stream: str, network: str) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _paper() -> list[Setting]:
+def _paper() -> list[Fields]:
     vision = [
-        Setting(
+        _setting(
             f"paper/{stream}-{network}",
             stream,
             network,
@@ -197,7 +210,7 @@ def _paper() -> list[Setting]:
         )
         for stream, network in _TABLE
     ]
-    gpt = Setting(
+    gpt = _setting(
         "paper/gpt",
         "domains",
         "gpt",
@@ -226,22 +239,24 @@ def _paper() -> list[Setting]:
     return [*vision, gpt]
 
 
-def _replaying(setting: Setting) -> Setting:
-    about = f"{setting.about}; a tenth of all old data is replayed"
-    return replace(setting, name=f"{setting.name}+replay", replay=0.1, about=about)
+def _replaying(fields: Fields) -> Fields:
+    about = f"{fields['about']}; a tenth of all old data is replayed"
+    return {**fields, "name": f"{fields['name']}+replay", "replay": 0.1, "about": about}
 
 
-def _keeping(setting: Setting) -> Setting:
-    about = f"{setting.about}; the optimizer lives on, for comparing what becomes of its state"
-    return replace(setting, name=f"{setting.name}+state", new_optimizer=False, about=about)
+def _keeping(fields: Fields) -> Fields:
+    about = f"{fields['about']}; the optimizer lives on, for comparing what becomes of its state"
+    return {**fields, "name": f"{fields['name']}+state", "new_optimizer": False, "about": about}
 
 
-def _named() -> dict[str, Setting]:
-    laptop = {setting.name: setting for setting in _laptop()}
+def named() -> list[Fields]:
+    """The fields of every named setting.
+
+    >>> named()[0]["name"]
+    'digits'
+    """
+    laptop = {fields["name"]: fields for fields in _laptop()}
     # Streams whose data grow hold the old data anyway.
     replayed = [_replaying(laptop[n]) for n in ("random-labels", "permuted-inputs", "drift", "alphabet", "domains")]
     kept = [_keeping(laptop[name]) for name in ("random-labels", "alphabet", "domains")]
-    return {setting.name: setting for setting in (*laptop.values(), *replayed, *kept, *_paper())}
-
-
-SETTINGS: dict[str, Setting] = _named()
+    return [*laptop.values(), *replayed, *kept, *_paper()]

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from rekindle.lab import networks, streams
+from rekindle.lab import networks, protocols, streams
 from rekindle.lab.randomness import derive
 from rekindle.lab.sources import Stream, replay
 
@@ -120,14 +120,15 @@ class Setting:
         return cls(**data)
 
 
+SETTINGS: dict[str, Setting] = {fields["name"]: Setting.from_dict(fields) for fields in protocols.named()}
+
+
 def setting(name: str) -> Setting:
     """The named setting.
 
     >>> setting("random-labels").batch
     32
     """
-    from rekindle.lab.protocols import SETTINGS
-
     if name not in SETTINGS:
         close = difflib.get_close_matches(name, SETTINGS, 1)
         known = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(SETTINGS)}"
@@ -161,11 +162,3 @@ def read_source(path: str | Path) -> Any:
 def source_hash(path: str | Path) -> str:
     """A hash of the file's content: runs of an edited file are other runs."""
     return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16]
-
-
-def __getattr__(name: str) -> Any:
-    if name == "SETTINGS":  # settings.SETTINGS is where others look for them; protocols.py needs Setting from here
-        from rekindle.lab.protocols import SETTINGS
-
-        return SETTINGS
-    raise AttributeError(f"module 'rekindle.lab.settings' has no attribute {name!r}")

@@ -23,10 +23,9 @@ from rekindle.lab.arms import ARMS, Arm, arms
 from rekindle.lab.execution import Conductor, Event, Outcome, Watcher, described
 from rekindle.lab.execution.local import TARGET, Executor, Pool
 from rekindle.lab.execution.store import Store
-from rekindle.lab.protocols import SETTINGS
 from rekindle.lab.results import Entry, Results
 from rekindle.lab.results.metrics import headline
-from rekindle.lab.settings import Setting, read_source
+from rekindle.lab.settings import SETTINGS, Setting, read_source
 from rekindle.lab.settings import setting as named_setting
 from rekindle.lab.train import Run
 from rekindle.monitoring.sinks import MlflowSink, Sink, TensorBoardSink, WandbSink
