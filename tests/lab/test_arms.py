@@ -12,10 +12,9 @@ import torch
 from torch import nn
 
 from rekindle.lab.arms import ARMS, GROUPS, Arm, arms, factory, register
-from rekindle.lab.optimizing import make_optimizers, rate
 from rekindle.lab.protocols import coefficients
 from rekindle.lab.settings import SETTINGS, Setting, read_source, setting
-from rekindle.lab.train import Run
+from rekindle.lab.train import Run, make_optimizers, rate
 from rekindle.methods import FIRE, OptimizerReset
 
 PLAIN = Setting("plain", "random-labels", "mlp")

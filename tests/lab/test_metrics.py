@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from rekindle.lab.evaluation import Track
 from rekindle.lab.results import metrics
 from rekindle.lab.results.comparison import NUMBERS
 from rekindle.lab.settings import Setting
-from rekindle.lab.tracking import Track
 
 ACCURACY = Setting("a", "random-labels", "mlp", last=2)
 LOSS = Setting("l", "alphabet", "gpt", headline="test_loss", last=2)

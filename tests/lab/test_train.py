@@ -282,7 +282,7 @@ def test_methods_are_applied_as_often_as_they_should_be() -> None:
         learner.method = call
         with learner:
             for index, task in enumerate(stream):
-                list(learner.live(index, task))
+                list(learner.train_task(index, task))
         return len(calls)
 
     stream = TINY.make_stream(0)  # 3 tasks × 2 epochs × 3 steps
@@ -297,7 +297,7 @@ def test_the_optimizer_lives_on_only_if_it_should() -> None:
         learner = Learner(Run(setting, ARMS[arm], 0), setting.make_stream(0))
         with learner:
             for index, task in enumerate(setting.make_stream(0)):
-                list(learner.live(index, task))
+                list(learner.train_task(index, task))
         state = learner.optimizers[0].state
         return float(state[next(learner.model.parameters())]["step"])
 
@@ -312,10 +312,10 @@ def test_every_arm_gets_new_batchnorm_statistics_alike() -> None:
     for arm in ("nothing", "rescale"):
         learner = Learner(Run(setting, ARMS[arm], 0), stream := setting.make_stream(0))
         with learner:
-            list(learner.live(0, stream[0]))
+            list(learner.train_task(0, stream[0]))
             norm = learner.model[1]  # type: ignore[index]
             norm.running_mean.fill_(99.0)
-            learner.cross(1, stream[1])
+            learner.boundary(1, stream[1])
             assert norm.running_mean.abs().max() < 10
 
 

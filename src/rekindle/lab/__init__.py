@@ -17,12 +17,13 @@ if TYPE_CHECKING:
     from rekindle.lab.arms import register as arm
     from rekindle.lab.networks import register as network
     from rekindle.lab.results import Results
+    from rekindle.lab.runs import Run
     from rekindle.lab.settings import SETTINGS, Setting, setting
     from rekindle.lab.sources import Examples, Stream, Task, Text, replay
     from rekindle.lab.streams import STREAMS
     from rekindle.lab.streams import register as stream
     from rekindle.lab.study import Study
-    from rekindle.lab.train import Run, execute
+    from rekindle.lab.train import execute
 
 _HOME = {
     "ARMS": "arms",
@@ -32,7 +33,7 @@ _HOME = {
     "Arm": "arms",
     "Examples": "sources",
     "Results": "results",
-    "Run": "train",
+    "Run": "runs",
     "Setting": "settings",
     "Stream": "sources",
     "Study": "study",

@@ -34,13 +34,13 @@ def generator(seed: int, *names: str | int) -> torch.Generator:
     return torch.Generator().manual_seed(derive(seed, *names))
 
 
-def sheltered(items: Iterator[Item], seed: int) -> Iterator[Item]:
+def isolated(items: Iterator[Item], seed: int) -> Iterator[Item]:
     """The same items, made while torch's global generator holds a state of their own (dropout draws from it).
 
     Whoever takes the items finds the global generator as it was.
 
     >>> before = torch.get_rng_state()
-    >>> numbers = [n.item() for n in sheltered((torch.rand(()) for _ in range(2)), seed=1)]
+    >>> numbers = [n.item() for n in isolated((torch.rand(()) for _ in range(2)), seed=1)]
     >>> torch.equal(before, torch.get_rng_state()), numbers[0] != numbers[1]
     (True, True)
     """

@@ -25,9 +25,9 @@ from rekindle.lab.execution.local import TARGET, Executor, Pool
 from rekindle.lab.execution.store import Store
 from rekindle.lab.results import Entry, Results
 from rekindle.lab.results.metrics import headline
+from rekindle.lab.runs import Run
 from rekindle.lab.settings import SETTINGS, Setting, read_source
 from rekindle.lab.settings import setting as named_setting
-from rekindle.lab.train import Run
 from rekindle.monitoring.sinks import MlflowSink, Sink, TensorBoardSink, WandbSink
 
 FORMAT = 1

@@ -9,41 +9,39 @@ optimizer, BatchNorm treatment and schedule at a boundary; what is measured is m
 
 from __future__ import annotations
 
-import hashlib
-import json
+import math
 import platform
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
+from torch.optim import Optimizer
 
 import rekindle
 from rekindle.lab.arms import Arm
-from rekindle.lab.evaluation import Score, average, drift_of, evaluate, log_probabilities, look, loss_of
-from rekindle.lab.optimizing import make_optimizers, rate, set_rate
-from rekindle.lab.randomness import derive, generator, sheltered
-from rekindle.lab.settings import Setting, read_source, source_hash
+from rekindle.lab.evaluation import Score, Track, average, drift_of, evaluate, log_probabilities, look, loss_of
+from rekindle.lab.randomness import derive, generator, isolated
+from rekindle.lab.runs import Run
+from rekindle.lab.settings import Setting, read_source
 from rekindle.lab.sources import Examples, Stream, Task
-from rekindle.lab.starts import Start
-from rekindle.lab.tracking import Track
-from rekindle.methods import DASH, ReDo, ReGraMa
+from rekindle.methods import DASH, ReDo, ReGraMa, muon
 from rekindle.projection.recalibration import recalibrate
 
-FORMAT = 1  # of the rows; results of another format are other results
+__all__ = ["Learner", "Row", "Run", "execute", "make_optimizers", "rate"]
 
 Row = dict[str, Any]
 _OLD = 5  # earlier tasks that retention looks at
 _CHECK = 200  # steps between two looks for a loss that is not finite
 _BATCHES = 20  # that a method gets at a boundary
 _DRIFT = 500  # rows that the drift of the function is measured on
+_ADAMS = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
 
 
 class Refused(Exception):
@@ -52,49 +50,6 @@ class Refused(Exception):
 
 class Diverged(Exception):
     """A method met weights that are not finite."""
-
-
-@dataclass(frozen=True)
-class Run:
-    """One arm in one setting with one seed.
-
-    >>> run = Run(Setting("tiny", "random-labels", "mlp"), Arm("fire", "FIRE"), seed=0)
-    >>> Run.from_dict(run.to_dict()).identity == run.identity
-    True
-    """
-
-    setting: Setting
-    arm: Arm
-    seed: int
-
-    @cached_property
-    def identity(self) -> str:
-        """A hash of all that the results depend on, the content of the user's file included."""
-        return _hash({**self.first_task(), "arm": _effective(self.arm.within(self.setting))})
-
-    def first_task(self) -> dict[str, Any]:
-        """What the first task depends on for an arm that acts at boundaries only."""
-        setting = self.setting.to_dict()
-        del setting["coefficients"], setting["about"]  # those of this arm are in its options
-        if not setting["spare_first"]:
-            del setting["spare_first"]  # came later: what was run before it is still the same
-        source = setting.pop("source")
-        return {
-            "format": FORMAT,
-            "setting": setting,
-            "source": None if source is None else source_hash(source),
-            "seed": self.seed,
-            "optimizer": [self.arm.optimizer, dict(self.arm.optimizer_options), self.arm.lr],
-        }
-
-    def to_dict(self) -> dict[str, Any]:
-        """All of it, as JSON holds it."""
-        return {"setting": self.setting.to_dict(), "arm": self.arm.to_dict(), "seed": self.seed}
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Run:
-        """A run from what `to_dict` gave."""
-        return cls(Setting.from_dict(data["setting"]), Arm.from_dict(data["arm"]), int(data["seed"]))
 
 
 def execute(run: Run, *, starts: Path | None = None) -> Iterator[Row]:
@@ -108,7 +63,7 @@ def execute(run: Run, *, starts: Path | None = None) -> Iterator[Row]:
     >>> [row["kind"] for row in execute(Run(setting, Arm("fire", "FIRE"), seed=0))]
     ['start', 'task', 'task', 'end']
     """
-    return sheltered(_rows(run, starts), derive(run.seed, "dropout"))
+    return isolated(_rows(run, starts), derive(run.seed, "dropout"))
 
 
 def _rows(run: Run, starts: Path | None) -> Iterator[Row]:
@@ -120,24 +75,25 @@ def _rows(run: Run, starts: Path | None) -> Iterator[Row]:
     yield {
         "kind": "start",
         "identity": run.identity,
+        "code": run.code,
         "run": run.to_dict(),
         "versions": _versions(),
         "stream": {"tasks": len(stream), "classes": stream.classes, "shape": list(stream.shape)},
         "parameters": sum(p.numel() for p in learner.model.parameters()),
     }
     end: Row = {"kind": "end"}
-    start = Start(starts, run.first_task()) if starts is not None and learner.acts_at_boundaries else None
+    first = run.saved_first_task(starts) if starts is not None and learner.acts_at_boundaries else None
     try:
         with learner:
             for index in range(len(stream)):
                 task = stream[index]
-                kept = start.load() if start is not None and index == 0 else None
+                kept = first.load() if first is not None and index == 0 else None
                 if kept is not None:
-                    row = learner.take_up(task, kept)
+                    row = learner.restore(task, kept)
                 else:
-                    row = yield from learner.live(index, task)
-                    if start is not None and index == 0:
-                        start.save(learner.state(row))
+                    row = yield from learner.train_task(index, task)
+                    if first is not None and index == 0:
+                        first.save(learner.state(row))
                 yield row
     except Refused as reason:
         end["refused"] = str(reason)
@@ -145,7 +101,7 @@ def _rows(run: Run, starts: Path | None) -> Iterator[Row]:
 
 
 class Learner:
-    """A network on its way through a stream: what it is, what it remembers being asked, and the remedy it gets."""
+    """One network that learns a stream: the model, its optimizers, its method, and its scores on earlier tasks."""
 
     def __init__(self, run: Run, stream: Stream) -> None:
         self.setting, self.seed = run.setting, run.seed
@@ -153,12 +109,12 @@ class Learner:
         self.model = run.setting.make_network(stream, run.seed)
         self.method = self.arm.build()
         self.moment: str = getattr(self.method, "moment", "event") if self.method is not None else "never"
-        self.draws = generator(run.seed, "method")
+        self.generator = generator(run.seed, "method")
         self.optimizers: list[torch.optim.Optimizer] = []
         self.watching = ExitStack()
-        self.asked: list[Examples] = []  # what the last tasks were judged on
-        self.scores: list[Score] = []  # how well the network does there now
-        self.treating = 0.0  # seconds that the method took in this task
+        self.earlier: list[Examples] = []  # evaluation data of the last tasks
+        self.scores: list[Score] = []  # of the network as it is now, on these data
+        self.remedy_seconds = 0.0  # in this task
         if hasattr(self.method, "remember"):
             self.method.remember(self.model)
 
@@ -174,18 +130,18 @@ class Learner:
 
     def __enter__(self) -> Learner:
         if self._observes:
-            self.watching.enter_context(self._ask(self.method.observe, self.model))
-        self.optimizers = self._ask(make_optimizers, self.model, self.setting, self.arm)
+            self.watching.enter_context(self._call(self.method.observe, self.model))
+        self.optimizers = self._call(make_optimizers, self.model, self.setting, self.arm)
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.watching.close()
 
-    def live(self, index: int, task: Task) -> Generator[Row, None, Row]:
+    def train_task(self, index: int, task: Task) -> Generator[Row, None, Row]:
         """One task: the boundary, the learning, and what is known afterwards."""
         torch.manual_seed(derive(self.seed, "dropout", index))
-        self.treating = 0.0
-        remedy = self.cross(index, task) if index else None
+        self.remedy_seconds = 0.0
+        remedy = self.boundary(index, task) if index else None
         retained = average(self.scores)
         begun = time.perf_counter()
         track, diverged = yield from self.learn(index, task)
@@ -199,9 +155,9 @@ class Learner:
             "online_loss": track.loss,
             "curve": track.curve(),
             "peak_loss": track.peak(),
-            **self.judge(task),
+            **self.evaluated(task),
             "seconds": seconds,
-            "remedy_seconds": self.treating,
+            "remedy_seconds": self.remedy_seconds,
             "remedy": remedy,
             "old_accuracy_start": retained[0],
             "old_loss_start": retained[1],
@@ -249,7 +205,7 @@ class Learner:
             return track, True
         return track, track.diverged()
 
-    def cross(self, index: int, task: Task) -> Row | None:
+    def boundary(self, index: int, task: Task) -> Row | None:
         """The boundary before a task: the remedy, new BatchNorm statistics, a new optimizer; and what they did."""
         setting, model = self.setting, self.model
         treated = self.moment == "event"
@@ -259,7 +215,7 @@ class Learner:
         if isinstance(self.method, DASH):  # its authors take the gradient of a whole chunk
             batches = [(torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches]))]
         if treated:
-            before, old, sample = self.scores[-1], average(self.scores), self.asked[-1].some(_DRIFT).x
+            before, old, sample = self.scores[-1], average(self.scores), self.earlier[-1].some(_DRIFT).x
             answers = log_probabilities(model, sample)
             try:
                 receipt, failed = self._treat(batches), None
@@ -268,11 +224,11 @@ class Learner:
         if setting.recalibrate:
             recalibrate(model, batches)
         if treated or setting.recalibrate:
-            self.scores = [evaluate(model, each) for each in self.asked]
+            self.scores = [evaluate(model, each) for each in self.earlier]
         if treated:
             after, new = self.scores[-1], average(self.scores)
             found = {
-                "seconds": self.treating,
+                "seconds": self.remedy_seconds,
                 "changed": 0 if receipt is None else len(receipt.changed),
                 "failed": failed,
                 "accuracy_before": before.accuracy,
@@ -289,13 +245,13 @@ class Learner:
             self.optimizers = make_optimizers(model, setting, self.arm)
         return found
 
-    def judge(self, task: Task) -> Row:
+    def evaluated(self, task: Task) -> Row:
         """What the network can do after a task, on this task and on earlier ones."""
         rows = self.setting.evaluate
         train = evaluate(self.model, task.train.some(rows))
         test = None if task.test is None else evaluate(self.model, task.test.some(rows))
-        earlier = [evaluate(self.model, each) for each in self.asked]
-        self.asked = [*self.asked, task.judged_on(rows)][-_OLD:]
+        earlier = [evaluate(self.model, each) for each in self.earlier]
+        self.earlier = [*self.earlier, task.judged_on(rows)][-_OLD:]
         self.scores = [*earlier, train if test is None else test][-_OLD:]
         old = average(earlier)
         return {
@@ -312,14 +268,14 @@ class Learner:
         optimizers = [] if self.setting.new_optimizer else [each.state_dict() for each in self.optimizers]
         return {"row": row, "model": self.model.state_dict(), "optimizers": optimizers}
 
-    def take_up(self, task: Task, kept: Row) -> Row:
-        """Stand where `state` was taken; the first task's row."""
+    def restore(self, task: Task, kept: Row) -> Row:
+        """Continue where `state` was taken; returns the first task's row."""
         self.model.load_state_dict(kept["model"])
         for optimizer, state in zip(self.optimizers, kept["optimizers"], strict=False):
             optimizer.load_state_dict(state)
         row: Row = kept["row"]
         known = "train" if task.test is None else "test"
-        self.asked = [task.judged_on(self.setting.evaluate)]
+        self.earlier = [task.judged_on(self.setting.evaluate)]
         self.scores = [Score(row[f"{known}_accuracy"], row[f"{known}_loss"])]
         return row
 
@@ -336,16 +292,16 @@ class Learner:
     def _treat(self, batches: Any = None) -> Any:
         """Apply the method; batches only where it acts at an event."""
         return self._timed(
-            self.method, self.model, self.optimizers, batches=batches, loss=loss_of, generator=self.draws
+            self.method, self.model, self.optimizers, batches=batches, loss=loss_of, generator=self.generator
         )
 
     def _timed(self, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
         begun = time.perf_counter()
-        result = self._ask(call, *args, **options)
-        self.treating += time.perf_counter() - begun
+        result = self._call(call, *args, **options)
+        self.remedy_seconds += time.perf_counter() - begun
         return result
 
-    def _ask(self, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    def _call(self, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """Call; a refusal ends the run with its reason, one because of NaN is a divergence."""
         try:
             return call(*args, **options)
@@ -355,21 +311,74 @@ class Learner:
             raise Diverged(str(error)) from error
 
 
+def make_optimizers(model: nn.Module, setting: Setting, arm: Arm) -> list[Optimizer]:
+    """New optimizers for everything in the model that is trained.
+
+    Options of the setting hold for an arm's optimizer too if both are Adams. AdamW decays nothing unless it is told
+    to, so that changing Adam for AdamW changes nothing else.
+
+    >>> setting = Setting("tiny", "random-labels", "mlp", optimizer_options={"betas": (0.9, 0.95)})
+    >>> made = make_optimizers(nn.Linear(2, 1), setting, Arm("half", lr=0.5))
+    >>> made[0].param_groups[0]["lr"], made[0].param_groups[0]["betas"]
+    (0.0005, (0.9, 0.95))
+    """
+    kind = arm.optimizer or setting.optimizer
+    related = kind == setting.optimizer or {kind, setting.optimizer} <= set(_ADAMS)
+    options: dict[str, Any] = {**(setting.optimizer_options if related else {}), **arm.optimizer_options}
+    factor = 1.0 if arm.lr is None else arm.lr
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if kind in _ADAMS:
+        if "betas" in options:
+            options["betas"] = tuple(options["betas"])  # JSON has lists only
+        options = {"weight_decay": 0.0, "fused": True, "lr": setting.lr, **options}
+        made: list[Optimizer] = [_ADAMS[kind](trained, **{**options, "lr": factor * options["lr"]})]
+    elif kind == "sgd":
+        options = {"lr": setting.lr, **options}
+        made = [torch.optim.SGD(trained, **{**options, "lr": factor * options["lr"]})]
+    else:
+        options = {"lr": 1e-2, "adam_lr": setting.lr, **options}
+        made = muon(model, **{**options, "lr": factor * options["lr"], "adam_lr": factor * options["adam_lr"]})
+    for optimizer in made:
+        for group in optimizer.param_groups:
+            group["initial_lr"] = group["lr"]
+    return made
+
+
+def rate(setting: Setting, steps: int) -> Callable[[int], float] | None:
+    """By what the learning rate is multiplied at each step of a task; None where it never changes.
+
+    Warm-up rises linearly over the first `warmup` of the steps and reaches the full rate with its last step; cosine
+    then falls to a tenth.
+
+    >>> factor = rate(Setting("tiny", "random-labels", "mlp", warmup=0.5), 8)
+    >>> [factor(step) for step in range(6)]
+    [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+    """
+    rising = round(setting.warmup * steps)
+    if setting.schedule == "constant" and not rising:
+        return None
+
+    def factor(step: int) -> float:
+        if step < rising:
+            return (step + 1) / rising
+        if setting.schedule == "constant":
+            return 1.0
+        passed = (step - rising) / max(1, steps - 1 - rising)
+        return 0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, passed)))
+
+    return factor
+
+
+def set_rate(optimizers: Sequence[Optimizer], factor: float) -> None:
+    """Give every group its own learning rate times the factor."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = factor * group["initial_lr"]
+
+
 def _groups(optimizers: list[torch.optim.Optimizer]) -> Iterator[dict[str, Any]]:
     for optimizer in optimizers:
         yield from optimizer.param_groups
-
-
-def _effective(arm: Arm) -> dict[str, Any]:
-    """What of an arm decides results; targets that a setting fills in are among its options."""
-    fields = arm.to_dict()
-    del fields["tuning"], fields["about"]
-    return fields
-
-
-def _hash(value: Any) -> str:
-    text = json.dumps(value, sort_keys=True, default=list)
-    return hashlib.sha256(text.encode()).hexdigest()[:20]
 
 
 def _versions() -> dict[str, str]:

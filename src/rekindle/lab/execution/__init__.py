@@ -18,7 +18,7 @@ from rekindle.lab.execution.store import Claim, Row, Store
 from rekindle.monitoring.sinks import Sink, send
 
 if TYPE_CHECKING:
-    from rekindle.lab.train import Run
+    from rekindle.lab.runs import Run
 
 DEATHS = 3
 """How often a run's worker may be lost before the run counts as failed."""

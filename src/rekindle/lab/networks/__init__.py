@@ -75,14 +75,14 @@ def network(name: str, *, shape: tuple[int, ...], classes: int, seed: int, **cho
     Traceback (most recent call last):
     ValueError: the network 'mlp' has no option 'widht'; it has: width=128, depth=None, activation='relu'
     """
-    builder = _builder(name)
+    made = builder(name)
     shape = tuple(shape)
     for size in shape:
         at_least_one(shape=size)
     at_least_one(classes=classes)
     _check_options(name, chosen)
     with forked_rng(torch.Generator().manual_seed(seed ^ _SALT)):
-        model = builder(shape, classes, **chosen)
+        model = made(shape, classes, **chosen)
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"the builder of the network {name!r} must return a torch.nn.Module, not {type(model).__name__}"
@@ -133,11 +133,11 @@ def options(name: str) -> dict[str, Any] | None:
     >>> options("resnet18")
     {'width': 64, 'stem': 'cifar'}
     """
-    builder = _builder(name)
-    if builder is _dawn:
+    made = builder(name)
+    if made is _dawn:
         config = {f.name: f.default for f in dataclasses.fields(DAWNConfig)}
         return {each: default for each, default in config.items() if each not in ("vocabulary", "length")}
-    parameters = list(inspect.signature(builder).parameters.values())
+    parameters = list(inspect.signature(made).parameters.values())
     if len(parameters) < 2:
         raise TypeError(f"the builder of the network {name!r} must take (shape, classes, **options)")
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
@@ -158,7 +158,8 @@ def _check_options(name: str, chosen: Mapping[str, Any]) -> None:
             raise ValueError(f"the network {name!r} needs the option {each!r}; it has: {listed}")
 
 
-def _builder(name: str) -> Builder:
+def builder(name: str) -> Builder:
+    """What builds the network of this name."""
     known = {**_BUILT_IN, **_own}
     if name not in known:
         close = difflib.get_close_matches(str(name), known, 1)
