@@ -101,9 +101,7 @@ class Results:
                 if entry.record.state in reasons:
                     reasons[entry.record.state].setdefault(entry.name, entry.reason or "")
             chosen = {a: choice(made.to_dict()) for (s, a), made in (self.choices or {}).items() if s == name}
-            found[name] = Comparison(
-                setting, arms, chosen=chosen, classes=self._stream(name).get("classes"), **reasons
-            )
+            found[name] = Comparison(setting, arms, chosen=chosen, classes=self._stream(name).get("classes"), **reasons)
         return found
 
     def table(self, metric: str = "headline", setting: str | None = None) -> list[Row]:
