@@ -51,7 +51,7 @@ def test_a_file_cut_anywhere_is_taken_up_again(cut: int, tmp_path: Path) -> None
     claim = store.claim("abc")
     assert claim is not None
     with claim:
-        if not claim.record.done:
+        if not claim.record.settles(""):
             for each in ROWS:
                 claim.append(each)
     assert store.finished() == {"abc"} and list(store.read("abc").rows) == ROWS
@@ -65,7 +65,7 @@ def test_a_claim_makes_the_file_whole(tail: bytes, tmp_path: Path) -> None:
     end = whole() if tail else whole()[:-1]
     store.path("abc").write_bytes(end + tail)
     claim = store.claim("abc")
-    assert claim is not None and claim.record.done
+    assert claim is not None and claim.record.settles("")
     claim.release()
     assert store.path("abc").read_bytes() == whole()
 
@@ -79,10 +79,15 @@ def test_a_row_without_its_newline_is_not_joined_to_the_next(tmp_path: Path) -> 
     assert store.path("abc").read_bytes() == whole()[: second + 1] + whole()
 
 
-def test_what_is_finished_stays_so(tmp_path: Path) -> None:
+def test_what_is_finished_stays_until_a_later_attempt_is_finished(tmp_path: Path) -> None:
     store = Store(tmp_path)
-    write(store, "abc", [*ROWS, START, row(0, 0.1, remedy=False), {"kind": "end", "seconds": 9.0}])
+    later = [{**START, "code": "new"}, row(0, 0.1, remedy=False)]
+    write(store, "abc", [*ROWS, *later])
     assert list(store.read("abc").rows) == ROWS
+    write(store, "abc", [{"kind": "failed", "error": "out of luck"}])
+    assert list(store.read("abc").rows) == ROWS
+    write(store, "abc", [*later, {"kind": "end", "seconds": 9.0}])
+    assert store.read("abc").code == "new" and len(store.read("abc").rows) == 3
 
 
 @given(st.data())
@@ -104,12 +109,12 @@ def test_garbage_at_the_end_costs_a_finished_run_nothing_and_an_unfinished_one_i
         claim = store.claim("abc")
         assert claim is not None
         with claim:
-            redo = not claim.record.done
+            redo = not claim.record.settles("")
             for each in ROWS if redo else ():
                 claim.append(each)
         assert store.finished() == {"abc"}
         again = store.claim("abc")
-        assert again is not None and again.record.done, "a second resume has nothing to do"
+        assert again is not None and again.record.settles(""), "a second resume has nothing to do"
         again.release()
 
 
@@ -117,7 +122,7 @@ def test_a_second_attempt_follows_the_first_and_the_finished_one_counts(tmp_path
     store = Store(tmp_path)
     first = [START, row(0, 0.1, remedy=False), {"kind": "failed", "error": "out of luck"}]
     write(store, "abc", first)
-    assert store.read("abc").state == "failed" and not store.read("abc").done
+    assert store.read("abc").state == "failed" and not store.read("abc").settles("")
     write(store, "abc", ROWS)
     assert list(store.read("abc").rows) == ROWS
     assert store.path("abc").read_bytes().count(b'"start"') == 2, "append-only: the failed attempt is still there"

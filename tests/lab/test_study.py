@@ -18,12 +18,14 @@ import pytest
 
 from lab_fakes import TASKS, Inline
 from rekindle.lab.arms import Arm
-from rekindle.lab.execution import DEATHS, Event, described
+from rekindle.lab.execution import MOST_LOSSES, Durations, Event, Running, described, time_left
 from rekindle.lab.execution.local import Pool
-from rekindle.lab.execution.schedule import Clock, Expectation, order, time_left
+from rekindle.lab.execution.store import Store
+from rekindle.lab.runs import _source
 from rekindle.lab.settings import Setting
 from rekindle.lab.study import Study
 from rekindle.lab.train import Run, execute
+from rekindle.methods import FIRE
 
 QUICK = "lab_fakes:quick"
 TINY = Setting("tiny", "random-labels", "mlp")
@@ -135,12 +137,13 @@ def test_a_worker_killed_while_it_is_idle_is_replaced(tmp_path: Path, pool: Pool
     assert {entry.record.state for entry in results.entries} == {"finished"}
 
 
-def test_a_worker_has_one_thread_and_its_prints_stay_apart(pool: Pool, capfd: Any) -> None:
+def test_a_worker_has_one_thread_and_its_prints_are_rows(pool: Pool, capfd: Any) -> None:
     pool.submit("abc", {"threads": True, "arm": {"name": "", "options": {}}, "seed": 0})
     rows: list[Any] = []
     while not rows or rows[-1][1]["kind"] != "end":
         rows += pool.events(1.0)
-    assert rows[1] == ("abc", {"kind": "task", "task": 0, "threads": 1, "env": "1"})
+    assert rows[0] == ("abc", {"kind": "printed", "text": "this is printed by a run"})
+    assert rows[2] == ("abc", {"kind": "task", "task": 0, "threads": 1, "env": "1"})
     assert capfd.readouterr() == ("", "")
 
 
@@ -206,6 +209,7 @@ def test_a_users_file_is_known_to_workers_and_training_there_gives_what_it_gives
     path.write_text(
         """
 from rekindle.lab.arms import register
+from rekindle.lab.runs import _source
 from rekindle.lab.settings import Setting
 from rekindle.methods import FullReset
 
@@ -275,7 +279,7 @@ def test_a_run_that_always_loses_its_worker_fails_and_the_others_go_on(tmp_path:
     made, executor = study(tmp_path, seeds=1), Losing()
     results = made.run(on=executor)
     assert [entry.record.state for entry in results.entries] == ["failed", "finished"]
-    assert f"lost {DEATHS} workers" in str(results.entries[0].reason) and executor.performed == DEATHS + 1
+    assert f"lost {MOST_LOSSES} workers" in str(results.entries[0].reason) and executor.performed == MOST_LOSSES + 1
     assert made.last is not None and made.last.counts == {"failed": 1, "finished": 1}
     assert "failed: tiny nothing seed 0" in str(results)
 
@@ -357,12 +361,12 @@ def test_named_sinks_write_in_the_folder(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_longest_first_then_seed_by_seed() -> None:
-    known = Expectation()
-    known.learn("short", "nothing", 1.0)
-    known.learn("long", "nothing", 100.0)
+    seen = Durations()
+    seen.add("short", "nothing", 1.0)
+    seen.add("long", "nothing", 100.0)
     settings = [replace(TINY, name=name) for name in ("short", "long", "new")]
     runs = [Run(s, Arm(arm), seed) for s in settings for arm in ("nothing", "other") for seed in (0, 1)]
-    ordered = [(run.setting.name, run.seed, run.arm.name) for run in order(runs, known)]
+    ordered = [(run.setting.name, run.seed, run.arm.name) for run in seen.ordered(runs)]
     assert ordered == [
         (s, seed, arm) for s in ("new", "long", "short") for seed in (0, 1) for arm in ("nothing", "other")
     ]
@@ -382,10 +386,88 @@ def test_a_start_is_not_made_twice_at_once(tmp_path: Path) -> None:
     assert executor.together[0] == {("nothing", 0), ("nothing", 1)}, "two seeds, not two arms of one seed"
 
 
-def test_time_left_is_never_less_than_the_longest_run_needs() -> None:
-    clock = Clock(expected=50.0)
-    assert time_left([clock], [2.0], 8) == pytest.approx(50.0, abs=0.5)
-    assert time_left([Clock(expected=None)], [None], 2) is None
-    halfway = Clock(expected=None, begun=time.monotonic() - 30.0, share=0.75)
-    assert halfway.left() == pytest.approx(10.0, abs=0.5)
+def test_time_left_is_never_less_than_the_longest_run_needs(tmp_path: Path) -> None:
+    run, claim = Run(TINY, Arm("nothing"), 0), Store(tmp_path).claim("abc")
+    assert claim is not None
+    with claim:
+        assert time_left([Running(run, claim, 50.0).left()], [2.0], 8) == pytest.approx(50.0, abs=0.5)
+        assert time_left([Running(run, claim).left()], [None], 2) is None
+        halfway = Running(run, claim, begun=time.monotonic() - 30.0, share=0.75).left()
+    assert halfway == pytest.approx(10.0, abs=0.5)
     assert time_left([halfway], [None], 1) == pytest.approx(20.0, abs=1.0), "what is unknown is taken as the mean"
+
+
+# Code that changed
+
+
+def test_what_other_code_made_is_done_again_and_shown_until_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = study(tmp_path, seeds=1)
+    made.run(on=Inline())
+    first = [run.code for run in made.runs()]
+    assert len(set(first)) == 2 and first == [entry.record.code for entry in made.results().entries]
+    monkeypatch.setattr(FIRE, "revision", 7, raising=False)
+    made = study(tmp_path, seeds=1)
+    assert made.runs()[0].code == first[0], "doing nothing does not depend on FIRE"
+    assert made.runs()[1].identity == made.results().entries[1].identity and made.runs()[1].code != first[1]
+    assert made.results().entries[1].record.state == "finished"
+    executor = Inline()
+    made.run(on=executor)
+    assert executor.performed == 1
+    assert made.results().entries[1].record.code == made.runs()[1].code
+
+
+def test_a_refusal_is_not_final_when_the_code_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = study(tmp_path, seeds=1, arms=("fire",))
+    made.run(on=Inline("lab_fakes:refused"))
+    monkeypatch.setattr(FIRE, "revision", 7, raising=False)
+    made = study(tmp_path, seeds=1, arms=("fire",))
+    assert made.run(on=Inline()).entries[0].record.state == "finished"
+
+
+def test_what_was_finished_before_code_was_recorded_is_kept(tmp_path: Path) -> None:
+    made = study(tmp_path, seeds=1, arms=("fire",))
+    made.run(on=Inline())
+    path = made.store.path(made.runs()[0].identity)
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    del rows[0]["code"]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    executor = Inline()
+    assert made.run(on=executor).entries[0].record.code is None and executor.performed == 0
+
+
+def test_comments_and_docstrings_do_not_change_the_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = []
+    for number, text in enumerate(
+        ('"""A."""\n# why\ndef f():\n    """B."""\n    return 1\n', "def f( ):\n    return 1\n")
+    ):
+        (tmp_path / f"code_{number}.py").write_text(text)
+        found.append(_source(f"code_{number}"))
+    (tmp_path / "code_2.py").write_text("def f():\n    return 2\n")
+    assert found[0] == found[1] != _source("code_2")
+
+
+# What the user's file does
+
+
+def test_prints_are_seen_and_errors_name_the_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine.py").write_text(
+        """
+import numpy as np
+from rekindle.lab import Setting, Stream, stream
+
+@stream("noisy-stream")
+def noisy(seed):
+    print("building", seed < 2**31)
+    np.random.default_rng(seed), np.random.RandomState(seed)
+    raise OverflowError("too large")
+
+mine = Setting("mine", "noisy-stream", "mlp")
+"""
+    )
+    made = Study.load(tmp_path / "mine.py", methods=["nothing"], seeds=1, folder=tmp_path / "out")
+    entry = made.run(on=Inline("rekindle.lab.execution.local:perform")).entries[0]
+    assert entry.reason == "OverflowError: too large (mine.py, line 9)"
+    assert "mine · nothing · seed 0: building True" in capsys.readouterr().err

@@ -79,6 +79,11 @@ class Run:
             "optimizer": [self.arm.optimizer, dict(self.arm.optimizer_options), self.arm.lr],
         }
 
+    @cached_property
+    def first_task_key(self) -> str:
+        """The same for runs that may share the state after their first task."""
+        return _hash(self.first_task())
+
     def saved_first_task(self, folder: Path) -> FirstTask:
         """Where the state after the first task is kept for all runs that do the same until then."""
         return FirstTask(folder, {**self.first_task(), "code": self._shared_code()})

@@ -325,10 +325,11 @@ STREAMS: dict[str, Builder] = {
     "alphabet": _alphabet,
     "domains": _domains,
 }
+_BUILT_IN = frozenset(STREAMS)
 
 
 def register(name: str) -> Callable[[B], B]:
-    """Add an own stream: a function `builder(seed, **options) -> Stream`.
+    """Add an own stream: a function `builder(seed, **options) -> Stream`; seeds stay below 2³¹.
 
     >>> @register("zeros")
     ... def zeros(seed, *, rows=4):
@@ -357,4 +358,5 @@ def stream(name: str, seed: int, **options: Any) -> Stream:
         close = difflib.get_close_matches(name, STREAMS, 1)
         known = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(STREAMS)}"
         raise ValueError(f"there is no stream {name!r}; {known}")
-    return STREAMS[name](seed, **options)
+    # Own builders hand their seed to numpy, random or manual_seed, some of which take 31 bits only.
+    return STREAMS[name](seed if name in _BUILT_IN else seed % 2**31, **options)

@@ -20,7 +20,7 @@ from typing import Any
 from rekindle.extras import install
 from rekindle.lab import tuning
 from rekindle.lab.arms import ARMS, Arm, arms
-from rekindle.lab.execution import Conductor, Event, Outcome, Watcher, described
+from rekindle.lab.execution import Event, Execution, Outcome, Watcher, described
 from rekindle.lab.execution.local import TARGET, Executor, Pool
 from rekindle.lab.execution.store import Store
 from rekindle.lab.results import Entry, Results
@@ -145,7 +145,7 @@ class Study:
             executor = self._executor(on, workers, target) if isinstance(on, str) else on
             if isinstance(on, str):
                 stack.callback(executor.close)
-            outcome = self._conduct(executor, watch, opened)
+            outcome = self._execute(executor, watch, opened)
         self.last = outcome
         self.store.write_table()
         return self.results()
@@ -173,21 +173,11 @@ class Study:
             choices,
         )
 
-    def _conduct(self, executor: Executor, watch: Watcher | None, sinks: list[Sink]) -> Outcome:
+    def _execute(self, executor: Executor, watch: Watcher | None, sinks: list[Sink]) -> Outcome:
         """First what is known beforehand, then the configurations that this chose."""
-        ahead = len(self.runs()) if self.tune else 0
-        first = Conductor(
-            self.store, [*self.runs(), *self.tuning_runs()], executor, watch=watch, sinks=sinks, ahead=ahead
-        )
-        outcome = first.conduct()
-        if not self.tune:
-            return outcome
-        second = Conductor(
-            self.store, self.tuned_runs(), executor, watch=watch, sinks=sinks, behind=first.total - ahead
-        )
-        second.known = first.known
-        more = second.conduct()
-        return Outcome(outcome.counts + more.counts, outcome.errors | more.errors)
+        execution = Execution(self.store, executor, watch=watch, sinks=sinks)
+        execution.do([*self.runs(), *self.tuning_runs()], later=len(self.runs()) if self.tune else 0)
+        return execution.do(self.tuned_runs()) if self.tune else execution.outcome
 
     def _executor(self, on: str, workers: int | None, target: str) -> Executor:
         starts = self.store.starts

@@ -1,26 +1,31 @@
-"""Doing the runs of a study: claim, perform, write, try again, tell whoever watches.
+"""Doing the runs of a study: claim a run, perform it somewhere, write its rows, try again, report.
 
-Only this process writes results, and only for runs whose lock it holds. Everything it knows is on the disk, so it may
-be killed at any moment and begun again.
+- `store`: the files of a study, one per run, each written by whoever holds its lock;
+- `local`: worker processes of this machine; `on_ray`: the same on Ray;
+- here: `Execution`, which hands runs to one of these and is the only one that writes.
+
+Everything that `Execution` knows is on the disk, so it may be killed at any moment and begun again. Start reading at
+`Execution.do`.
 """
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from rekindle.lab.execution.local import LAST, Executor
-from rekindle.lab.execution.schedule import Clock, Expectation, choose, order, start_group, time_left
 from rekindle.lab.execution.store import Claim, Row, Store
 from rekindle.monitoring.sinks import Sink, send
 
 if TYPE_CHECKING:
     from rekindle.lab.runs import Run
 
-DEATHS = 3
+MOST_LOSSES = 3
 """How often a run's worker may be lost before the run counts as failed."""
 
 POLL = 0.5
@@ -31,8 +36,8 @@ class Event:
     """News for whoever watches a study.
 
     kind: "started", "progress", "task", "finished", "refused", "failed", "died" (its worker was lost; the run is tried
-    again) or "elsewhere" (another process did it, or it was done before). `row` is the run's row, if there is one.
-    `done` of `total` runs are over; `left` is the estimate of the seconds to go, None while there is none.
+    again) or "elsewhere" (another process did it). `row` is the run's row, if there is one. `done` of `total` runs are
+    over; `left` is the estimate of the seconds to go, None while there is none.
     """
 
     kind: str
@@ -55,163 +60,216 @@ class Outcome:
     errors: dict[str, str] = field(default_factory=dict)
 
 
-@dataclass
-class _Flight:
-    run: Run
-    claim: Claim
-    clock: Clock
-    tasks: int = 0
-    past_first: bool = False
+class Durations:
+    """How long runs take, from those that were seen: the same setting and arm, else the same setting.
 
-
-class Conductor:
-    """Does runs until none is left; `conduct` may be called once.
-
-    behind, ahead: runs of the same study that others did before or will do after, for counting only.
+    >>> seen = Durations()
+    >>> seen.add("digits", "fire", 4.0); seen.add("digits", "nothing", 2.0)
+    >>> seen.expected("digits", "fire"), seen.expected("digits", "redo"), seen.expected("other", "fire")
+    (4.0, 3.0, None)
     """
 
+    def __init__(self) -> None:
+        self._seen: dict[tuple[str, str], list[float]] = {}
+
+    def add(self, setting: str, arm: str, seconds: float) -> None:
+        """Note how long a run took."""
+        self._seen.setdefault((setting, arm), []).append(seconds)
+
+    def expected(self, setting: str, arm: str) -> float | None:
+        """Seconds, or None while nothing like it was seen."""
+        alike = [each for (name, _), values in self._seen.items() if name == setting for each in values]
+        known = self._seen.get((setting, arm), alike)
+        return fmean(known) if known else None
+
+    def ordered(self, runs: Sequence[Run]) -> list[Run]:
+        """Unknown ones and long ones first, so that none is left alone at the end; seeds in turn, for early pairs."""
+
+        def key(run: Run) -> tuple[float, int]:
+            seconds = self.expected(run.setting.name, run.arm.name)
+            # To a power of two: arms of about the same length stay in the order of their seeds.
+            return (-float("inf") if seconds is None else -float(2 ** round(seconds).bit_length()), run.seed)
+
+        return sorted(runs, key=key)
+
+
+@dataclass
+class Running:
+    """One run that is being performed, and how far it is."""
+
+    run: Run
+    claim: Claim
+    expected: float | None = None
+    begun: float = field(default_factory=time.monotonic)
+    tasks: int = 0
+    share: float = 0.0
+    past_first: bool = False
+
+    def left(self) -> float | None:
+        """Seconds that remain: by its own pace once a tenth is done, before that as expected."""
+        spent = time.monotonic() - self.begun
+        if self.share >= 0.1:
+            return spent * (1.0 - self.share) / self.share
+        return None if self.expected is None else max(0.0, self.expected - spent)
+
+    def advance(self, row: Row) -> None:
+        """Note how far the run is; the number of tasks is in the start row, on Ray in the progress."""
+        if row["kind"] == "start":
+            self.begun = time.monotonic()
+        self.tasks = int(row.get("stream", row).get("tasks") or self.tasks)
+        self.past_first |= row["kind"] == "task" or row.get("task", 0) > 0
+        if self.tasks and row["kind"] in ("task", "progress"):
+            inside = 1.0 if row["kind"] == "task" else row["step"] / max(1, row["steps"])
+            self.share = (row["task"] + inside) / self.tasks
+
+
+class Execution:
+    """Does runs with an executor until none is left; `do` may be called again with more."""
+
     def __init__(
-        self,
-        store: Store,
-        runs: Sequence[Run],
-        executor: Executor,
-        *,
-        watch: Watcher | None = None,
-        sinks: Iterable[Sink] = (),
-        behind: int = 0,
-        ahead: int = 0,
+        self, store: Store, executor: Executor, *, watch: Watcher | None = None, sinks: Iterable[Sink] = ()
     ) -> None:
         self.store, self.executor = store, executor
         self.watch, self.sinks = watch, list(sinks)
-        self.known = Expectation()
-        unique = {run.identity: run for run in runs}
-        self.total, self.done = behind + len(unique) + ahead, behind
-        self.waiting = self._todo(list(unique.values()))
-        self.groups = {run.identity: start_group(run) for run in self.waiting}
-        self.flights: dict[str, _Flight] = {}
-        self.deaths: Counter[str] = Counter()
-        self.outcome = Outcome()
+        self.durations, self.outcome = Durations(), Outcome()
+        self.waiting: list[Run] = []
+        self.running: dict[str, Running] = {}
+        self.losses: Counter[str] = Counter()
+        self.total = self.done = 0
 
-    def conduct(self) -> Outcome:
-        """Do all runs; on any exception, Ctrl-C included, locks are let go of and what is written stays."""
+    def do(self, runs: Iterable[Run], *, later: int = 0) -> Outcome:
+        """Do all of these that are not done, `later` more being expected afterwards.
+
+        On any exception, Ctrl-C included, locks are let go of and what is written stays.
+        """
+        unique = {run.identity: run for run in runs}
+        self.total = self.done + len(unique) + later
+        self.waiting = self._unsettled(unique.values())
         try:
-            while self.waiting or self.flights:
-                blocked = self._launch()
-                if self.flights:
+            while self.waiting or self.running:
+                self._fill()
+                if self.running:
                     for identity, row in self.executor.events(POLL):
-                        if identity in self.flights:
+                        if identity in self.running:
                             self._take(identity, row)
-                elif blocked:
+                elif self.waiting:  # all of them in the hands of another process
                     time.sleep(POLL)
         finally:
-            for flight in self.flights.values():
-                flight.claim.release()
+            for each in self.running.values():
+                each.claim.release()
         return self.outcome
 
-    def _todo(self, runs: list[Run]) -> list[Run]:
-        out = []
+    def _unsettled(self, runs: Iterable[Run]) -> list[Run]:
+        left = []
         for run in runs:
             record = self.store.read(run.identity)
             if record.state == "finished":
-                self.known.learn(run.setting.name, run.arm.name, float(record.rows[-1].get("seconds", 0.0)))
-            if record.done:
+                self.durations.add(run.setting.name, run.arm.name, float(record.rows[-1].get("seconds", 0.0)))
+            if record.settles(run.code):
                 self.done += 1
             else:
-                out.append(run)
-        return order(out, self.known)
+                left.append(run)
+        return self.durations.ordered(left)
 
-    def _launch(self) -> bool:
-        """Fill the free slots; tells whether what waits is in the hands of another process."""
-        making = {self.groups[f.run.identity] for f in self.flights.values() if not f.past_first}
+    def _fill(self) -> None:
+        """Give the free slots work; runs that could share a first task in the making come after others."""
+        making = {each.run.first_task_key for each in self.running.values() if not each.past_first}
         candidates = list(self.waiting)
-        while candidates and len(self.flights) < self.executor.slots:
-            run = choose(candidates, self.groups, making)
+        while candidates and len(self.running) < self.executor.slots:
+            run = next((each for each in candidates if each.first_task_key not in making), candidates[0])
             candidates.remove(run)
             claim = self.store.claim(run.identity)
             if claim is None:
                 continue
             self.waiting.remove(run)
-            if claim.record.done:
+            if claim.record.settles(run.code):
                 claim.release()
-                self.done += 1
-                self.outcome.counts["elsewhere"] += 1
-                self._tell("elsewhere", run, claim.record.rows[-1])
+                self._over("elsewhere", run, claim.record.rows[-1])
                 continue
-            self.flights[run.identity] = _Flight(run, claim, Clock(self.known.seconds(run.setting.name, run.arm.name)))
-            making.add(self.groups[run.identity])
+            expected = self.durations.expected(run.setting.name, run.arm.name)
+            self.running[run.identity] = Running(run, claim, expected)
+            making.add(run.first_task_key)
             self.executor.submit(run.identity, run.to_dict())
-            self._tell("started", run, {})
-        return bool(self.waiting) and not self.flights
+            self._report("started", run, {})
 
     def _take(self, identity: str, row: Row) -> None:
-        flight = self.flights[identity]
-        run, kind = flight.run, row["kind"]
-        if kind == "died":
-            self._died(identity, row)
-            return
-        flight.claim.append(row)
-        self._mark(flight, row)
-        if kind not in LAST:
-            if kind != "start":
-                self._tell(kind, run, row)
-            return
-        if kind == "end" and not row.get("refused"):
-            self.known.learn(run.setting.name, run.arm.name, float(row.get("seconds", 0.0)))
-        self._close(identity, "failed" if kind == "failed" else "refused" if row.get("refused") else "finished", row)
+        each = self.running[identity]
+        run, kind = each.run, row["kind"]
+        if kind == "printed":
+            # Through sys.stderr, so that it appears above a live table and not inside it.
+            print(f"{run.setting.name} · {run.arm.name} · seed {run.seed}: {row['text']}", file=sys.stderr)
+        elif kind == "died":
+            self._lost(each, row)
+        else:
+            each.claim.append({"code": run.code, **row} if kind == "start" else row)
+            each.advance(row)
+            if kind in LAST:
+                self._close(
+                    each, "failed" if kind == "failed" else "refused" if row.get("refused") else "finished", row
+                )
+            elif kind != "start":
+                self._report(kind, run, row)
 
-    def _close(self, identity: str, kind: str, row: Row) -> None:
-        flight = self.flights.pop(identity)
-        flight.claim.release()
+    def _close(self, each: Running, kind: str, row: Row) -> None:
+        del self.running[each.run.identity]
+        each.claim.release()
+        if kind == "failed":
+            self.outcome.errors[each.run.identity] = str(row.get("error", ""))
+        if kind == "finished":
+            self.durations.add(each.run.setting.name, each.run.arm.name, float(row.get("seconds", 0.0)))
+            self._send(each.run)
+        self._over(kind, each.run, row)
+
+    def _lost(self, each: Running, row: Row) -> None:
+        self.losses[each.run.identity] += 1
+        if self.losses[each.run.identity] >= MOST_LOSSES:
+            failed = {"kind": "failed", "error": f"lost {MOST_LOSSES} workers in a row: {row.get('error', '')}"}
+            each.claim.append(failed)
+            self._close(each, "failed", failed)
+            return
+        self.running.pop(each.run.identity).claim.release()
+        self.waiting.insert(0, each.run)
+        self._report("died", each.run, row)
+
+    def _over(self, kind: str, run: Run, row: Row) -> None:
         self.done += 1
         self.outcome.counts[kind] += 1
-        if kind == "failed":
-            self.outcome.errors[identity] = str(row.get("error", ""))
-        if kind == "finished" and self.sinks:
-            self._send(flight.run)
-        self._tell(kind, flight.run, row | {"reason": row["refused"]} if kind == "refused" else row)
+        self._report(kind, run, row)
 
-    def _died(self, identity: str, row: Row) -> None:
-        flight = self.flights[identity]
-        self.deaths[identity] += 1
-        if self.deaths[identity] >= DEATHS:
-            failed = {"kind": "failed", "error": f"lost {DEATHS} workers in a row: {row.get('error', '')}"}
-            flight.claim.append(failed)
-            self._close(identity, "failed", failed)
-            return
-        self.flights.pop(identity).claim.release()
-        self.waiting.insert(0, flight.run)
-        self._tell("died", flight.run, row)
-
-    @staticmethod
-    def _mark(flight: _Flight, row: Row) -> None:
-        """Note how far the run is; the number of tasks is in the start row."""
-        if row["kind"] == "start":
-            flight.clock.begun = time.monotonic()
-            flight.tasks = int(row.get("stream", {}).get("tasks", 0))
-        if row["kind"] == "progress" and row.get("tasks"):  # from Ray, where the start comes with the end
-            flight.tasks = int(row["tasks"])
-        flight.past_first |= row["kind"] == "task" or row.get("task", 0) > 0
-        if flight.tasks and row["kind"] == "task":
-            flight.clock.share = (row["task"] + 1) / flight.tasks
-        elif flight.tasks and row["kind"] == "progress":
-            flight.clock.share = (row["task"] + row["step"] / max(1, row["steps"])) / flight.tasks
-
-    def _tell(self, kind: str, run: Run, row: Row) -> None:
-        if self.watch is None:
-            return
-        waiting = [self.known.seconds(r.setting.name, r.arm.name) for r in self.waiting]
-        left = time_left([f.clock for f in self.flights.values()], waiting, self.executor.slots)
-        self.watch(Event(kind, run, row, self.done, self.total, len(self.flights), left))
+    def _report(self, kind: str, run: Run, row: Row) -> None:
+        if self.watch is not None:
+            waiting = [self.durations.expected(each.setting.name, each.arm.name) for each in self.waiting]
+            left = time_left([each.left() for each in self.running.values()], waiting, self.executor.slots)
+            self.watch(Event(kind, run, row, self.done, self.total, len(self.running), left))
 
     def _send(self, run: Run) -> None:
-        """A finished run's numbers, all at once: a run that was begun twice is sent once."""
-        prefix = f"{run.setting.name}/{run.arm.name}/seed-{run.seed}"
-        for row in self.store.read(run.identity).rows:
-            if row["kind"] == "task":
-                send(self.sinks, row["task"], dict(numbers(row, prefix)))
+        """A finished run's numbers to the sinks, all at once: a run that was begun twice is sent once."""
+        if self.sinks:
+            prefix = f"{run.setting.name}/{run.arm.name}/seed-{run.seed}"
+            for row in self.store.read(run.identity).rows:
+                if row["kind"] == "task":
+                    send(self.sinks, row["task"], dict(numbers(row, prefix)))
 
 
-def numbers(row: Row, prefix: str) -> Iterable[tuple[str, float]]:
+def time_left(running: Sequence[float | None], waiting: Sequence[float | None], slots: int) -> float | None:
+    """Seconds until all is done, from the seconds that each run needs; None while there is nothing to judge by.
+
+    What is unknown is taken as the mean of the rest.
+
+    >>> time_left([], [10.0, 10.0, None, 10.0], 2)
+    20.0
+    """
+    parts = [*running, *waiting]
+    known = [part for part in parts if part is not None]
+    if not parts:
+        return 0.0
+    if not known:
+        return None
+    total = sum(known) + (len(parts) - len(known)) * fmean(known)
+    return max(total / slots, *(part for part in running if part is not None), 0.0)
+
+
+def numbers(row: Mapping[str, Any], prefix: str) -> Iterable[tuple[str, float]]:
     """The numbers in a row, groups included, under a prefix.
 
     >>> list(numbers({"kind": "task", "task": 3, "test_loss": 0.5, "remedy": {"seconds": 1.0}}, "digits/fire"))
@@ -227,10 +285,8 @@ def numbers(row: Row, prefix: str) -> Iterable[tuple[str, float]]:
 def described(event: Event) -> str:
     """One line for a terminal."""
     where = f"{event.run.setting.name} · {event.run.arm.name} · seed {event.run.seed}"
-    left = "" if event.left is None else f", about {_short(event.left)} left"
+    seconds = event.left
+    short = "" if seconds is None else f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+    left = f", about {short} left" if short else ""
     why: Any = event.row.get("error") or event.row.get("refused")
     return f"[{event.done}/{event.total}{left}] {event.kind}: {where}" + (f": {why}" if why else "")
-
-
-def _short(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import io
 import json
 import os
 import queue
@@ -72,21 +73,63 @@ def perform(job: dict[str, Any], starts: Path | None) -> Iterator[Row]:
 def rows_of(target: str, job: dict[str, Any], starts: Path | None) -> Iterator[Row]:
     """The rows of a job up to the one that closes it; an exception is a last row of the kind "failed".
 
-    A target is named by its module and function, so that a worker process can find it.
+    A target is named by its module and function, so that a worker process can find it. What the run prints comes as
+    rows of the kind "printed", a line each.
 
     >>> [row["kind"] for row in rows_of("rekindle.lab.execution.local:missing", {}, None)]
     ['failed']
     """
+    printed = Lines()
     try:
-        for row in find(target)(job, starts):
+        with contextlib.redirect_stdout(printed):
+            performed = iter(find(target)(job, starts))
+        while True:
+            with contextlib.redirect_stdout(printed):
+                row = next(performed, None)
+            yield from printed.rows()
+            if row is None:
+                raise RuntimeError(f"{target} stopped without an end row")
             json.dumps(row, allow_nan=False)  # here, so that a row that cannot be kept fails its own run
             yield row
             if row["kind"] in LAST:
                 return
-        raise RuntimeError(f"{target} stopped without an end row")
     except Exception as error:
-        where = "".join(traceback.format_exception(error))[-4000:]
-        yield {"kind": "failed", "error": f"{type(error).__name__}: {error}", "traceback": where}
+        yield from printed.rows()
+        trace = "".join(traceback.format_exception(error))[-4000:]
+        place = _place(error, job.get("setting", {}).get("source"))
+        yield {"kind": "failed", "error": f"{type(error).__name__}: {error}{place}", "traceback": trace}
+
+
+def _place(error: Exception, source: str | None) -> str:
+    """Where in the user's file an error was raised, if it was."""
+    if source is None:
+        return ""
+    file = Path(source).resolve()
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
+    return f" ({file.name}, line {lines[-1]})" if lines else ""
+
+
+class Lines(io.TextIOBase):
+    """Takes what is printed and gives it back as rows.
+
+    >>> lines = Lines()
+    >>> print("one\\ntwo", file=lines)
+    >>> lines.rows()
+    [{'kind': 'printed', 'text': 'one'}, {'kind': 'printed', 'text': 'two'}]
+    """
+
+    def __init__(self) -> None:
+        self._text = ""
+
+    def write(self, text: str) -> int:
+        """Keep it until it is asked for."""
+        self._text += text
+        return len(text)
+
+    def rows(self) -> list[Row]:
+        """The lines since the last time."""
+        text, self._text = self._text, ""
+        return [{"kind": "printed", "text": line} for line in text.splitlines() if line.strip()]
 
 
 def find(target: str) -> Callable[[dict[str, Any], Path | None], Iterable[Row]]:

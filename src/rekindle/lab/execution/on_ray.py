@@ -133,7 +133,7 @@ def perform(
                 board.post.remote(identity, row | {"tasks": tasks})
                 continue
             rows.append(row)
-            if row["kind"] not in LAST:
+            if row["kind"] not in (*LAST, "printed"):
                 done = {"kind": "progress", "task": row.get("task", -1) + 1, "step": 0, "steps": 1, "tasks": tasks}
                 board.post.remote(identity, done)
     return rows

@@ -6,7 +6,8 @@
 
 A run's file is written only by whoever holds its lock (flock, so a killed process lets go of it), which is how two
 studies in one folder never do the same run twice. A run that was cut off is done again from its start: the new rows
-follow the old ones in the file, and readers take the attempt that reached its end.
+follow the old ones in the file, and readers take the last attempt that reached its end. So do results of code that has
+changed since: they are made again behind the old ones.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import io
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeAlias
@@ -41,70 +42,59 @@ class Record:
     rows: tuple[Row, ...] = ()
 
     @property
-    def done(self) -> bool:
-        """Whether there is nothing left to do for this run.
+    def code(self) -> str | None:
+        """The hash of the code that made it (`Run.code`); None if it was made by a version that did not write it."""
+        return self.rows[0].get("code") if self.rows else None
 
-        >>> Record("finished").done, Record("failed").done
-        (True, False)
+    def settles(self, code: str) -> bool:
+        """Whether nothing is left to do for a run of this code.
+
+        What other code finished or refused is done again. What was finished before the code was recorded is kept: it
+        cannot be judged, and is shown as such.
+
+        >>> old, new = Record("finished", ({"kind": "start"},)), Record("refused", ({"kind": "start", "code": "a"},))
+        >>> old.settles("b"), new.settles("a"), new.settles("b"), Record("failed").settles("a")
+        (True, True, False, False)
         """
-        return self.state in ("finished", "refused")
-
-
-@dataclass
-class _Scan:
-    """Reads lines in order; keeps the attempt in progress until one is complete."""
-
-    rows: list[Row] | None = None
-    ended: Record | None = None
-    tasks: int = 0
-    good: int = field(default=0)  # bytes up to the end of the last line that could be read
-
-    def take(self, row: Row) -> None:
-        if self.ended is not None:
-            return
-        kind = row.get("kind")
-        if kind == "start":
-            self.rows, self.tasks = [row], 0
-        elif kind == "failed":
-            self.rows = [*(self.rows or ()), row]  # some fail before they have a start
-        elif self.rows is None:
-            return
-        elif kind == "task" and row.get("task") != self.tasks:
-            self.rows = None  # a line is missing: this attempt cannot be trusted
-        else:
-            self.rows.append(row)
-            self.tasks += kind == "task"
-            if kind == "end":
-                self.ended = Record("refused" if row.get("refused") else "finished", tuple(self.rows))
-
-    def record(self) -> Record:
-        if self.ended is not None:
-            return self.ended
-        if not self.rows:
-            return Record("new")
-        return Record("failed" if self.rows[-1].get("kind") == "failed" else "partial", tuple(self.rows))
+        if self.state == "finished":
+            return self.code in (None, code)
+        return self.state == "refused" and self.code == code
 
 
 def parse(content: bytes) -> tuple[Record, int]:
     """The record in a run's file, and how many bytes of it are whole lines: what follows them is a torn tail.
 
+    The last attempt that reached its end counts, else the last one.
+
     >>> record, good = parse(b'{"kind":"start"}\\n{"kind":"end","seconds":1}\\n{"kind":"ta')
     >>> record.state, good
     ('finished', 44)
     """
-    scan, position = _Scan(), 0
+    rows: list[Row] | None = None  # of the attempt in progress; None if it cannot be trusted
+    ended: Record | None = None
+    position = good = 0
     for line in io.BytesIO(content):
         position += len(line)
         try:
             row = json.loads(line)
         except (ValueError, RecursionError):  # no JSON, no UTF-8, or garbage of a thousand brackets
             row = None
-        if isinstance(row, dict):
-            scan.take(row)
-            scan.good = position
-        elif scan.ended is None:
-            scan.rows = None
-    return scan.record(), scan.good
+        if not isinstance(row, dict):
+            rows = None
+            continue
+        good, kind = position, row.get("kind")
+        if kind == "start":
+            rows = [row]
+        elif kind == "failed":
+            rows = [*(rows or ()), row]  # some fail before they have a start
+        elif rows is not None:
+            missing = kind == "task" and row.get("task") != sum(each.get("kind") == "task" for each in rows)
+            rows = None if missing else [*rows, row]
+            if rows is not None and kind == "end":
+                ended, rows = Record("refused" if row.get("refused") else "finished", tuple(rows)), None
+    if ended is not None or not rows:
+        return ended or Record("new"), good
+    return Record("failed" if rows[-1].get("kind") == "failed" else "partial", tuple(rows)), good
 
 
 class Claim:
