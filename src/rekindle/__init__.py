@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         sinks,
         triggers,
     )
+    from rekindle.advice.advising import Advice, advise
     from rekindle.advice.probing import ProbeResult, probe
     from rekindle.diagnosis.examination import Health, health
     from rekindle.diagnosis.verdict import Thresholds
@@ -55,10 +56,13 @@ _HOME = {
     "health": "diagnosis.examination",
     "plan": "projection.planning",
     "polar": "engine.isometry",
+    "Advice": "advice.advising",
+    "advise": "advice.advising",
     "probe": "advice.probing",
     "ProbeResult": "advice.probing",
 }
 _MODULES = (
+    "advise",
     "blocks",
     "bounds",
     "checkpoint",
@@ -72,6 +76,7 @@ _MODULES = (
     "triggers",
 )
 __all__ = [
+    "Advice",
     "Certificate",
     "FIREConfig",
     "FIREReinitializer",
@@ -83,6 +88,7 @@ __all__ = [
     "ReinitStats",
     "Schedule",
     "Thresholds",
+    "advise",
     "blocks",
     "bounds",
     "checkpoint",

@@ -1,0 +1,97 @@
+"""What an advisor tries: remedies that make sense for a model, each with the call that applies it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from rekindle.methods import DASH, FIRE, FullReset, HeadReset, ReDo, ShrinkPerturb
+from rekindle.projection.planning import plan
+from rekindle.projection.receipt import Method
+
+NOTHING = "nothing"
+_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
+_GROUPS = {
+    "mlp": {"mlp-in", "mlp-gate", "mlp-out"},
+    "attention.qk": {"query", "key"},
+    "conv": {"conv"},
+}
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A name, and the method behind it; no method is to do nothing."""
+
+    name: str
+    method: Method | None = None
+
+    @property
+    def call(self) -> str:
+        """What to write to apply it."""
+        if self.method is None:
+            return "pass  # do nothing"
+        inside = repr(self.method)
+        return f"rekindle.methods.{inside}(model, optimizer)" if inside[0].isupper() else f"{inside}(model, optimizer)"
+
+
+def candidates_for(model: nn.Module) -> list[Candidate]:
+    """Nothing, FIRE at two scales and on the groups of layers that the model has, and the rivals that fit it.
+
+    >>> net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4, 2))
+    >>> [candidate.name for candidate in candidates_for(net)]
+    ['nothing', 'fire', 'fire-nearest', 'fire-half', 'shrink-perturb', 'head-reset', 'full-reset', 'redo']
+    """
+    found: list[tuple[str, Method | None]] = [(NOTHING, None)]
+    try:
+        projected = [entry for entry in plan(model, measure=False).entries if entry.reason is None]
+    except ValueError:
+        projected = []  # nothing that FIRE could project
+    if projected:
+        found += [
+            ("fire", FIRE()),
+            ("fire-nearest", FIRE(scale="nearest")),
+            ("fire-half", FIRE(strength=0.5)),
+        ]
+        roles = {block.role for entry in projected for block in entry.blocks}
+        for group, members in _GROUPS.items():
+            if roles & members and roles - members:
+                found += [(f"fire-{group}", FIRE(targets=group)), (f"fire-nearest-{group}", _nearest(group))]
+    if any(isinstance(module, _NORMS) for module in model.modules()):
+        found.append(("dash", DASH()))
+    found += [
+        ("shrink-perturb", ShrinkPerturb(0.8, "fresh")),
+        ("head-reset", HeadReset()),
+        ("full-reset", FullReset()),
+        ("redo", ReDo()),
+    ]
+    return [Candidate(*one) for one in found]
+
+
+def layer_groups(model: nn.Module) -> list[Candidate]:
+    """FIRE on the first, the middle and the last third of the weights that it would project."""
+    names = [entry.name for entry in plan(model, measure=False).entries if entry.reason is None]
+    third = -(-len(names) // 3)
+    parts = {"first": names[:third], "middle": names[third : 2 * third], "last": names[2 * third :]}
+    return [Candidate(f"fire-{part}-third", FIRE(targets=chosen)) for part, chosen in parts.items() if chosen]
+
+
+def given_candidates(given: Mapping[str, Method | None] | Iterable[Method]) -> list[Candidate]:
+    """The user's own, with doing nothing among them."""
+    if isinstance(given, Mapping):
+        named = [Candidate(name, method) for name, method in given.items()]
+    else:
+        named = []
+        for method in given:
+            name: Any = getattr(method, "name", type(method).__name__)
+            taken = sum(one.name.rstrip("0123456789-") == name for one in named)
+            named.append(Candidate(f"{name}-{taken + 1}" if taken else name, method))
+    if all(one.method is not None for one in named):
+        named.insert(0, Candidate(NOTHING))
+    return named
+
+
+def _nearest(group: str) -> FIRE:
+    return FIRE(targets=group, scale="nearest")

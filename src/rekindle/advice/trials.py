@@ -1,0 +1,327 @@
+"""Trials: copies of a model, each with another remedy, that learn the same new data side by side.
+
+A trial can stop and go on, so that poor candidates can be dropped early. `Trials` holds several and is what runs in
+another process or in a Ray actor.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from rekindle import initial
+from rekindle.advice.candidates import Candidate
+from rekindle.advice.tasks import output
+from rekindle.blocks.names import unwrapped
+from rekindle.diagnosis.sampling import Loss, undisturbed
+from rekindle.extras import require
+from rekindle.optimizers import unwrap
+
+_LOOKED_AT = 8  # batches for the loss before and after
+
+
+@dataclass(frozen=True)
+class Question:
+    """What every trial has in common."""
+
+    model: nn.Module
+    optimizer: Any
+    new: list[Any]
+    old: list[Any]
+    loss: Loss
+    copy: Callable[[], nn.Module] | None = None
+
+
+@dataclass
+class Trace:
+    """What one trial has shown so far. `error` says why the candidate could not be applied."""
+
+    losses: list[float] = field(default_factory=list)
+    rise: float = 0.0
+    old_before: float = math.nan
+    old_after: float = math.nan
+    old_end: float = math.nan
+    drift: float = math.nan
+    error: str | None = None
+
+
+class Trial:
+    """One candidate with one seed: the remedy is applied when the trial is made."""
+
+    def __init__(self, question: Question, candidate: Candidate, seed: int) -> None:
+        self.trace = Trace()
+        self._question, self._method = question, candidate.method
+        self._order = torch.Generator().manual_seed(seed)
+        self._noise = torch.Generator().manual_seed(seed + 1)
+        self._queue: list[int] = []
+        self._model = copied(question)
+        self._optimizers = optimizers_like(question.optimizer, unwrapped(question.model), self._model, state=True)
+        self._moment = getattr(candidate.method, "moment", "event")
+        before = self._outputs()
+        at_first = self._level(question.new)
+        self.trace.old_before = self._level(question.old)
+        if self._method is not None and self._moment == "event":
+            try:
+                self._method(
+                    self._model,
+                    self._optimizers,
+                    batches=question.new,
+                    loss=question.loss,
+                    generator=torch.Generator().manual_seed(seed),
+                )
+            except (ValueError, RuntimeError, NotImplementedError) as error:
+                self.trace.error = f"{type(error).__name__}: {error}".splitlines()[0]
+                return
+        self.trace.rise = self._level(question.new) - at_first
+        self.trace.old_after = self.trace.old_end = self._level(question.old)
+        self.trace.drift = _drift(before, self._outputs())
+
+    def advance(self, steps: int) -> Trace:
+        """Train `steps` more steps and look at the old data."""
+        if self.trace.error is None:
+            with initial.forked_rng(self._noise, self._model):
+                self.trace.losses += [self._step() for _ in range(steps)]
+            self.trace.old_end = self._level(self._question.old)
+        return self.trace
+
+    def _step(self) -> float:
+        if not self._queue:
+            self._queue = torch.randperm(len(self._question.new), generator=self._order).tolist()
+        self._model.train()
+        for optimizer in self._optimizers:
+            optimizer.zero_grad()
+        plain = self._question.loss(self._model, self._question.new[self._queue.pop()])
+        loss = plain
+        if self._moment == "loss":
+            loss = plain + self._method.loss_term(self._model)  # type: ignore[union-attr]
+        loss.backward()  # type: ignore[no-untyped-call]
+        if self._moment == "backward":
+            self._method(self._model, self._optimizers)  # type: ignore[misc]
+        for optimizer in self._optimizers:
+            optimizer.step()
+        if self._moment == "step":
+            self._method(self._model, self._optimizers)  # type: ignore[misc]
+        value = float(plain.detach())
+        return value if math.isfinite(value) else math.inf
+
+    def _level(self, batches: Sequence[Any]) -> float:
+        if not batches:
+            return math.nan
+        with undisturbed(self._model), torch.no_grad():
+            losses = [float(self._question.loss(self._model, batch)) for batch in batches[:_LOOKED_AT]]
+        return sum(losses) / len(losses)
+
+    def _outputs(self) -> list[Tensor]:
+        found: list[Tensor] = []
+        with undisturbed(self._model), torch.no_grad(), suppress(ValueError, TypeError):
+            found = [output(self._model, batch).float() for batch in self._question.new[:_LOOKED_AT]]
+        return found
+
+
+def copied(question: Question) -> nn.Module:
+    """A copy of the model that can be trained on its own."""
+    if question.copy is not None:
+        return question.copy()
+    model = unwrapped(question.model)
+    try:
+        return copy.deepcopy(model)
+    except Exception as error:
+        raise ValueError(
+            f"{type(model).__name__} cannot be deep-copied ({type(error).__name__}: {error}): pass copy=, a function "
+            "that returns a copy of the model with its present weights"
+        ) from error
+
+
+def optimizers_like(optimizer: Any, model: nn.Module, other: nn.Module, *, state: bool) -> list[torch.optim.Optimizer]:
+    """Optimizers of the same classes and settings for the parameters of `other`, with or without their state."""
+    given = unwrap(optimizer)
+    if not given:
+        return [torch.optim.Adam([p for p in other.parameters() if p.requires_grad], lr=1e-3)]
+    twin = dict(zip(map(id, model.parameters()), other.parameters(), strict=True))
+    made = []
+    for one in given:
+        groups = [
+            {**{k: v for k, v in group.items() if k != "params"}, "params": [twin[id(p)] for p in group["params"]]}
+            for group in one.param_groups
+        ]
+        again: torch.optim.Optimizer = type(one)(groups, lr=groups[0].get("lr", 1e-3))  # type: ignore[call-arg]
+        if state:
+            again.load_state_dict(copy.deepcopy(one.state_dict()))
+        made.append(again)
+    return made
+
+
+def _drift(before: Sequence[Tensor], after: Sequence[Tensor]) -> float:
+    """How far the function moved: KL divergence of class scores, relative squared change of anything else."""
+    if not before or len(before) != len(after):
+        return math.nan
+    total = 0.0
+    for old, new in zip(before, after, strict=True):
+        if old.dim() >= 2 and old.shape[-1] > 1:
+            there, here = (functional.log_softmax(t.flatten(0, -2).double(), -1) for t in (new, old))
+            total += float(functional.kl_div(there, here, log_target=True, reduction="batchmean"))
+        else:
+            total += float((new - old).square().sum() / old.square().sum().clamp_min(1e-12))
+    return total / len(before)
+
+
+class Trials:
+    """Several trials by number, made when they are first asked for."""
+
+    def __init__(self, question: Question, candidates: Sequence[Candidate], seeds: Sequence[int]) -> None:
+        self._question, self._candidates, self._seeds = question, candidates, seeds
+        self._trials: dict[int, Trial] = {}
+
+    def advance(self, numbers: Iterable[int], steps: int) -> dict[int, Trace]:
+        """Advance these trials; what each has shown so far."""
+        found = {}
+        for number in numbers:
+            if number not in self._trials:
+                candidate, seed = divmod(number, len(self._seeds))
+                self._trials[number] = Trial(self._question, self._candidates[candidate], self._seeds[seed])
+            found[number] = self._trials[number].advance(steps)
+        return found
+
+    def drop(self, numbers: Iterable[int]) -> None:
+        """Forget trials: their copies are freed."""
+        for number in numbers:
+            self._trials.pop(number, None)
+
+
+class Executor(Protocol):
+    """Where trials are done."""
+
+    def advance(self, numbers: Sequence[int], steps: int) -> dict[int, Trace]:
+        """Advance these trials; what each has shown so far."""
+        ...
+
+    def drop(self, numbers: Iterable[int]) -> None:
+        """Forget trials."""
+        ...
+
+    def close(self) -> None:
+        """Give back processes."""
+        ...
+
+
+class _Here:
+    """In this process, one after the other."""
+
+    def __init__(self, trials: Trials) -> None:
+        self._trials = trials
+
+    def advance(self, numbers: Sequence[int], steps: int) -> dict[int, Trace]:
+        return self._trials.advance(numbers, steps)
+
+    def drop(self, numbers: Iterable[int]) -> None:
+        self._trials.drop(numbers)
+
+    def close(self) -> None:
+        pass
+
+
+class _Forked:
+    """In forked processes of one torch thread each; a trial stays in the process where it began."""
+
+    def __init__(self, trials: Trials, workers: int) -> None:
+        context = get_context("fork")
+        self._pipes, self._processes = [], []
+        for _ in range(workers):
+            here, there = context.Pipe()
+            process = context.Process(target=_serve, args=(trials, there), daemon=True)
+            process.start()
+            there.close()
+            self._pipes.append(here)
+            self._processes.append(process)
+
+    def advance(self, numbers: Sequence[int], steps: int) -> dict[int, Trace]:
+        for worker, pipe in enumerate(self._pipes):
+            pipe.send(("advance", [n for n in numbers if n % len(self._pipes) == worker], steps))
+        found: dict[int, Trace] = {}
+        for pipe in self._pipes:
+            answer = pipe.recv()
+            if isinstance(answer, BaseException):
+                raise answer
+            found.update(answer)
+        return found
+
+    def drop(self, numbers: Iterable[int]) -> None:
+        numbers = list(numbers)
+        for pipe in self._pipes:
+            pipe.send(("drop", numbers, 0))
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+
+
+def _serve(trials: Trials, pipe: Connection) -> None:
+    torch.set_num_threads(1)  # after a fork more threads would wait for ones that do not exist here
+    with suppress(EOFError, KeyboardInterrupt, BrokenPipeError):
+        while True:
+            verb, numbers, steps = pipe.recv()
+            if verb == "drop":
+                trials.drop(numbers)
+                continue
+            try:
+                pipe.send(trials.advance(numbers, steps))
+            except Exception as error:
+                pipe.send(error)
+
+
+class _OnRay:
+    """In Ray actors, one per worker."""
+
+    def __init__(self, question: Question, candidates: Sequence[Candidate], seeds: Sequence[int], workers: int) -> None:
+        self._ray = require("ray", "ray", "advise(on='ray')")
+        self._own = not self._ray.is_initialized()
+        if self._own:
+            self._ray.init(num_cpus=workers, include_dashboard=False, log_to_driver=False)
+        actor = self._ray.remote(num_cpus=1)(Trials)
+        self._actors = [actor.remote(question, candidates, seeds) for _ in range(workers)]
+
+    def advance(self, numbers: Sequence[int], steps: int) -> dict[int, Trace]:
+        count = len(self._actors)
+        asked = [
+            actor.advance.remote([n for n in numbers if n % count == worker], steps)
+            for worker, actor in enumerate(self._actors)
+        ]
+        return {number: trace for part in self._ray.get(asked) for number, trace in part.items()}
+
+    def drop(self, numbers: Iterable[int]) -> None:
+        for actor in self._actors:
+            actor.drop.remote(list(numbers))
+
+    def close(self) -> None:
+        for actor in self._actors:
+            self._ray.kill(actor)
+        if self._own:
+            self._ray.shutdown()
+
+
+def executor(
+    question: Question, candidates: Sequence[Candidate], seeds: Sequence[int], *, on: str | None, workers: int | None
+) -> Executor:
+    """Where the trials run: Ray if asked for, else processes where cores allow and the model is on the CPU."""
+    count = workers or min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1, len(candidates))
+    if on == "ray":
+        return _OnRay(question, candidates, seeds, count)
+    if on is not None:
+        raise ValueError(f"on={on!r}: only 'ray' is known; leave it out for this machine")
+    trials = Trials(question, candidates, seeds)
+    on_cpu = all(tensor.device.type == "cpu" for tensor in question.model.parameters())
+    if count < 2 or not on_cpu or not hasattr(os, "fork"):
+        return _Here(trials)
+    return _Forked(trials, count)
