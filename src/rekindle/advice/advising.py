@@ -22,7 +22,7 @@ from rekindle.advice.intervals import Interval, mean_interval
 from rekindle.advice.tasks import default_loss
 from rekindle.advice.trials import Executor, Question, Trace, executor
 from rekindle.blocks.names import unwrapped
-from rekindle.diagnosis.sampling import Batch, Loss
+from rekindle.isolation import Batch, Loss
 from rekindle.projection.receipt import Method, Receipt
 
 HORIZONS = (0.25, 0.5, 1.0)

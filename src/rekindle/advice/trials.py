@@ -24,8 +24,8 @@ from rekindle import initial
 from rekindle.advice.candidates import Candidate
 from rekindle.advice.tasks import output
 from rekindle.blocks.names import unwrapped
-from rekindle.diagnosis.sampling import Loss, undisturbed
 from rekindle.extras import require
+from rekindle.isolation import Loss, isolated
 from rekindle.optimizers import unwrap
 
 _LOOKED_AT = 8  # batches for the loss before and after
@@ -118,13 +118,13 @@ class Trial:
     def _level(self, batches: Sequence[Any]) -> float:
         if not batches:
             return math.nan
-        with undisturbed(self._model), torch.no_grad():
+        with isolated(self._model), torch.no_grad():
             losses = [float(self._question.loss(self._model, batch)) for batch in batches[:_LOOKED_AT]]
         return sum(losses) / len(losses)
 
     def _outputs(self) -> list[Tensor]:
         found: list[Tensor] = []
-        with undisturbed(self._model), torch.no_grad(), suppress(ValueError, TypeError):
+        with isolated(self._model), torch.no_grad(), suppress(ValueError, TypeError):
             found = [output(self._model, batch).float() for batch in self._question.new[:_LOOKED_AT]]
         return found
 
