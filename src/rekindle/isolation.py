@@ -72,6 +72,44 @@ def padding_mask(batch: Batch) -> Tensor | None:
     return mask.bool()
 
 
+def outputs(model: nn.Module, batches: Iterable[Batch]) -> list[Tensor]:
+    """What a model answers to each batch, in evaluation mode and without a trace: the first floating tensor of each.
+
+    >>> outputs(nn.Flatten(), [torch.ones(1, 2, 2)])
+    [tensor([[1., 1., 1., 1.]])]
+    """
+    found = []
+    with isolated(model), torch.no_grad():
+        for batch in batches:
+            answer = _first_tensor(call(model, batch))
+            if answer is None:
+                raise TypeError("the model's output holds no floating-point tensor, so no change of it can be measured")
+            found.append(answer.detach().float().cpu())
+    return found
+
+
+def relative_change(before: Sequence[Tensor], after: Sequence[Tensor]) -> float:
+    """‖after − before‖ ÷ ‖before‖ over all batches; infinite where there was nothing before.
+
+    >>> relative_change([torch.ones(4)], [torch.zeros(4)])
+    1.0
+    """
+    moved = sum(float((a - b).square().sum()) for a, b in zip(after, before, strict=True))
+    size = sum(float(b.square().sum()) for b in before)
+    return (moved / size) ** 0.5 if size else (float("inf") if moved else 0.0)
+
+
+def _first_tensor(value: Any) -> Tensor | None:
+    if isinstance(value, Tensor):
+        return value if value.is_floating_point() else None
+    if isinstance(value, Mapping):
+        value = [value["logits"]] if "logits" in value else list(value.values())
+    found = (
+        (_first_tensor(each) for each in value) if isinstance(value, Sequence) and not isinstance(value, str) else ()
+    )
+    return next((each for each in found if each is not None), None)
+
+
 @contextmanager
 def isolated(
     model: nn.Module, *, training: bool | Collection[nn.Module] = False, keep_buffers: bool = True

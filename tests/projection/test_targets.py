@@ -73,7 +73,7 @@ class TestPresets:
         drawn = plan(build("gpt_neox"), targets="attention.qk")
         assert all([b.role for b in e.blocks] == ["query", "key"] for e in drawn.selected)
         assert drawn.selected[0].left == ("value",)
-        assert "project query, key; value left" in drawn.table(120)
+        assert "project query, key; skip value" in drawn.table(120)
 
 
 class TestTargets:

@@ -22,12 +22,13 @@ from rekindle.checkpoint import training_state
 from rekindle.checkpoint.assembly import assemble, staged_size
 from rekindle.checkpoint.journal import Journal, identify
 from rekindle.checkpoint.opening import Checkpoint, open_checkpoint
+from rekindle.checkpoint.part import stored_as
 from rekindle.checkpoint.planmatch import match_plan
 from rekindle.checkpoint.refusal import CheckpointError, clearly
 from rekindle.checkpoint.staging import Staging, allocated, check_space, check_target
 from rekindle.engine.isometry import Solver, solve
 from rekindle.optimizers import StateReset
-from rekindle.projection.firing import execute
+from rekindle.projection.firing import check_finite, execute
 from rekindle.projection.planning import Entry, Plan
 from rekindle.projection.receipt import Meter, Receipt
 
@@ -116,27 +117,29 @@ def fire_file(
 
 
 class FileStore:
-    """A store that reads a source checkpoint and writes a staged one; what was written is read back from there."""
+    """A store that reads a source checkpoint and writes a staged one.
+
+    Every block is solved from the source, also the second one of a fused weight whose first has been written: the
+    staged copy may have less precision. What was stored is read back from the staged copy, for the certificate.
+    """
 
     def __init__(self, source: Checkpoint, output: Checkpoint) -> None:
         self._source, self._output = source, output
         self._begun: set[str] = set()
 
     def read(self, entry: Entry) -> Tensor:
-        """The weight: as it is in the source, or as written so far."""
-        return (self._output if entry.key in self._begun else self._source).read(entry.key)
+        """The weight as it is in the source."""
+        return self._source.read(entry.key)
 
-    def write(self, entry: Entry, block: Block, matrices: Tensor) -> None:
+    def write(self, entry: Entry, block: Block, matrices: Tensor) -> Tensor | None:
         """Write one block to the staged file; the first write of a weight brings the rest of it along."""
-        if entry.key in self._begun:
-            value = self._output.read(entry.key)
-        else:
-            value = self._output.read(entry.key)
-            if block.count * block.out * block.in_ < value.numel():
-                value.copy_(self._source.read(entry.key))
+        value = self._output.read(entry.key)
+        if entry.key not in self._begun and block.count * block.out * block.in_ < value.numel():
+            value.copy_(self._source.read(entry.key))
         block.write(value, matrices)
         self._output.write(entry.key, value)
         self._begun.add(entry.key)
+        return self._output.read(entry.key)
 
 
 @dataclass(frozen=True)
@@ -199,8 +202,9 @@ class _Job:
         for number, entries in enumerate(batches(plan.selected)):
             if number not in journal.done:
                 seed = number % _LARGEST_SEED
+                stored = tuple(replace(e, dtype=stored_as(e.dtype, self.dtype)) for e in entries)
                 pending[number] = execute(
-                    replace(plan, entries=entries), store, strength=self.strength, seed=seed, **self.solving
+                    replace(plan, entries=stored), store, strength=self.strength, seed=seed, **self.solving
                 )
             done += len(entries)
             if self.progress is not None:
@@ -262,13 +266,10 @@ def _planned(checkpoint: Checkpoint, plan: Plan | str | Path | None, config: Any
 def _check_finite(source: Checkpoint, entries: Iterable[Entry]) -> None:
     # A job of hours should not fail at its end because of the last tensor; the look costs a per cent of it.
     for entry in entries:
-        value = source.read(entry.key)
-        total = value.sum(dtype=value.dtype if value.dtype == torch.float64 else torch.float32)
-        if not bool(total.isfinite()) and not bool(value.isfinite().all()):
-            broken = int((~value.isfinite()).sum())
-            raise CheckpointError(
-                f"{source.path}: {entry.key!r} holds {broken} NaN or Inf of {value.numel()}; exclude it"
-            )
+        try:
+            check_finite(entry.key, source.read(entry.key))
+        except ValueError as error:
+            raise CheckpointError(f"{source.path}: {str(error).partition(':')[0]}; exclude it") from error
 
 
 def _provenance(plan: Plan, receipt: Receipt, job: str, settings: Mapping[str, Any]) -> dict[str, Any]:

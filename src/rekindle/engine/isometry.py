@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from rekindle.engine import routes as solvers
+from rekindle.engine.precision import full_precision
 from rekindle.engine.routes import Solved, Start
 from rekindle.engine.symmetric import norm2
 
@@ -265,6 +266,7 @@ def _solve_chunk(
         yield i, q[part] if rows <= columns_ else q[part].mT, None if proof is None else proof[part]
 
 
+@full_precision()
 @torch.no_grad()
 def _solve_group(w: Tensor, seeds: list[int], options: _Options) -> tuple[Tensor, Certificate | None]:
     """The polar factors of a chunk (batch, n, m), n ≤ m, and what is known of them."""
@@ -291,7 +293,8 @@ def _solve_group(w: Tensor, seeds: list[int], options: _Options) -> tuple[Tensor
         converged=solved.residual <= _reach(options.tol, w.dtype),
         norm=known.norm2.double().sqrt() * scale,
         gram_norm=gram2.double().sqrt() * scale.square(),
-        spectral_norm=(known.sigma2.double() / solvers.HEADROOM).sqrt() * scale,
+        # Routes divide by sigma2, which is 1 for a zero matrix.
+        spectral_norm=torch.where(known.norm2 > 0, known.sigma2.double() / solvers.HEADROOM, 0.0).sqrt() * scale,
         nuclear=torch.linalg.vecdot(solved.x.flatten(1), w.flatten(1)).double() * scale,
     )
 

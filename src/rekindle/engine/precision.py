@@ -1,7 +1,8 @@
-"""Library arithmetic runs as written: never in the reduced precision that a caller's autocast asks for.
+"""Library arithmetic runs as written, whatever the caller has switched on around it.
 
-`torch.autocast` casts every product to bfloat16 or float16, also those of a solver that promises six digits. Verbs that
-compute on weights are wrapped in `full_precision()`, which also works as a decorator.
+`torch.autocast` casts every product to bfloat16 or float16, also those of a solver that promises six digits, and
+`torch.set_default_device` makes small helper tensors on another device than the weights. Verbs that compute on weights
+are wrapped in `full_precision()`, which also works as a decorator.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ _DEVICES = ("cpu", "cuda", "mps", "xpu", "mtia", "hpu")
 
 @contextmanager
 def full_precision() -> Iterator[None]:
-    """Autocast off inside, on every device; nothing happens where it is off already.
+    """Autocast off on every device and the CPU as default device inside; nothing happens where that is so already.
 
     Weights that are written inside must not live on in autocast's cache of cast copies, so that is emptied.
 
@@ -26,14 +27,18 @@ def full_precision() -> Iterator[None]:
     torch.float32
     """
     active = [kind for kind in _DEVICES if _enabled(kind)]
-    if not active:
+    elsewhere = torch.get_default_device().type != "cpu"
+    if not active and not elsewhere:
         yield
         return
     with ExitStack() as stack:
         for kind in active:
             stack.enter_context(torch.autocast(kind, enabled=False))
+        if elsewhere:
+            stack.enter_context(torch.device("cpu"))
         yield
-    torch.clear_autocast_cache()
+    if active:
+        torch.clear_autocast_cache()
 
 
 def _enabled(kind: str) -> bool:

@@ -7,7 +7,9 @@ block, so that no more than a chunk of solutions is ever in memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import difflib
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, get_args
 
@@ -16,18 +18,20 @@ from torch import Tensor, nn
 
 from rekindle.blocks.finding import Block
 from rekindle.engine.isometry import Certificate, Solver, Source, solve
+from rekindle.engine.precision import full_precision
+from rekindle.isolation import outputs, relative_change
 from rekindle.optimizers import resetting as optimizers
 from rekindle.projection.planning import Entry, Plan
 from rekindle.projection.planning import plan as make_plan
 from rekindle.projection.recalibration import recalibrate as recalibrate_statistics
 from rekindle.projection.recalibration import training_layers
-from rekindle.projection.receipt import BlockRecord, Meter, MethodError, Receipt
-from rekindle.projection.records import Measuring, record
+from rekindle.projection.receipt import BlockRecord, Measuring, Meter, MethodError, Receipt, record
 from rekindle.projection.stores import LiveStore, Store
 
-__all__ = ["LiveStore", "Store", "execute", "fire"]
+__all__ = ["LiveStore", "Store", "check_finite", "execute", "fire"]
 
 
+@full_precision()
 def fire(
     model: nn.Module,
     optimizer: Any = None,
@@ -46,6 +50,7 @@ def fire(
     measure: Measuring = "cheap",
     atomic: bool = False,
     recalibrate: Iterable[Any] | None = None,
+    batches: Iterable[Any] | None = None,
     plan: Plan | None = None,
     **planning: Any,
 ) -> Receipt:
@@ -54,7 +59,8 @@ def fire(
     optimizer: one, a list, or accelerate's or lightning's wrapper; the state of changed parameters is treated as
         `optimizer_state` says: "fresh", "moments", "step" or "none" (`rekindle.optimizers.reset`).
     targets, scale and further keywords (include, exclude, heads, split_heads, …) make the plan, see
-        `rekindle.plan`; or pass one with `plan=` and it is executed exactly.
+        `rekindle.plan`; or pass one with `plan=` and it is executed exactly. A `Health` as targets means the layers
+        that it names.
     strength: t in (0, 1]: W ← (1 − t)·W + t·s·Q.
     solver, tol, steps, complete, seed: see `rekindle.polar`. A matrix that misses `tol` is solved again by float64
         SVD, unless the number of steps was asked for.
@@ -63,6 +69,7 @@ def fire(
     measure: "cheap" takes the receipt's numbers from the solver's own products, "full" adds spectra and ranks.
     atomic: keep a copy of everything that changes and put it back if anything fails.
     recalibrate: batches for new BatchNorm statistics, see `rekindle.projection.recalibration`.
+    batches: the receipt then says how far the model's outputs on them moved.
 
     Everything that can be checked is checked before the first write. A failure after it raises `MethodError`, whose
     `receipt` says what had been changed.
@@ -76,24 +83,27 @@ def fire(
     True
     """
     meter = Meter()
+    _check_call(model, planning)
     _check_options(strength, measure)
     if plan is None:
-        plan = make_plan(model, targets=targets, scale=scale, measure=False, **planning)
+        plan = make_plan(model, targets=targets, scale=scale, measure=False, trial=False, **planning)
     elif planning or targets != "auto" or scale != "paper":
         raise ValueError("plan= already holds targets, scale and the like: pass either the plan or those")
     store = LiveStore(model, plan.selected, mirrors=mirrors, biases=biases)
     solving: dict[str, Any] = {"solver": solver, "tol": tol, "steps": steps, "complete": complete, "seed": seed}
-    plan = _without_refused(plan, store, strength, solving)
+    plan, solved = _without_refused(plan, store, strength, solving)
     optimizers.check(optimizer, store.parameters(entry.name for entry in plan.selected), optimizer_state)
+    batches = None if batches is None else list(batches)
+    before = None if batches is None else outputs(model, batches)
     restore = _snapshot(model, optimizer, store, recalibrate is not None) if atomic else None
     receipt = Receipt("fire")
     try:
         try:
-            receipt = execute(plan, store, strength=strength, measure=measure, **solving)
+            receipt = execute(plan, store, strength=strength, measure=measure, solved=solved, **solving)
         except MethodError as error:
-            error.receipt = _finish(error.receipt, store, optimizer, optimizer_state)
+            error.receipt = _finish(error.receipt, plan, store, optimizer, optimizer_state)
             raise
-        receipt = _finish(receipt, store, optimizer, optimizer_state)
+        receipt = _finish(receipt, plan, store, optimizer, optimizer_state)
         if recalibrate is not None:
             receipt = _recalibrated(model, recalibrate, receipt)
     except BaseException as error:
@@ -102,10 +112,17 @@ def fire(
             if isinstance(error, MethodError):
                 raise MethodError(f"{error}; everything was put back", Receipt("fire")) from error
         raise
+    if before is not None:
+        receipt = replace(receipt, outputs_moved=relative_change(before, outputs(model, batches or ())))
     settings = {**receipt.settings, "optimizer_state": optimizer_state, "biases": biases, "atomic": atomic}
     return replace(receipt, settings=settings, seconds=meter.seconds, memory=meter.memory)
 
 
+# A block that was solved before its turn: its factors, their certificate, how many the SVD had to solve.
+Solved = tuple[Tensor, Certificate, int]
+
+
+@full_precision()
 def execute(
     plan: Plan,
     store: Store,
@@ -117,8 +134,9 @@ def execute(
     complete: bool = True,
     seed: int = 0,
     measure: Measuring = "cheap",
+    solved: Mapping[tuple[str, Block], Solved] | None = None,
 ) -> Receipt:
-    """Carry out a plan on a store; the parameters are those of `fire`.
+    """Carry out a plan on a store; the parameters are those of `fire`. `solved` holds blocks that are solved already.
 
     >>> from rekindle.projection.planning import plan
     >>> model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
@@ -128,10 +146,9 @@ def execute(
     """
     meter = Meter()
     _check_options(strength, measure)
-    for entry in plan.selected:
-        _check_finite(entry, store.read(entry))
+    solving: dict[str, Any] = {"solver": solver, "tol": tol, "steps": steps, "complete": complete, "seed": seed}
     work = [(entry, block) for entry in plan.selected for block in entry.blocks]
-    exact = solver in ("auto", "svd")  # the others promise no tolerance
+    known = solved or {}
     records: dict[int, BlockRecord] = {}
     notes: list[str] = []
 
@@ -140,41 +157,22 @@ def execute(
             "fire",
             tuple(records[index] for index in sorted(records)),
             _skipped(plan),
-            {
-                "targets": plan.targets,
-                "scale": str(plan.scale),
-                "strength": strength,
-                "solver": solver,
-                "tol": tol,
-                "steps": steps,
-                "complete": complete,
-                "seed": seed,
-            },
+            {"targets": plan.targets, "scale": str(plan.scale), "strength": strength, **solving},
             seconds=meter.seconds,
             memory=meter.memory,
             notes=tuple(dict.fromkeys(notes)),
         )
 
+    open_ = [index for index, (entry, block) in enumerate(work) if (entry.name, block) not in known]
+    solutions = _solutions(store, [work[index] for index in open_], solving)  # reads and checks every weight
     try:
-        solutions = solve(
-            [_source(store, entry, block) for entry, block in work],
-            solver=solver,
-            tol=tol,
-            steps=steps,
-            complete=complete,
-            seed=seed,
-        )
-        for index, factors, certificate in solutions:
-            entry, block = work[index]
-            if _turned(block, store.read(entry)):
-                factors = factors.mT
-            fallback = 0
-            if exact and not bool(certificate.converged.all()):
-                matrices = block.read(store.read(entry))
-                fallback = int((~certificate.converged).sum())
-                factors, certificate = _by_svd(entry, matrices, factors, certificate, tol)
-            records[index] = _write(plan, store, entry, block, factors, certificate, strength, measure, fallback, notes)
-            del factors  # or it would stay in memory while the next one is solved
+        for index, (entry, block) in enumerate(work):
+            if (entry.name, block) in known:
+                records[index] = _write(plan, store, entry, block, known[entry.name, block], strength, measure, notes)
+        for place, found in solutions:
+            entry, block = work[open_[place]]
+            records[open_[place]] = _write(plan, store, entry, block, found, strength, measure, notes)
+            del found  # or it would stay in memory while the next one is solved
     except Exception as error:
         if not records:
             raise
@@ -182,35 +180,64 @@ def execute(
     return receipt()
 
 
+def _solutions(
+    store: Store, work: Sequence[tuple[Entry, Block]], solving: Mapping[str, Any]
+) -> Iterator[tuple[int, Solved]]:
+    """The polar factors of these blocks as they come, all weights checked before the first of them."""
+    exact = solving["solver"] in ("auto", "svd")  # the others promise no tolerance
+    sources, turned = [], []
+    weight, last = torch.empty(0), None
+    for entry, block in work:
+        if entry is not last:
+            weight, last = store.read(entry), entry
+            check_finite(entry.name, weight)
+        turned.append(_turned(block, weight))
+        shape = (block.count, block.out, block.in_)
+        sources.append(Source(shape, weight.dtype, weight.device, _reader(store, entry, block, turned[-1])))
+    del weight
+
+    def found() -> Iterator[tuple[int, Solved]]:
+        for index, factors, certificate in solve(sources, **solving):
+            fallback = 0
+            factors = factors.mT if turned[index] else factors
+            if exact and not bool(certificate.converged.all()):
+                entry, block = work[index]
+                fallback = int((~certificate.converged).sum())
+                matrices = block.read(store.read(entry))
+                factors, certificate = _by_svd(entry, matrices, factors, certificate, solving["tol"])
+            yield index, (factors, certificate, fallback)
+
+    return found()
+
+
 def _write(
     plan: Plan,
     store: Store,
     entry: Entry,
     block: Block,
-    factors: Tensor,
-    certificate: Certificate,
+    solved: Solved,
     strength: float,
     measuring: Measuring,
-    fallback: int,
     notes: list[str],
 ) -> BlockRecord:
-    before = store.read(entry)
+    factors, certificate, fallback = solved
     scale = plan.scale_values(entry, block, norm=certificate.norm, nuclear=certificate.nuclear).to(factors)
-    if float(scale.max()) > torch.finfo(before.dtype).max:
-        raise ValueError(f"{entry.name!r} is {before.dtype} and cannot hold a scale of {float(scale.max()):.3g}")
     kept = certificate.norm < plan.min_norm
-    lossy = before.dtype != factors.dtype or strength != 1 or bool(kept.any()) or entry.parametrized
+    blends = strength != 1 or bool(kept.any())
     old = factors.new_empty(0)  # reading the matrices of a convolution copies them: only where they are needed
-    if measuring == "full" or strength != 1 or bool(kept.any()):
-        old = block.read(before)
-    if measuring == "full":
-        old = old.clone()
+    if measuring == "full" or blends:
+        old = block.read(store.read(entry)).clone()
+    largest = float(scale.max())
+    if largest > torch.finfo(entry.dtype).max:
+        raise ValueError(f"{entry.name!r} is {entry.dtype} and cannot hold a scale of {largest:.3g}")
     factor_norm = torch.linalg.vector_norm(factors, dim=(1, 2))
     matrices = _blended(factors, scale, old, strength)
     if bool(kept.any()):
         matrices[kept] = old[kept].to(matrices.dtype)
         notes.append(f"{int(kept.sum())} matrices of {entry.name} are zero and were left so (min_norm)")
-    store.write(entry, block, matrices)
+    written = store.write(entry, block, matrices)
+    stored = store.read(entry) if written is None else written
+    exact = stored.dtype == factors.dtype and not blends and not entry.parametrized
     return record(
         entry.name,
         block,
@@ -220,8 +247,8 @@ def _write(
         before=old,
         factor_norm=factor_norm,
         kept=kept,
-        stored=block.read(store.read(entry)) if lossy or measuring == "full" else matrices,
-        written_exactly=not lossy,
+        stored=matrices if exact and measuring != "full" else block.read(stored),
+        written_exactly=exact,
         measuring=measuring,
         fallback=fallback,
     )
@@ -243,10 +270,8 @@ def _blended(factors: Tensor, scale: Tensor, old: Tensor, strength: float) -> Te
     return matrices if strength == 1 else matrices.add_(old.to(matrices.dtype), alpha=1 - strength)
 
 
-def _source(store: Store, entry: Entry, block: Block) -> Source:
+def _reader(store: Store, entry: Entry, block: Block, turned: bool) -> Callable[[], Tensor]:
     """What the solver reads. A square block that lies transposed in memory is solved so: nothing has to be moved."""
-    weight = store.read(entry)
-    turned = _turned(block, weight)
 
     def read() -> Tensor:
         matrices = block.read(store.read(entry))
@@ -260,7 +285,7 @@ def _source(store: Store, entry: Entry, block: Block) -> Source:
         wide = wide.contiguous()
         return (wide if block.out <= block.in_ else wide.mT)[None]
 
-    return Source((block.count, block.out, block.in_), weight.dtype, weight.device, read)
+    return read
 
 
 def _turned(block: Block, weight: Tensor) -> bool:
@@ -290,25 +315,45 @@ def _by_svd(
     return factors, replace(certificate, residual=residuals, nuclear=nuclear, converged=converged)
 
 
-def _without_refused(plan: Plan, store: LiveStore, strength: float, solving: dict[str, Any]) -> Plan:
-    """Leave out parametrised weights that cannot hold their isometry (tried on a copy), and what would come twice."""
+def _without_refused(
+    plan: Plan, store: LiveStore, strength: float, solving: dict[str, Any]
+) -> tuple[Plan, dict[tuple[str, Block], Solved]]:
+    """Leave out parametrised weights that cannot hold their isometry (tried on a copy), and what would come twice.
+
+    The second value has the solutions of those that can, so that each is solved once.
+    """
     reasons = {name: f"shares its memory with {owner}, treated there" for name, owner in store.twice().items()}
-    for entry in plan.selected:
-        if not entry.parametrized:
-            continue
-        _check_finite(entry, store.read(entry))
+    work = [(e, block) for e in plan.selected if e.parametrized and e.name not in reasons for block in e.blocks]
+    solved = {(work[i][0].name, work[i][1]): found for i, found in _solutions(store, work, solving)} if work else {}
+    for entry in dict.fromkeys(entry for entry, _ in work):
         value = store.read(entry).clone()
-        for index, factors, certificate in solve([_source(store, entry, block) for block in entry.blocks], **solving):
-            block = entry.blocks[index]
-            factors = factors.mT if _turned(block, store.read(entry)) else factors
+        for block in entry.blocks:
+            factors, certificate, _ = solved[entry.name, block]
             scale = plan.scale_values(entry, block, norm=certificate.norm, nuclear=certificate.nuclear).to(factors)
-            block.write(value, _blended(factors, scale, block.read(value), strength))
+            block.write(value, _blended(factors.clone(), scale, block.read(value), strength))
         reason = store.trial(entry, value)
         if reason is not None:
             reasons[entry.name] = reason
     if reasons and len(reasons) == len(plan.selected):
         raise ValueError("nothing is left to project. " + "; ".join(f"{name}: {why}" for name, why in reasons.items()))
-    return replace(plan, entries=tuple(replace(e, reason=reasons.get(e.name, e.reason)) for e in plan.entries))
+    entries = tuple(replace(e, reason=reasons[e.name]) if e.name in reasons else e for e in plan.entries)
+    return replace(plan, entries=entries), solved
+
+
+def _check_call(model: Any, planning: Mapping[str, Any]) -> None:
+    if not isinstance(model, nn.Module):
+        what = "a state dict" if isinstance(model, Mapping) else type(model).__name__
+        raise TypeError(
+            f"fire() changes an nn.Module in place, got {what}: load it into its model first "
+            "(model.load_state_dict), or project a file with rekindle.checkpoint.fire_file(path, new_path)"
+        )
+    known = inspect.signature(make_plan).parameters.keys() if planning else ()
+    for name in planning:
+        if name not in known:
+            mine = {*known, *inspect.signature(fire).parameters} - {"planning", "model"}
+            close = difflib.get_close_matches(name, mine, 1)
+            hint = f": did you mean {close[0]!r}?" if close else ""
+            raise TypeError(f"fire() got an unexpected keyword argument {name!r}{hint}")
 
 
 def _check_options(strength: float, measure: str) -> None:
@@ -318,21 +363,29 @@ def _check_options(strength: float, measure: str) -> None:
         raise ValueError(f"measure={measure!r} is not one of {', '.join(map(repr, get_args(Measuring)))}")
 
 
-def _check_finite(entry: Entry, value: Tensor) -> None:
+def check_finite(name: str, value: Tensor) -> None:
+    """Raise if a weight holds NaN or Inf.
+
+    >>> check_finite("fc.weight", torch.tensor([1.0, float("nan")]))
+    Traceback (most recent call last):
+    ValueError: 'fc.weight' holds 1 NaN or Inf of 2: nothing was changed
+    """
     # NaN and Inf survive a sum; the sum of finite values overflows at worst, and then the slow look decides.
     total = value.sum(dtype=value.dtype if value.dtype == torch.float64 else torch.float32)
     if not bool(total.isfinite()) and not bool(value.isfinite().all()):
         broken = int((~value.isfinite()).sum())
-        raise ValueError(f"{entry.name!r} holds {broken} NaN or Inf of {value.numel()}: nothing was changed")
+        raise ValueError(f"{name!r} holds {broken} NaN or Inf of {value.numel()}: nothing was changed")
 
 
-def _finish(receipt: Receipt, store: LiveStore, optimizer: Any, policy: str) -> Receipt:
+def _finish(receipt: Receipt, plan: Plan, store: LiveStore, optimizer: Any, policy: str) -> Receipt:
     """Make a written model whole: the optimizer slots and stale gradients of what was really changed."""
     changed = receipt.changed
-    store.zero_biases(changed)
+    zeroed = store.zero_biases(changed)
     state = optimizers.reset(optimizer, store.parameters(changed), policy=policy)
+    keys = {entry.name: entry.key for entry in plan.entries}
     return replace(
         receipt,
+        skipped={name: why for name, why in receipt.skipped.items() if keys.get(name) not in zeroed},
         optimizer=state if optimizer is not None else None,
         gradients_cleared=store.clear_gradients(changed),
         biases_zeroed=store.biases_zeroed,

@@ -24,6 +24,7 @@ from rekindle.blocks.names import locate
 from rekindle.blocks.state_dicts import find_in_state
 from rekindle.blocks.storage import is_sharded
 from rekindle.engine.isometry import polar
+from rekindle.engine.precision import full_precision
 from rekindle.extras import install
 from rekindle.measures.spectra import gram, real
 from rekindle.projection.scales import Scale
@@ -244,6 +245,7 @@ class Plan:
         return cls.from_dict(json.loads(Path(path).read_text()))
 
 
+@full_precision()
 def plan(
     model: nn.Module | Mapping[str, Tensor],
     *,
@@ -260,6 +262,7 @@ def plan(
     layouts: Mapping[str, Recipe] | None = None,
     measure: bool = True,
     sharded: bool = False,
+    trial: bool = True,
 ) -> Plan:
     """Decide, without changing anything, what becomes of every parameter of a model or state dict.
 
@@ -269,6 +272,7 @@ def plan(
     scale √(out/(in·taps)). Matrices whose norm is below `min_norm` stay (0 asks for them). `config` goes with a
     state dict: a transformers config or a model on the meta device. `reference` holds the initial weights for
     `scale="reference"`. `measure=False` leaves the DfI out. `layouts` states the layout of single weights by name.
+    `trial=False` does not try whether parametrised weights can hold their isometry.
 
     >>> print(plan(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), measure=False).table(width=90))
     parameter  role   shape  matrices  scale  DfI now  action
@@ -295,7 +299,7 @@ def plan(
     initial = None if reference is None else _by_name(reference)
     entries = tuple(_entry(choice, rule, read, initial, min_norm, measure) for choice in choices)
     drafted = Plan(entries, rule, describe(targets, include, exclude), min_norm, conv)
-    if isinstance(model, nn.Module):
+    if isinstance(model, nn.Module) and trial:
         entries = tuple(_tried(drafted, e, f, model) for e, f in zip(entries, found, strict=True))
     if all(e.reason is not None for e in entries):
         raise ValueError(f"targets={targets!r}: nothing is left to project. " + _reasons(entries))

@@ -28,8 +28,12 @@ class Store(Protocol):
         """The whole weight of an entry, detached; may share memory with it."""
         ...
 
-    def write(self, entry: Entry, block: Block, matrices: Tensor) -> None:
-        """Put the matrices of one block back, cast to the weight's dtype."""
+    def write(self, entry: Entry, block: Block, matrices: Tensor) -> Tensor | None:
+        """Put the matrices of one block back, cast to the dtype in which the weight is stored.
+
+        Returns the whole weight as it is now stored, or None if that is what `read` gives. A store whose `read` goes
+        on giving the old weight must return it, or the certificate would be about the wrong numbers.
+        """
         ...
 
 
@@ -127,7 +131,7 @@ class LiveStore:
         self.mirrors = (mirrors,) if isinstance(mirrors, nn.Module) else tuple(mirrors)
         self.biases_zeroed = 0
         entries = tuple(entries)
-        parameters = dict(model.named_parameters(remove_duplicate=False))
+        parameters = self._parameters = dict(model.named_parameters(remove_duplicate=False))
         keys = {entry.name: entry.key for entry in entries}
         if not parameters.keys() >= set(keys.values()):
             # Planned on the bare model and carried out on a wrapped one, or the other way round.
@@ -144,20 +148,30 @@ class LiveStore:
             for entry in entries
             if biases == "zero" and _trains(self._weights[entry.name].bias())
         }
+        for name in self._outputs:
+            for each in (self._weights[name], *self._copies[name]):
+                bias = each.bias()
+                if bias is not None:
+                    _check_writable(f"the bias of {name}", bias)
 
     def read(self, entry: Entry) -> Tensor:
         """The weight's present value."""
         return self._weights[entry.name].read()
 
-    def write(self, entry: Entry, block: Block, matrices: Tensor) -> None:
+    def write(self, entry: Entry, block: Block, matrices: Tensor) -> Tensor | None:
         """Write one block to the model, then what the model now holds to the mirrors."""
         weight = self._weights[entry.name]
         weight.write(block, matrices)
         for copy in self._copies[entry.name]:
             copy.write(block, block.read(weight.read()))
+        return None
 
-    def zero_biases(self, names: Iterable[str]) -> None:
-        """Zero the trainable biases of these entries, in the mirrors too; those of other blocks of a weight stay."""
+    def zero_biases(self, names: Iterable[str]) -> set[str]:
+        """Zero the trainable biases of these entries, in the mirrors too; those of other blocks of a weight stay.
+
+        Returns their names in `named_parameters()`.
+        """
+        zeroed = set()
         with torch.no_grad():
             for name in names:
                 if name in self._outputs:
@@ -165,7 +179,9 @@ class LiveStore:
                         bias = each.bias()
                         if bias is not None:
                             bias[self._outputs[name]] = 0
+                            zeroed |= {key for key, parameter in self._parameters.items() if parameter is bias}
                     self.biases_zeroed += 1
+        return zeroed
 
     def twice(self) -> dict[str, str]:
         """Entries whose memory an earlier entry has too, and the name of that one."""
@@ -247,7 +263,23 @@ def _checked(weight: Weight, entry: Entry, where: str) -> Weight:
     shape = tuple(weight.read().shape)
     if shape != tuple(entry.shape):
         raise ValueError(f"{entry.name!r} has shape {shape} in {where}, the plan was made for {tuple(entry.shape)}")
+    for parameter in weight.parameters(entry.name).values():
+        _check_writable(entry.name, parameter)
     return weight
+
+
+def _check_writable(name: str, tensor: Tensor) -> None:
+    """Raise for what torch would refuse to write in place, or would write wrongly."""
+    if tensor.is_inference() and not torch.is_inference_mode_enabled():
+        raise ValueError(
+            f"{name!r} was made under torch.inference_mode() and cannot be changed outside it: build or load the model "
+            "outside, or give it parameters that are clones; nothing was changed"
+        )
+    if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        raise ValueError(
+            f"{name!r} is an expanded tensor: several of its entries are one number in memory. Give it memory of its "
+            "own (parameter.data = parameter.data.clone()); nothing was changed"
+        )
 
 
 def _sharing(weight: Weight, parameters: Mapping[str, Parameter]) -> dict[str, Parameter]:
@@ -258,8 +290,15 @@ def _sharing(weight: Weight, parameters: Mapping[str, Parameter]) -> dict[str, P
     return {
         name: other
         for name, other in parameters.items()
-        if other is not own and other.numel() == own.numel() and other.data_ptr() == own.data_ptr()
+        if other is not own and other.layout == own.layout and other.numel() == own.numel() and _same_memory(other, own)
     }
+
+
+def _same_memory(one: Tensor, other: Tensor) -> bool:
+    try:
+        return one.data_ptr() == other.data_ptr()
+    except RuntimeError:  # a tensor subclass without memory of its own
+        return False
 
 
 def _trains(bias: Parameter | None) -> bool:

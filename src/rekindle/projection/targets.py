@@ -11,15 +11,41 @@ import fnmatch
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
 
 from rekindle.blocks.finding import Found
 from rekindle.blocks.layouts import ROLES, Block, Recipe, matrices
 
-Term = str | type | Callable[[Found], bool]
-Targets = Term | Iterable[Term]
+
+@runtime_checkable
+class Report(Protocol):
+    """Something that names layers, such as a `Health`: as targets it means the layers that it names."""
+
+    def layers_named(self) -> Iterable[str]:
+        """Names of weights, of modules, or of parts of fused weights (`qkv.weight[query]`)."""
+        ...
+
+
+@dataclass(frozen=True)
+class Named:
+    """Names that a report gave. They choose among what is projected by default: a named head stays a head."""
+
+    names: tuple[str, ...]
+
+    def accepts(self, f: Found, block: Block) -> bool:
+        """Whether one of the names is this block, its weight, or a module around it."""
+        whole = _names(f)
+        parts = {f"{name}[{block.part}]" for name in whole} if block.part else set()
+        return any(n in parts or any(w == n or w.startswith(f"{n}.") for w in whole) for n in self.names)
+
+    def __str__(self) -> str:
+        return f"named by a report ({', '.join(self.names[:6])}{', …' if len(self.names) > 6 else ''})"
+
+
+Term = str | type | Callable[[Found], bool] | Named
+Targets = Term | Iterable[Term] | Report
 
 _ATTENTION = ("query", "key", "value", "attention-output")
 _MLP = ("mlp-in", "mlp-gate", "mlp-out")
@@ -81,8 +107,13 @@ def terms(targets: Targets) -> list[Term]:
     >>> terms("auto"), terms((nn.Linear, "query"))
     (['auto'], [<class 'torch.nn.modules.linear.Linear'>, 'query'])
     """
-    if isinstance(targets, str | type) or callable(targets):
+    if isinstance(targets, str | type | Named) or callable(targets):
         return [targets]
+    if isinstance(targets, Report):
+        names = tuple(dict.fromkeys(targets.layers_named()))
+        if not names:
+            raise ValueError("targets= is a report that names no layer: it found nothing to treat")
+        return [Named(names)]
     return list(targets)
 
 
@@ -93,8 +124,11 @@ def describe(targets: Targets, include: Targets = (), exclude: Targets = ()) -> 
     'auto + Embedding − *.0.*, mlp'
     """
 
+    def word(term: Term) -> str:
+        return str(term) if isinstance(term, str | Named) else getattr(term, "__name__", repr(term))
+
     def words(value: Targets) -> str:
-        return ", ".join(t if isinstance(t, str) else getattr(t, "__name__", repr(t)) for t in terms(value))
+        return ", ".join(map(word, terms(value)))
 
     signed = ((" + ", include), (" − ", exclude))
     return words(targets) + "".join(sign + words(value) for sign, value in signed if terms(value))
@@ -148,6 +182,8 @@ def _matcher(term: Term, found: Sequence[Found], place: str) -> _Matcher:
 def _understand(term: Term, found: Sequence[Found]) -> _Matcher:
     if isinstance(term, str):
         return _words(term, found)
+    if isinstance(term, Named):
+        return _Matcher(term, term.accepts)
     if isinstance(term, type):
         overrules = frozenset({"embedding"}) if issubclass(term, nn.Embedding | nn.EmbeddingBag) else frozenset()
         return _Matcher(term, lambda f, b: term in f.classes or term.__name__ == f.module_type, overrules)
@@ -163,6 +199,9 @@ def _words(term: str, found: Sequence[Found]) -> _Matcher:
         return _Matcher(term, lambda f, b: True)
     if term == "all":
         return _Matcher(term, lambda f, b: True, _ROLE_MARKS)
+    if term == "mlp" and not any(b.role in _MLP + _ATTENTION for f in found for b in f.blocks):
+        # A plain network: what its Linear layers do is not told by anything around them.
+        return _Matcher(term, lambda f, b: b.role == "other" and _is_a(f, ("Linear",)))
     if term in roles:
         return _Matcher(term, lambda f, b: b.role in roles[term])
     if term == "paper-cnn":
