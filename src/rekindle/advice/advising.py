@@ -24,6 +24,7 @@ from rekindle.advice.trials import Executor, Question, Trace, executor
 from rekindle.blocks.names import unwrapped
 from rekindle.isolation import Batch, Loss
 from rekindle.projection.receipt import Method, Receipt
+from rekindle.tables import table, terminal_width
 
 HORIZONS = (0.25, 0.5, 1.0)
 Answer = Literal["apply", "do nothing", "do not", "cannot tell"]
@@ -98,7 +99,7 @@ class Advice:
         lines = [heads]
         for row in self.rows:
             if row.error:
-                lines.append([row.name, "not tried", row.error])
+                lines.append([row.name, f"not tried: {row.error}"])
                 continue
             low, high = row.difference_interval
             lines.append(
@@ -113,16 +114,13 @@ class Advice:
                     "" if math.isnan(row.drift) else f"{row.drift:.2g}",
                 ]
             )
-        widths = [max(len(line[i]) for line in lines if i < len(line) and len(line) > 3) for i in range(len(heads))]
-        table = [
-            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=False)).rstrip() for line in lines
-        ]
+        shown = table(lines[0], lines[1:], terminal_width(), left=(0, 1))
         reached = f"{self.steps} of {self.horizon} steps" if self.steps < self.horizon else f"{self.steps} steps"
         notes = [
             f"{reached}, {self.seeds} seeds, {self.seconds:.0f} s; loss: mean over the last quarter of the steps;",
             "ranks: at a quarter, a half and the whole; old data: change right after, and at the end",
         ]
-        return "\n".join([self.sentence, self.call, "", *table, "", *notes])
+        return "\n".join([self.sentence, self.call, "", *shown, "", *notes])
 
 
 def advise(
