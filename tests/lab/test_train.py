@@ -273,13 +273,13 @@ def test_methods_are_applied_as_often_as_they_should_be() -> None:
 
     def counted(learner: Learner) -> int:
         calls.clear()
-        inner = learner.method
+        inner = learner.acts["event"]
 
         def call(model: nn.Module, optimizer: Any = None, **options: Any) -> Any:
             calls.append(len(options["batches"]))
             return inner(model, optimizer, **options)
 
-        learner.method = call
+        learner.acts["event"] = call
         with learner:
             for index, task in enumerate(stream):
                 list(learner.train_task(index, task))

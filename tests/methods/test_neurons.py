@@ -33,7 +33,7 @@ def trained(optimizer_class=torch.optim.Adam, **options):
 def replace(model, optimizer, second_moment="mean", **neurons):
     chosen = {name: torch.tensor(index) for name, index in neurons.items()}
     plan = Replacement(model, wire(model), chosen)
-    return plan.apply("test", optimizer, torch.Generator().manual_seed(0), second_moment=second_moment)
+    return plan.apply("test", optimizer, lambda: torch.Generator().manual_seed(0), second_moment=second_moment)
 
 
 def test_rows_columns_bias_and_norm_change_and_the_rest_does_not():
@@ -64,7 +64,9 @@ def test_fresh_rows_follow_the_layers_own_scheme():
     model = nn.Sequential(nn.Linear(100, 400), nn.ReLU(), nn.Linear(400, 1))
     with torch.no_grad():
         model[0].weight.fill_(5.0)
-    Replacement(model, wire(model), {"0": torch.arange(300)}).apply("test", None, torch.Generator().manual_seed(1))
+    Replacement(model, wire(model), {"0": torch.arange(300)}).apply(
+        "test", None, lambda: torch.Generator().manual_seed(1)
+    )
     bound = 100**-0.5
     assert model[0].weight[:300].abs().max() <= bound
     assert model[0].weight[:300].std().item() == pytest.approx(bound / 3**0.5, rel=0.02)

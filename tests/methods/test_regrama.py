@@ -68,7 +68,7 @@ def test_batches_and_observation_agree_and_gradients_are_left_alone():
         loss(model, image()).backward()
     kept = model[3].weight.grad.clone()
     two.wiring(model)
-    two._look(model, [image()], loss)
+    two.look(model, [image()], loss)
     for name, score in one.scores(model).items():
         torch.testing.assert_close(two.scores(model)[name], score)
     assert torch.equal(model[3].weight.grad, kept)
@@ -82,7 +82,7 @@ def test_a_gated_neuron_is_inactive_only_if_both_its_rows_are():
         mlp.up_proj.weight[3] = 0  # the gate's row gets no gradient, the up's row does
     method = ReGraMa(tau=1e-6)
     method.wiring(model)
-    method._look(model, [batch], zoo_models.loss)
+    method.look(model, [batch], zoo_models.loss)
     assert method.scores(model)["model.layers.0.mlp.gate_proj"][3] > 0.01
     with torch.no_grad():
         mlp.down_proj.weight[:, 3] = 0  # now neither does

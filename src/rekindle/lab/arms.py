@@ -29,8 +29,8 @@ class Arm:
 
     method: a class in `rekindle.methods` or a registered name; None does nothing.
     when: "boundary" (at the start of every task but the first); also within a task: "epoch" (at the start of every
-        epoch but the first), "10 epochs" or a number of steps. Methods that act at every step or through the loss do
-        so whatever this says.
+        epoch but the first), "10 epochs", a number of steps, or "period" (the method's own). Methods that act at
+        every step or through the loss do so whatever this says.
     lr: multiplies the setting's learning rate. optimizer, optimizer_options: instead of the setting's own.
     tuning: what may be tried instead, as changes of this arm's fields; `options` there are added to its own.
 
@@ -49,9 +49,11 @@ class Arm:
     about: str = ""
 
     def __post_init__(self) -> None:
-        if self.when != "boundary" and not self.epochs and not (isinstance(self.when, int) and self.when > 0):
+        steps = isinstance(self.when, int) and self.when > 0
+        if self.when not in ("boundary", "period") and not self.epochs and not steps:
             raise ValueError(
-                f'arm {self.name!r}: when={self.when!r} is neither "boundary", "epoch", "10 epochs" nor a step count'
+                f'arm {self.name!r}: when={self.when!r} is neither "boundary", "epoch", "10 epochs", "period" nor a '
+                "step count"
             )
         object.__setattr__(self, "tuning", tuple(self.tuning))
 
@@ -77,9 +79,12 @@ class Arm:
         if self.method is None:
             return None
         try:
-            return factory(self.method)(**self.options)
+            method = factory(self.method)(**self.options)
         except TypeError as error:
             raise ValueError(f"arm {self.name!r}: {self.method} does not take {dict(self.options)}: {error}") from error
+        if self.when == "period" and getattr(method, "period", None) is None:
+            raise ValueError(f'arm {self.name!r}: when="period", but {self.method} has no period')
+        return method
 
     def variants(self) -> list[Arm]:
         """The arm and what may be tried instead: the budget that tuning has, which is the same for every arm.

@@ -31,7 +31,8 @@ from rekindle.lab.randomness import derive, generator, isolated
 from rekindle.lab.runs import Run
 from rekindle.lab.settings import Setting, read_source
 from rekindle.lab.sources import Examples, Stream, Task
-from rekindle.methods import DASH, ReDo, ReGraMa, muon
+from rekindle.methods import muon
+from rekindle.methods.remedy import MOMENTS, Moment
 from rekindle.projection.recalibration import recalibrate
 
 __all__ = ["Learner", "Row", "Run", "execute", "make_optimizers", "rate"]
@@ -108,7 +109,7 @@ class Learner:
         self.arm = run.arm.within(run.setting)
         self.model = run.setting.make_network(stream, run.seed)
         self.method = self.arm.build()
-        self.moment: str = getattr(self.method, "moment", "event") if self.method is not None else "never"
+        self.acts: dict[Moment, Any] = {} if self.method is None else _moments(self.method)
         self.generator = generator(run.seed, "method")
         self.optimizers: list[torch.optim.Optimizer] = []
         self.watching = ExitStack()
@@ -121,15 +122,14 @@ class Learner:
     @property
     def acts_at_boundaries(self) -> bool:
         """Whether the first task is the same as if there were no remedy."""
-        return self.moment == "never" or (self.moment == "event" and self.arm.when == "boundary" and not self._observes)
+        return not self.acts or (self.acts.keys() == {"event"} and self.arm.when == "boundary" and not self._watches)
 
     @property
-    def _observes(self) -> bool:
-        # ReDo and ReGraMa judge by a batch, as in the paper's protocol, so they need not watch every step.
-        return hasattr(self.method, "observe") and not isinstance(self.method, ReDo | ReGraMa)
+    def _watches(self) -> bool:
+        return bool(getattr(self.method, "watches", hasattr(self.method, "observe")))
 
     def __enter__(self) -> Learner:
-        if self._observes:
+        if self._watches:
             self.watching.enter_context(self._call(self.method.observe, self.model))
         self.optimizers = self._call(make_optimizers, self.model, self.setting, self.arm)
         return self
@@ -172,14 +172,14 @@ class Learner:
         steps, every = task.length(setting.batch), self._period(task) if acting else 0
         factor = rate(setting, steps)
         trained = [parameter for group in _groups(optimizers) for parameter in group["params"]]
-        moment = self.moment if acting else "never"
-        term = self.method.loss_term if moment == "loss" else None
+        acts = self.acts if acting else {}
+        term = acts["loss"].loss_term if "loss" in acts else None
         track, report = Track(), time.perf_counter() + 1.0
         model.train()
         try:
             for step, (x, y) in enumerate(task.batches(setting.batch, generator(self.seed, "order", index))):
                 if every and step and step % every == 0:
-                    self._treat([(x, y)])
+                    self._treat("event", [(x, y)])
                 if factor is not None:
                     set_rate(optimizers, factor(step))
                 logits = model(x)
@@ -190,12 +190,12 @@ class Learner:
                 (loss if term is None else loss + self._timed(term, model)).backward()
                 if setting.clip is not None:
                     clip_grad_norm_(trained, setting.clip)
-                if moment == "backward":
-                    self._treat()
+                if "backward" in acts:
+                    self._treat("backward")
                 for optimizer in optimizers:
                     optimizer.step()
-                if moment == "step":
-                    self._treat()
+                if "step" in acts:
+                    self._treat("step")
                 if step % _CHECK == _CHECK - 1 and track.diverged():
                     return track, True
                 if time.perf_counter() > report:
@@ -208,17 +208,17 @@ class Learner:
     def boundary(self, index: int, task: Task) -> Row | None:
         """The boundary before a task: the remedy, new BatchNorm statistics, a new optimizer; and what they did."""
         setting, model = self.setting, self.model
-        treated = self.moment == "event"
+        treated = "event" in self.acts
         found: Row | None = None
         if treated or setting.recalibrate:
             batches = list(islice(task.train.batches(setting.batch, generator(self.seed, "looking", index)), _BATCHES))
-        if isinstance(self.method, DASH):  # its authors take the gradient of a whole chunk
+        if treated and getattr(self.acts["event"], "batches", "any") == "all":
             batches = [(torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches]))]
         if treated:
             before, old, sample = self.scores[-1], average(self.scores), self.earlier[-1].some(_DRIFT).x
             answers = log_probabilities(model, sample)
             try:
-                receipt, failed = self._treat(batches), None
+                receipt, failed = self._treat("event", batches), None
             except Diverged as reason:
                 receipt, failed = None, str(reason)
         if setting.recalibrate:
@@ -281,18 +281,20 @@ class Learner:
 
     def _period(self, task: Task) -> int:
         """Every how many steps within a task the method is applied; 0 if only at its boundary."""
-        if self.moment != "event" or self.arm.when == "boundary":
+        if "event" not in self.acts or self.arm.when == "boundary":
             return 0
+        if self.arm.when == "period":
+            return int(self.acts["event"].period)
         if isinstance(self.arm.when, int):
             return self.arm.when
         # Text is read in steps and has no epochs: a tenth of the task stands for one.
         epoch = task.train.steps(self.setting.batch) if task.epochs is not None else max(1, (task.steps or 0) // 10)
         return self.arm.epochs * epoch
 
-    def _treat(self, batches: Any = None) -> Any:
-        """Apply the method; batches only where it acts at an event."""
+    def _treat(self, moment: Moment, batches: Any = None) -> Any:
+        """Apply what the method does at this moment; batches only at an event."""
         return self._timed(
-            self.method, self.model, self.optimizers, batches=batches, loss=loss_of, generator=self.generator
+            self.acts[moment], self.model, self.optimizers, batches=batches, loss=loss_of, generator=self.generator
         )
 
     def _timed(self, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -374,6 +376,13 @@ def set_rate(optimizers: Sequence[Optimizer], factor: float) -> None:
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = factor * group["initial_lr"]
+
+
+def _moments(method: Any) -> dict[Moment, Any]:
+    """What a method does at each moment; one that is no Remedy may say its only moment."""
+    if not hasattr(method, "at"):
+        return {getattr(method, "moment", "event"): method}
+    return {moment: part for moment in MOMENTS if (part := method.at(moment)) is not None}
 
 
 def _groups(optimizers: list[torch.optim.Optimizer]) -> Iterator[dict[str, Any]]:

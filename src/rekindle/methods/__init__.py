@@ -1,8 +1,14 @@
 """The published remedies for lost plasticity, and the controls, behind one interface.
 
-Every method is `method(model, optimizer=None, *, batches=None, loss=None, generator=None) -> Receipt`; its `moment`
-says when a trainer should call it. Regularisers also have `loss_term(model)`; methods that need the start of a
-model have `remember(model)`, those that gather statistics while training `observe(model)`.
+Every method is `method(model, optimizer=None, *, batches=None, loss=None, generator=None) -> Receipt`. Its attributes
+say what a trainer must do for it: `moment`, `batches`, `watches`, `period` (see `remedy`). Regularisers also have
+`loss_term(model)`; methods that need the start of a model have `remember(model)`, those that gather statistics while
+training `observe(model)`.
+
+One file per paper; `controls`, `regularisers` and `resets` hold one kind each. Start reading at `remedy`: it owns the
+call. `call` is what a method is given (and how replicas agree), `selection` which weights its targets mean, `writing`
+how they are changed, `neurons` how single neurons are replaced, `caching` what is kept about a model. May import
+everything up to `monitoring`; knows no trainer.
 
 >>> from rekindle.methods import FullReset
 >>> import torch
@@ -10,32 +16,23 @@ model have `remember(model)`, those that gather statistics while training `obser
 ('weight', 'bias')
 """
 
-from rekindle.methods.adam_rel import AdamRel
 from rekindle.methods.compose import Compose
 from rekindle.methods.continual_backprop import ContinualBackprop
+from rekindle.methods.controls import FreshAtNorm, RandomIsometry, Rescale, SingularClip
 from rekindle.methods.dash import DASH
 from rekindle.methods.fire import FIRE
-from rekindle.methods.fresh_at_norm import FreshAtNorm
 from rekindle.methods.hare_tortoise import HareTortoise
-from rekindle.methods.isometry_loss import IsometryLoss
-from rekindle.methods.l2_init import L2Init
 from rekindle.methods.muon import muon
 from rekindle.methods.normalize_and_project import NormalizeAndProject
-from rekindle.methods.optimizer_reset import OptimizerReset
-from rekindle.methods.parseval import Parseval
 from rekindle.methods.plasticity_injection import PlasticityInjection
-from rekindle.methods.random_isometry import RandomIsometry
 from rekindle.methods.redo import ReDo
 from rekindle.methods.regrama import ReGraMa
-from rekindle.methods.rescale import Rescale
-from rekindle.methods.resets import FullReset, HeadReset, LayerNormReset, LayerReset
+from rekindle.methods.regularisers import IsometryLoss, L2Init, Parseval, SpectralRegulariser, WeightDecay
+from rekindle.methods.resets import AdamRel, FullReset, HeadReset, LayerNormReset, LayerReset, OptimizerReset
 from rekindle.methods.self_normalized_reset import SelfNormalizedReset
 from rekindle.methods.shrink_perturb import ShrinkPerturb
-from rekindle.methods.singular_clip import SingularClip
-from rekindle.methods.spectral_regulariser import SpectralRegulariser
 from rekindle.methods.upgd import UPGD
 from rekindle.methods.weight_clip import WeightClip
-from rekindle.methods.weight_decay import WeightDecay
 
 __all__ = [
     "DASH",

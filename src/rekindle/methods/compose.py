@@ -8,17 +8,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rekindle.methods.neurons import Observation
-from rekindle.methods.remedy import Moment, Remedy
+from rekindle.methods.call import Call
+from rekindle.methods.remedy import MOMENTS, Batches, Moment, Observation, Remedy
 from rekindle.optimizers import StateReset
-from rekindle.projection.receipt import Batch, Loss, Meter, Method, Receipt
+from rekindle.projection.receipt import Batch, Method, Receipt
+
+_MORE: tuple[Batches, ...] = ("none", "any", "all")
 
 
 class Compose(Remedy):
     """Apply methods one after the other; one receipt holds what each did.
 
-    Its moment is theirs where they agree. Loss terms are added up; `observe` and `remember` reach every method that
-    has them.
+    Loss terms are added up; `observe` and `remember` reach every method that has them. Methods of different moments
+    may be joined: `at(moment)` gives a trainer what belongs to each. A plain call applies what acts at events or after
+    steps; a member that acts through the loss does so through `loss_term`, and one that acts between backward and step
+    only through `at("backward")`.
 
     >>> from rekindle.methods import HeadReset, Rescale
     >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
@@ -33,21 +37,42 @@ class Compose(Remedy):
             raise ValueError("Compose needs at least one method")
         super().__init__()
         self.methods = tuple(methods)
-        moments: set[Moment] = {getattr(method, "moment", "event") for method in methods}
+        for method in self.methods:
+            if not callable(method):
+                raise TypeError(f"Compose joins methods, and {method!r} cannot be called")
+            if _moment(method) == "loss" and not hasattr(method, "loss_term"):
+                raise TypeError(f"{method!r} acts through the loss but has no loss_term(model)")
+        moments = {moment for method in self.methods for moment in MOMENTS if _at(method, moment) is not None}
         self.moment = moments.pop() if len(moments) == 1 else "event"
+        self.batches = max((getattr(method, "batches", "none") for method in self.methods), key=_MORE.index)
+        self.watches = any(getattr(method, "watches", False) for method in self.methods)
+        periods = {getattr(method, "period", None) for method in self.methods} - {None}
+        self.period = periods.pop() if len(periods) == 1 else None
 
-    def __call__(
-        self,
-        model: nn.Module,
-        optimizer: Any = None,
-        *,
-        batches: Iterable[Batch] | None = None,
-        loss: Loss | None = None,
-        generator: torch.Generator | None = None,
-    ) -> Receipt:
-        """Apply all, in order."""
-        meter = Meter()
-        done = [m(model, optimizer, batches=batches, loss=loss, generator=generator) for m in self.methods]
+    def at(self, moment: Moment) -> Remedy | None:
+        """Those that act at this moment, as one; None if there are none."""
+        found = [part for method in self.methods if (part := _at(method, moment)) is not None]
+        if len(found) == len(self.methods):
+            return self
+        return Compose(found) if found else None
+
+    def apply(self, call: Call) -> Receipt:
+        """Apply all that can be applied now, in order."""
+        acting: Sequence[Method] = self.methods
+        notes = []
+        if self.moment == "event":
+            if any(_at(method, "backward") is not None for method in self.methods):
+                raise ValueError(
+                    'a member acts between backward and step, another does not: call compose.at("event") and '
+                    'compose.at("backward") each at their moment'
+                )
+            acting = [method for method in self.methods if _moment(method) != "loss"]
+            through = [getattr(m, "name", repr(m)) for m in self.methods if _moment(m) == "loss"]
+            notes = [f"{name} acts through loss_term(model)" for name in through]
+        done = [
+            method(call.model, call.optimizer, batches=call.batches, loss=call.loss, generator=call.own)
+            for method in acting
+        ]
         changed = {name for receipt in done for name in receipt.changed}
         total = StateReset(done[0].optimizer.policy if done[0].optimizer else "none")
         for receipt in done:
@@ -62,14 +87,12 @@ class Compose(Remedy):
             biases_zeroed=sum(receipt.biases_zeroed for receipt in done),
             mirrors=max(receipt.mirrors for receipt in done),
             recalibrated=tuple(name for receipt in done for name in receipt.recalibrated),
-            seconds=meter.seconds,
-            memory=meter.memory,
-            notes=tuple(note for receipt in done for note in receipt.notes),
+            notes=(*notes, *(note for receipt in done for note in receipt.notes)),
         )
 
     def loss_term(self, model: nn.Module) -> Tensor:
-        """The sum of the loss terms of those methods that have one."""
-        terms = [m.loss_term(model) for m in self.methods if hasattr(m, "loss_term")]
+        """The sum of the loss terms of those methods that act through the loss."""
+        terms = [part.loss_term(model) for part in self.methods if _at(part, "loss") is not None]  # type: ignore[attr-defined]
         return torch.stack(terms).sum() if terms else torch.zeros(())
 
     def remember(self, model: nn.Module) -> None:
@@ -80,7 +103,7 @@ class Compose(Remedy):
 
     def observe(self, model: nn.Module, batches: Iterable[Batch] | None = None) -> Observation:
         """Let every method that can gather statistics do so."""
-        return Observation([m.observe(model, batches) for m in self.methods if hasattr(m, "observe")])
+        return Observation(m.observe(model, batches) for m in self.methods if hasattr(m, "observe"))
 
     def settings(self) -> dict[str, Any]:
         """The methods, as text."""
@@ -95,3 +118,12 @@ class Compose(Remedy):
         for method, one in zip(self.methods, state["methods"], strict=True):
             if hasattr(method, "load_state_dict"):
                 method.load_state_dict(one)
+
+
+def _moment(method: Method) -> Moment:
+    moment: Moment = getattr(method, "moment", "event")
+    return moment
+
+
+def _at(method: Method, moment: Moment) -> Any:
+    return method.at(moment) if isinstance(method, Remedy) else method if _moment(method) == moment else None

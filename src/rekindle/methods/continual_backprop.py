@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Unpack
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from rekindle.consumers.wiring import Group
-from rekindle.methods.neurons import NeuronRemedy, Replacement, others, sizes
-from rekindle.projection.receipt import Batch, Loss, Meter, Receipt
+from rekindle.consumers.wiring import Group, Wiring
+from rekindle.methods.call import Call
+from rekindle.methods.neurons import Judgement, NeuronOptions, NeuronRemedy, Sums, others, sizes
 
 
 @dataclass
@@ -33,6 +33,7 @@ class ContinualBackprop(NeuronRemedy):
     neurons that are not mature, so debts cannot burst. A leaving neuron hands f_i·w_out to the consumer's bias.
     Statistics come from `observe(model)`. η = 0.99, ρ = 1e-4 as in the paper.
 
+    >>> from torch import nn
     >>> model = nn.Sequential(nn.Linear(2, 50), nn.ReLU(), nn.Linear(50, 1))
     >>> method = ContinualBackprop(replacement_rate=0.02, maturity=2)
     >>> with method.observe(model):
@@ -45,94 +46,81 @@ class ContinualBackprop(NeuronRemedy):
 
     name = "continual-backprop"
     moment = "step"
+    watches = True
 
     def __init__(
         self,
         replacement_rate: float = 1e-4,
         decay: float = 0.99,
         maturity: int = 100,
-        *,
-        targets: str | Sequence[str] = "auto",
-        consumers: Mapping[str, str | Sequence[str]] | None = None,
-        second_moment: Literal["mean", "zero"] = "mean",
-        fresh: Callable[[], nn.Module] | None = None,
-        seed: int = 0,
+        **options: Unpack[NeuronOptions],
     ) -> None:
         if not 0 <= replacement_rate < 1:
             raise ValueError(f"replacement_rate={replacement_rate} must lie between 0 and 1")
         if not 0 <= decay < 1:
             raise ValueError(f"decay={decay} must be at least 0 and below 1")
-        super().__init__(targets=targets, consumers=consumers, second_moment=second_moment, fresh=fresh, seed=seed)
+        super().__init__(**options)
         self.replacement_rate, self.decay, self.maturity = replacement_rate, decay, maturity
         self._lives: dict[str, _Life] = {}
-        self._now: dict[str, tuple[Tensor, Tensor, int]] = {}
+        self._now = Sums()  # of |h| and h since the last call
 
     def record(self, group: Group, activity: Tensor) -> None:
-        """Keep the sums of h and |h| until the step's call."""
-        size, count = sizes(activity), activity.numel() // group.width
-        total = activity.sum(others(activity), dtype=size.dtype)
-        if group.name in self._now:
-            before = self._now[group.name]
-            size, total = size + before[0], total + before[1]
-            self._now[group.name] = (size, total, before[2] + count)
-        else:
-            self._now[group.name] = (size, total, count)
+        """Keep the sums of |h| and h until the step's call."""
+        size = sizes(activity)
+        both = torch.stack([size, activity.sum(others(activity), dtype=size.dtype)])
+        self._now.add(group.name, both, activity.numel() // group.width)
 
-    def __call__(
-        self,
-        model: nn.Module,
-        optimizer: Any = None,
-        *,
-        batches: Iterable[Batch] | None = None,
-        loss: Loss | None = None,
-        generator: torch.Generator | None = None,
-    ) -> Receipt:
-        """Update utilities with the step just taken and replace what is due."""
-        meter = Meter()
-        wiring = self.wiring(model, batches)
-        if batches is not None and not self._now:
-            self.look(model, batches)
-        if not self._now:
+    def measure(self, call: Call) -> None:
+        """What was observed at this step comes before the batches of the call."""
+        if not self._now.values:
+            super().measure(call)
+
+    def judge(self, call: Call, wiring: Wiring) -> Judgement:
+        """Update utilities with the step just taken; what is due is replaced."""
+        now = self._now.over(call, {group.name: (2, group.width) for group in wiring})
+        if not now.values:
             raise ValueError("no activity was recorded since the last call: train inside observe(model)")
         due: dict[str, Tensor] = {}
         means: dict[str, Tensor] = {}
+        skipped = {}
         for group in wiring:
-            if group.name not in self._now:
+            if group.name not in now.values or not float(now.seen[group.name]):
+                skipped[group.name] = "no finite activity was recorded since the last call"
                 continue
-            life = self._grow(group)
+            life = self._grow(group, now.values[group.name] / now.seen[group.name].to(now.values[group.name]))
             chosen = self._due(life)
             if len(chosen):
                 due[group.name] = chosen
                 means[group.name] = life.mean / self._correction(life)
-        receipt = Replacement(model, wiring, due, means, fresh=self._fresh).apply(
-            self.name,
-            optimizer,
-            self.draws(generator),
-            second_moment=self.second_moment,
-            settings=self.settings(),
-            meter=meter,
-        )
-        for name, index in due.items():
+        return Judgement(due, means, skipped, now.notes())
+
+    def replaced(self, neurons: Mapping[str, Tensor]) -> None:
+        """New neurons have no age and no utility."""
+        for name, index in neurons.items():
             life = self._lives[name]
             for tensor in (life.utility, life.mean, life.age):
                 tensor.index_fill_(0, index, 0)
         self._now.clear()
-        return receipt
+
+    def forget(self) -> None:
+        """Start anew with neurons of no age."""
+        self._lives.clear()
+        self._now.clear()
 
     def utilities(self, group: str) -> Tensor:
         """The bias-corrected utility of a layer's neurons."""
         life = self._lives[group]
         return life.utility / self._correction(life)
 
-    def _grow(self, group: Group) -> _Life:
-        size, total, count = self._now[group.name]
+    def _grow(self, group: Group, now: Tensor) -> _Life:
+        """One step older; now: mean |h| and mean h of each neuron, (2, neurons)."""
         if group.name not in self._lives:
-            zeros = torch.zeros_like(size)
+            zeros = torch.zeros_like(now[0])
             self._lives[group.name] = _Life(zeros, zeros.clone(), zeros.clone())
         life = self._lives[group.name]
         life.age += 1
-        life.utility.lerp_(size / count * outgoing(group), 1 - self.decay)
-        life.mean.lerp_(total / count, 1 - self.decay)
+        life.utility.lerp_(now[0] * outgoing(group), 1 - self.decay)
+        life.mean.lerp_(now[1], 1 - self.decay)
         return life
 
     def _correction(self, life: _Life) -> Tensor:

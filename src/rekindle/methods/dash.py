@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity
 
-from rekindle.blocks.names import named_parameters
 from rekindle.isolation import isolated
-from rekindle.methods.matrices import Chosen, plain_weights
-from rekindle.methods.parameters import overwrite
+from rekindle.methods.call import Call
 from rekindle.methods.remedy import Remedy
-from rekindle.projection.receipt import Batch, Loss, Meter, Receipt
+from rekindle.methods.selection import ChosenWeight, Share, chosen_biases, mask_of, plain_weights
+from rekindle.methods.writing import overwrite
+from rekindle.projection.receipt import Loss, Receipt
 from rekindle.projection.targets import Targets
 
 
@@ -23,10 +20,10 @@ class DASH(Remedy):
 
     Over the batches, G ← (1 − alpha)·G + alpha·(−∇L) for every weight. Each row of a linear layer, each (output,
     input) kernel of a convolution, and the whole bias of a layer is then multiplied by max(cos(w, g), lam): what
-    points where the loss wants to go is kept, the rest shrinks to lam. (A bias that stayed as it was would drown
-    its shrunken row: a layer without normalisation dies of it.) A 1×1 kernel is one number, so its cosine is ±1.
-    The defaults are FIRE's for ResNet-18. The authors take one batch a chunk of all data so far, oldest first, with
-    BatchNorm in evaluation mode, and keep SGD's momentum (`optimizer_state="none"`); small batches give noisy
+    points where the loss wants to go is kept, the rest shrinks to lam. (A bias that stayed as it was would
+    outweigh its shrunken row: a layer without normalisation dies of it.) A 1×1 kernel is one number, so its cosine is
+    ±1. The defaults are FIRE's for ResNet-18. The authors take one batch per chunk of all data so far, oldest first,
+    with BatchNorm in evaluation mode, and keep SGD's momentum (`optimizer_state="none"`); small batches give noisy
     directions, and then more falls to the floor.
 
     >>> model = nn.Linear(4, 3)
@@ -37,6 +34,7 @@ class DASH(Remedy):
     """
 
     name = "dash"
+    batches = "all"
 
     def __init__(
         self,
@@ -56,74 +54,44 @@ class DASH(Remedy):
         self.targets = targets
         self.optimizer_state = optimizer_state
 
-    def __call__(
-        self,
-        model: nn.Module,
-        optimizer: Any = None,
-        *,
-        batches: Iterable[Batch] | None = None,
-        loss: Loss | None = None,
-        generator: torch.Generator | None = None,
-    ) -> Receipt:
-        """Average the negative gradient over `batches`, then shrink."""
-        meter = Meter()
-        if batches is None or loss is None:
+    def apply(self, call: Call) -> Receipt:
+        """Average the negative gradient over the batches, then shrink."""
+        if call.batches is None or call.loss is None:
             raise ValueError("DASH needs batches= and loss=: it shrinks by the direction of the loss's gradient")
-        picked, skipped = plain_weights(model, self.targets)
-        weights = {c.found.name: c.weight.parameters(c.found.name)[c.found.name] for c in picked}
-        biases = biases_of(model, picked)
-        wanted = self._direction(model, weights | biases, batches, loss)
-        shares = {c.found.name: unit_cosine(c, weights[c.found.name].detach(), wanted[c.found.name]) for c in picked}
-        shares |= {name: cosine_similarity(bias.detach(), wanted[name], dim=0)[None] for name, bias in biases.items()}
+        picked, skipped = plain_weights(call.model, self.targets)
+        held = {c.name: c.weight.parameters(c.name)[c.name] for c in picked}
+        weights = {c.name: Share(c.name, held[c.name], None if c.whole else mask_of(c)) for c in picked}
+        biases = chosen_biases(call.model, picked)
+        wanted = self._direction(call, call.loss, {**weights, **biases})
+        factors = {c.name: unit_cosine(c, weights[c.name].parameter.detach(), wanted[c.name]) for c in picked}
+        for name, bias in biases.items():
+            factors[name] = cosine_similarity(bias.of(bias.parameter.detach()), bias.of(wanted[name]), dim=0)[None]
         new, counts = {}, {}
-        for name, weight in (weights | biases).items():
-            share = shares[name].clamp_min(self.lam)
-            new[name] = weight.detach() * share
-            counts[name] = {"units": share.numel(), "at the floor": int((share <= self.lam).sum())}
-        return overwrite(
-            self.name,
-            model,
-            new,
-            optimizer,
-            policy=self.optimizer_state,
-            settings=self.settings(),
-            counts=counts,
-            skipped=skipped,
-            meter=meter,
-        )
+        for name, share in {**weights, **biases}.items():
+            factor = factors[name].clamp_min(self.lam)
+            new[name] = share.merged(share.parameter.detach() * factor)
+            units = factor if name in biases else _chosen_units(share, factor)
+            counts[name] = {"units": units.numel(), "at the floor": int((units <= self.lam).sum())}
+        return overwrite(self.name, call, new, policy=self.optimizer_state, counts=counts, skipped=skipped)
 
-    def _direction(
-        self, model: nn.Module, weights: dict[str, nn.Parameter], batches: Iterable[Batch], loss: Loss
-    ) -> dict[str, Tensor]:
-        average = {name: torch.zeros_like(weight) for name, weight in weights.items()}
+    def _direction(self, call: Call, loss: Loss, shares: dict[str, Share]) -> dict[str, Tensor]:
+        parameters = [share.parameter for share in shares.values()]
+        average = [torch.zeros_like(parameter) for parameter in parameters]
         seen = 0
-        with isolated(model, training=model.training), torch.enable_grad():
-            for batch in batches:
-                value = loss(model, batch)
-                gradients = torch.autograd.grad(value, list(weights.values()), allow_unused=True)
-                for mean, gradient in zip(average.values(), gradients, strict=True):
+        with isolated(call.inner, training=call.inner.training), torch.enable_grad():
+            for batch in call.batches or ():
+                gradients = torch.autograd.grad(loss(call.inner, batch), parameters, allow_unused=True)
+                for mean, gradient in zip(average, gradients, strict=True):
                     mean.mul_(1 - self.alpha)
                     if gradient is not None:
                         mean.sub_(gradient, alpha=self.alpha)
                 seen += 1
         if not seen:
             raise ValueError("batches= holds no batch: DASH has no gradient to look at")
-        return average
+        return dict(zip(shares, call.mean(average), strict=True))
 
 
-def biases_of(model: nn.Module, picked: Iterable[Chosen]) -> dict[str, nn.Parameter]:
-    """The trainable biases that stand beside the picked weights, by name: in_proj_bias beside in_proj_weight."""
-    parameters = dict(named_parameters(model))
-    found = {}
-    for each in picked:
-        owner, _, tensor = each.found.name.rpartition(".")
-        name = f"{owner}.{tensor.replace('weight', 'bias')}".lstrip(".")
-        if name != each.found.name and name in parameters and parameters[name].requires_grad:
-            found[name] = parameters[name]
-    return found
-
-
-def unit_cosine(chosen: Chosen, weight: Tensor, direction: Tensor) -> Tensor:
+def unit_cosine(chosen: ChosenWeight, weight: Tensor, direction: Tensor) -> Tensor:
     """cos(w, g) of each kernel or row, in a shape that multiplies the weight."""
     if isinstance(chosen.weight.owner, nn.modules.conv._ConvNd):
         cosine = cosine_similarity(weight.flatten(2), direction.flatten(2), dim=-1)
@@ -131,3 +99,14 @@ def unit_cosine(chosen: Chosen, weight: Tensor, direction: Tensor) -> Tensor:
     transposed = chosen.blocks[0].layout.in_[0] < chosen.blocks[0].layout.out[0]
     inputs = -2 if transposed else -1
     return cosine_similarity(weight, direction, dim=inputs).unsqueeze(inputs)
+
+
+def _chosen_units(share: Share, factor: Tensor) -> Tensor:
+    """The factors of those units that lie in the chosen part."""
+    if share.mask is None:
+        return factor
+    reduced = [d for d, (whole, unit) in enumerate(zip(share.mask.shape, factor.shape, strict=True)) if whole != unit]
+    inside = share.mask
+    for dim in reduced:
+        inside = inside.any(dim, keepdim=True)
+    return factor[inside]

@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor, nn
 
-from rekindle.blocks.names import named_parameters
+from rekindle.blocks import names
 from rekindle.measures.matrices import welch_bound
 
 Penalty = Callable[[Tensor], Tensor]
@@ -125,7 +125,7 @@ class Penalised:
     """A loss on chosen parameters as a regulariser: add `loss_term(model)` to the training loss.
 
     `targets` are globs of parameter names; each parameter must have at least two axes (a convolution is taken as
-    one row a filter). Zero matches is an error.
+    one row per filter). Zero matches is an error.
 
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
     >>> term = Penalised(diversity_loss, ["0.weight"], coefficient=0.01).loss_term(model)
@@ -142,7 +142,7 @@ class Penalised:
         """The coefficient times the sum of the penalty over the matching parameters."""
         chosen = {
             name: parameter
-            for name, parameter in named_parameters(model)
+            for name, parameter in names.named_parameters(model)
             if any(fnmatchcase(name, target) for target in self.targets)
         }
         if not chosen:

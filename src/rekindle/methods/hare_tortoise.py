@@ -8,12 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rekindle.blocks.names import named_parameters
 from rekindle.initial import tensors_of
-from rekindle.methods.neurons import Observation
-from rekindle.methods.parameters import overwrite
-from rekindle.methods.remedy import PerModel, Remedy
-from rekindle.projection.receipt import Batch, Loss, Meter, Receipt
+from rekindle.methods.call import Call
+from rekindle.methods.remedy import Observation, Remedy
+from rekindle.methods.writing import overwrite
+from rekindle.projection.receipt import Batch, Receipt
 
 
 class HareTortoise(Remedy):
@@ -35,6 +34,7 @@ class HareTortoise(Remedy):
     """
 
     name = "hare-tortoise"
+    watches = True
 
     def __init__(self, momentum: float = 0.999, *, optimizer_state: str = "none", seed: int = 0) -> None:
         if not 0 <= momentum < 1:
@@ -42,18 +42,19 @@ class HareTortoise(Remedy):
         super().__init__(seed=seed)
         self.momentum, self.optimizer_state = momentum, optimizer_state
         self._average: dict[str, Tensor] = {}
-        self._hares: PerModel[dict[str, Tensor]] = PerModel()
 
     @torch.no_grad()
     def update(self, model: nn.Module) -> None:
-        """Let the tortoise take one step; the first time it stands where the hare is."""
-        if model not in self._hares:
-            self._hares[model] = {n: t for n, t in tensors_of(model).items() if t.is_floating_point()}
-        hare = self._hares[model]
-        if not self._average:
-            self._average = {name: tensor.detach().clone() for name, tensor in hare.items()}
-            return
-        torch._foreach_lerp_([self._average[name] for name in hare], list(hare.values()), 1 - self.momentum)
+        """Let the tortoise take one step; the first time it stands where the hare is.
+
+        It follows the hare to another dtype or device, and starts anew with a tensor whose shape changed.
+        """
+        hare = {name: tensor for name, tensor in tensors_of(model).items() if tensor.is_floating_point()}
+        before = self._average
+        known = {n: before[n] for n, t in hare.items() if n in before and before[n].shape == t.shape}
+        self._average = {n: known[n].to(t) if n in known else t.detach().clone() for n, t in hare.items()}
+        if known:
+            torch._foreach_lerp_([self._average[n] for n in known], [hare[n] for n in known], 1 - self.momentum)
 
     def observe(self, model: nn.Module, batches: Iterable[Batch] | None = None) -> Observation:
         """Update before every forward pass in training mode until the result is removed."""
@@ -70,29 +71,13 @@ class HareTortoise(Remedy):
             raise ValueError("the tortoise has not started: call update(model) after steps, or train in observe(model)")
         return dict(self._average)
 
-    def __call__(
-        self,
-        model: nn.Module,
-        optimizer: Any = None,
-        *,
-        batches: Iterable[Batch] | None = None,
-        loss: Loss | None = None,
-        generator: torch.Generator | None = None,
-    ) -> Receipt:
+    def apply(self, call: Call) -> Receipt:
         """Copy the tortoise into the model."""
-        meter = Meter()
-        average = self.tortoise()
-        parameters = {name for name, _ in named_parameters(model)}
-        return overwrite(
-            self.name,
-            model,
-            {name: value for name, value in average.items() if name in parameters},
-            optimizer,
-            policy=self.optimizer_state,
-            buffers={name: value for name, value in average.items() if name not in parameters},
-            settings=self.settings(),
-            meter=meter,
-        )
+        average, own = self.tortoise(), tensors_of(call.model)
+        if missing := [name for name, tensor in own.items() if tensor.is_floating_point() and name not in average]:
+            raise ValueError(f"the tortoise has no {missing[0]!r}: the model changed since the last update(model)")
+        new = {name: average[name].to(own[name]) for name in average if name in own}
+        return overwrite(self.name, call, new, policy=self.optimizer_state)
 
     def gathered(self) -> dict[str, Any]:
         """The tortoise."""

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import AdamW, Optimizer
 
 from rekindle.engine.cpu import bfloat16_fault
-from rekindle.methods.matrices import chosen_matrices
+from rekindle.methods.selection import chosen_weights
 from rekindle.projection.targets import Targets
 
 
@@ -32,8 +32,8 @@ def muon(
     >>> [type(optimizer).__name__ for optimizer in muon(model)]
     ['Muon', 'AdamW']
     """
-    picked, _ = chosen_matrices(model, targets)
-    weights = [p for c in picked for p in c.weight.parameters(c.found.name).values() if p.ndim == 2]
+    picked, _ = chosen_weights(model, targets)
+    weights = [p for c in picked for p in c.weight.parameters(c.name).values() if p.ndim == 2]
     if not weights:
         raise ValueError(f"targets={targets!r} hold no 2-D weight, which is all that torch.optim.Muon takes")
     fault = bfloat16_fault() if any(p.device.type == "cpu" for p in weights) else None

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -20,11 +20,14 @@ from torch.nn import Parameter
 from rekindle import initial
 from rekindle.blocks.names import unwrapped
 from rekindle.consumers.wiring import Group, Wiring, WiringError, watch, wire
-from rekindle.isolation import call, isolated
-from rekindle.methods.remedy import PerModel, Remedy
+from rekindle.isolation import call as run
+from rekindle.isolation import isolated
+from rekindle.methods.caching import PerModel
+from rekindle.methods.call import Call
+from rekindle.methods.remedy import Observation, Remedy
 from rekindle.optimizers import StateReset
 from rekindle.optimizers import resetting as optimizers
-from rekindle.projection.receipt import Batch, BlockRecord, Meter, Receipt
+from rekindle.projection.receipt import Batch, BlockRecord, Loss, Receipt
 
 Handle = torch.utils.hooks.RemovableHandle
 
@@ -41,72 +44,154 @@ def others(values: Tensor, axis: int = -1) -> list[int]:
     return [dim for dim in range(values.ndim) if dim != axis % values.ndim]
 
 
-class Removable(Protocol):
-    """A hook's handle, or another observation."""
+@dataclass
+class Sums:
+    """Sums over passes of one row or more of numbers per neuron, by name.
 
-    def remove(self) -> None:
-        """Take it off."""
+    A pass that holds NaN or Inf is left out and counted: one bad batch must not decide about every neuron. Nothing is
+    read back from the device before `over` is called.
+    """
+
+    values: dict[str, Tensor] = field(default_factory=dict)  # (…, neurons)
+    seen: dict[str, Tensor] = field(default_factory=dict)  # how many values each sum is of
+    left_out: dict[str, Tensor] = field(default_factory=dict)  # passes
+
+    def add(self, name: str, values: Tensor, count: int = 1) -> None:
+        """Add one pass of `count` values per neuron."""
+        finite = values.isfinite().all()
+        kept = torch.where(finite, values, torch.zeros_like(values))
+        known = name in self.values
+        self.values[name] = self.values[name] + kept if known else kept
+        self.seen[name] = (self.seen[name] if known else 0) + finite.double() * count
+        self.left_out[name] = (self.left_out[name] if known else 0) + (~finite).double()
+
+    def over(self, call: Call, sizes: Mapping[str, tuple[int, ...]]) -> Sums:
+        """The sums over all replicas of the model, of these names; one that saw nothing adds nothing."""
+        if call.replicas is None:
+            return self
+        device = next(call.inner.parameters()).device
+        nothing = torch.zeros((), dtype=torch.float64, device=device)
+        flat = []
+        for name, size in sizes.items():
+            flat += [self.values.get(name, torch.zeros(size, device=device))]
+            flat += [self.seen.get(name, nothing), self.left_out.get(name, nothing)]
+        flat = call.total(flat)
+        named = {name: flat[3 * at : 3 * at + 3] for at, name in enumerate(sizes)}
+        known = {name: three for name, three in named.items() if float(three[1] + three[2])}
+        return Sums(*({name: three[at] for name, three in known.items()} for at in range(3)))
+
+    def notes(self) -> list[str]:
+        """What was left out, in words."""
+        bad = {name: int(count) for name, count in self.left_out.items() if float(count)}
+        return [f"{name}: {count} passes with NaN or Inf were left out" for name, count in bad.items()]
+
+    def clear(self) -> None:
+        """Start counting anew."""
+        for each in (self.values, self.seen, self.left_out):
+            each.clear()
+
+    def state(self) -> dict[str, Any]:
+        """What a state dict keeps."""
+        return {"sums": dict(self.values), "seen": dict(self.seen), "left_out": dict(self.left_out)}
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> Sums:
+        """Back from `state()`."""
+        values = dict(state["sums"])
+        seen = {name: torch.as_tensor(count, dtype=torch.float64) for name, count in state.get("seen", {}).items()}
+        left_out = state.get("left_out", {})
+        return cls(
+            values,
+            {name: seen.get(name, torch.ones((), dtype=torch.float64)) for name in values},
+            {name: left_out.get(name, torch.zeros((), dtype=torch.float64)) for name in values},
+        )
 
 
-class Observation:
-    """Hooks that gather statistics; `remove()` them, or use it in a `with` statement."""
+class NeuronOptions(TypedDict, total=False):
+    """What every neuron remedy takes, see `NeuronRemedy`."""
 
-    def __init__(self, handles: Sequence[Removable]) -> None:
-        self._handles = list(handles)
+    targets: str | Sequence[str]
+    consumers: Mapping[str, str | Sequence[str]] | None
+    second_moment: Literal["mean", "zero"]
+    fresh: Callable[[], nn.Module] | None
+    seed: int
 
-    def remove(self) -> None:
-        """Take all hooks off."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
 
-    def __enter__(self) -> Observation:
-        return self
+@dataclass
+class Judgement:
+    """Which neurons are to be replaced, by layer, and what is to be said about it."""
 
-    def __exit__(self, *exception: object) -> None:
-        self.remove()
+    neurons: Mapping[str, Tensor]
+    means: Mapping[str, Tensor] = field(default_factory=dict)
+    skipped: Mapping[str, str] = field(default_factory=dict)
+    notes: Sequence[str] = ()
 
 
 class NeuronRemedy(Remedy):
-    """A remedy that judges and replaces single hidden neurons.
+    """A remedy that judges and replaces single hidden neurons; subclasses implement `record` and `judge`.
 
     `targets` are globs of layer names ("auto": every layer whose neurons' consumers are known). `consumers` is the
     map for models that cannot be traced (`rekindle.consumers.wiring.wire`). Layers that cannot be wired are in the
     receipt with the reason; a model without any is refused. `second_moment` is what Adam's second moment becomes in the
-    replaced rows and columns: its step count is one number a parameter, so single rows cannot be quite fresh, and
+    replaced rows and columns: its step count is one number per parameter, so single rows cannot be quite fresh, and
     with a zero second moment their next step would be 3 to 6.5 times too large. `fresh` is a factory of a new model,
     from which incoming weights are taken where the model initialises itself in its `__init__`: else they are drawn by
     the modules' own `reset_parameters` (or transformers' scheme), which is not always the same.
     """
 
-    def __init__(
-        self,
-        *,
-        targets: str | Sequence[str] = "auto",
-        consumers: Mapping[str, str | Sequence[str]] | None = None,
-        second_moment: Literal["mean", "zero"] = "mean",
-        fresh: Callable[[], nn.Module] | None = None,
-        seed: int = 0,
-    ) -> None:
-        super().__init__(seed=seed)
+    def __init__(self, **options: Unpack[NeuronOptions]) -> None:
+        super().__init__(seed=options.pop("seed", 0))
+        targets, second_moment = options.pop("targets", "auto"), options.pop("second_moment", "mean")
         if second_moment not in ("mean", "zero"):
             raise ValueError(f"second_moment={second_moment!r} is neither 'mean' nor 'zero'")
         self.targets = targets if isinstance(targets, str) else tuple(targets)
         self.second_moment = second_moment
-        self._consumers, self._fresh = consumers, fresh
+        self._consumers, self._fresh = options.pop("consumers", None), options.pop("fresh", None)
+        if options:
+            raise TypeError(f"{type(self).__name__} takes no {next(iter(options))!r}")
         self._wirings: PerModel[Wiring] = PerModel()
 
+    def apply(self, call: Call) -> Receipt:
+        """Judge by the batches of the call or by what `observe` saw, and replace."""
+        wiring = self.wiring(call.model, call.batches)
+        self.measure(call)
+        judged = self.judge(call, wiring)
+        receipt = Replacement(call.model, wiring, judged.neurons, judged.means, self._fresh, judged.skipped).apply(
+            self.name,
+            call.optimizer,
+            lambda: call.generator,
+            second_moment=self.second_moment,
+            notes=judged.notes,
+        )
+        self.replaced(judged.neurons)
+        return receipt
+
+    def judge(self, call: Call, wiring: Wiring) -> Judgement:
+        """Which neurons go; the same on every replica of the model."""
+        raise NotImplementedError
+
+    def replaced(self, neurons: Mapping[str, Tensor]) -> None:
+        """Start anew with what was gathered about these neurons."""
+
+    def forget(self) -> None:
+        """Drop what was gathered."""
+
     def wiring(self, model: nn.Module, batches: Iterable[Batch] | None = None) -> Wiring:
-        """The model's wiring, narrowed to the targets; found once a model."""
-        if model not in self._wirings:
+        """The model's wiring, narrowed to the targets; found once per model, and again when a part was replaced.
+
+        What was gathered belongs to the old parts then, and is dropped.
+        """
+
+        def find() -> Wiring:
             found = wire(unwrapped(model), batches, consumers=self._consumers)
             if self.targets != "auto":
                 globs = [self.targets] if isinstance(self.targets, str) else list(self.targets)
                 found = found.only(lambda name: any(fnmatchcase(name, glob) for glob in globs))
                 if not found.groups:
                     raise WiringError(f"targets={globs} match no layer whose consumers are known\n{found}")
-            self._wirings[model] = _without_frozen(found)
-        return self._wirings[model]
+            return _without_frozen(found)
+
+        return self._wirings.get(model, find, self.forget)
 
     def observe(self, model: nn.Module, batches: Iterable[Batch] | None = None) -> Observation:
         """Gather statistics at every forward pass in training mode until the result is removed.
@@ -122,14 +207,20 @@ class NeuronRemedy(Remedy):
 
             return watch(inner, group, training)
 
-        return Observation([recorder(group) for group in self.wiring(model, batches)])
+        return Observation(recorder(group) for group in self.wiring(model, batches))
 
     def record(self, group: Group, activity: Tensor) -> None:
         """Take in the activity (…, neurons) of one forward pass."""
 
-    def look(self, model: nn.Module, batches: Iterable[Batch]) -> None:
-        """Record the activity on `batches` in evaluation mode, leaving no trace on the model."""
-        wiring = self.wiring(model, batches)
+    def look(self, model: nn.Module, batches: Iterable[Batch], loss: Loss | None = None) -> None:
+        """Record what `batches` show, in evaluation mode and without a trace on the model."""
+        self.measure(Call(model, batches=batches, loss=loss))
+
+    def measure(self, call: Call) -> None:
+        """Record the activity on the call's batches, if there are any."""
+        if call.batches is None:
+            return
+        wiring = self.wiring(call.model, call.batches)
         seen: set[str] = set()
 
         def recorder(group: Group) -> Handle:
@@ -137,14 +228,21 @@ class NeuronRemedy(Remedy):
                 seen.add(group.name)
                 self.record(group, activity)
 
-            return watch(unwrapped(model), group, note)
+            return watch(call.inner, group, note)
 
-        with isolated(model), torch.no_grad(), Observation([recorder(group) for group in wiring]):
-            for batch in batches:
-                call(model, batch)
+        with isolated(call.inner), torch.no_grad(), Observation(recorder(group) for group in wiring):
+            for batch in call.batches:
+                run(call.inner, batch)
         blind = [group.name for group in wiring if group.name not in seen]
         if blind:
             raise WiringError(f"the activity of {blind[0]!r} was not seen on the given batches: it is not measured")
+
+
+def check_finite(parameters: Mapping[str, Tensor]) -> None:
+    """Raise if a weight holds NaN or Inf."""
+    for name, parameter in parameters.items():
+        if not bool(torch.isfinite(parameter).all()):
+            raise ValueError(f"{name!r} holds NaN or Inf; nothing was changed")
 
 
 def _without_frozen(wiring: Wiring) -> Wiring:
@@ -179,6 +277,7 @@ class Replacement:
     neurons: Mapping[str, Tensor]  # group name → indices
     means: Mapping[str, Tensor] = field(default_factory=dict)  # group name → mean activity of all its neurons
     fresh: Callable[[], nn.Module] | None = None
+    skipped: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.groups = [g for g in self.wiring if len(self.neurons.get(g.name, ())) > 0]
@@ -187,21 +286,16 @@ class Replacement:
         self,
         method: str,
         optimizer: Any,
-        generator: torch.Generator,
+        generator: Callable[[], torch.Generator],
         *,
         second_moment: Literal["mean", "zero"] = "mean",
-        settings: Mapping[str, Any] | None = None,
         notes: Sequence[str] = (),
-        meter: Meter | None = None,
     ) -> Receipt:
-        """Check, re-draw, cut, tidy the optimizer, and say so."""
-        meter = meter or Meter()
+        """Check, re-draw, cut, tidy the optimizer, and report; the generator is asked for only if there are neurons."""
         places = self._places()
         optimizers.check(optimizer, {name: place.parameter for name, place in places.items()})
-        for name, place in places.items():
-            if not bool(torch.isfinite(place.parameter).all()):
-                raise ValueError(f"{name!r} holds NaN or Inf; nothing was changed")
-        drawn = self._draw(generator)
+        check_finite({name: place.parameter for name, place in places.items()})
+        drawn = self._draw(generator) if self.groups else {}
         notes = [*notes]
         with torch.no_grad():
             for group in self.groups:
@@ -213,12 +307,9 @@ class Replacement:
         return Receipt(
             method,
             tuple(record for group in self.groups for record in self._records(group)),
-            dict(self.wiring.refused),
-            settings or {},
-            self._reset(optimizer, places, second_moment),
+            {**self.wiring.refused, **self.skipped},
+            optimizer=self._reset(optimizer, places, second_moment),
             gradients_cleared=self._clear(places),
-            seconds=meter.seconds,
-            memory=meter.memory,
             notes=tuple(dict.fromkeys(notes)),
         )
 
@@ -226,9 +317,9 @@ class Replacement:
         """The neurons to replace, on the device of their weights."""
         return self.neurons[group.name].to(group.makers[0].weight.device)
 
-    def _draw(self, generator: torch.Generator) -> dict[str, Tensor]:
+    def _draw(self, generator: Callable[[], torch.Generator]) -> dict[str, Tensor]:
         names = [f"{maker.name}.weight" for group in self.groups for maker in group.makers]
-        return initial.draw(unwrapped(self.model), generator=generator, fresh=self.fresh, names=names) if names else {}
+        return initial.draw(unwrapped(self.model), generator=generator(), fresh=self.fresh, names=names)
 
     def _hand_over(self, group: Group, notes: list[str]) -> None:
         """Give the consumers' biases what the leaving neurons contributed on average (Dohare et al., 2024)."""

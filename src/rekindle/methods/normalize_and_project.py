@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import Parameter
 
 from rekindle.initial import UnknownStart
-from rekindle.methods.matrices import plain_weights
-from rekindle.methods.remedy import PerModel, Remedy
+from rekindle.methods.caching import PerModel
+from rekindle.methods.call import Call
+from rekindle.methods.remedy import Remedy
+from rekindle.methods.selection import Share, mask_of, plain_weights
 from rekindle.optimizers import StateReset
-from rekindle.projection.receipt import Batch, BlockRecord, Loss, Meter, Receipt
+from rekindle.projection.receipt import BlockRecord, Receipt
 from rekindle.projection.targets import Targets
 
 
@@ -23,7 +24,8 @@ class NormalizeAndProject(Remedy):
     Behind a normalisation layer, growing weights are a shrinking learning rate; a constant norm keeps it constant.
     This is the projection half, of every weight but the output layer's, whose scale no normalisation takes back; the
     layers that normalise, and their own scales and offsets, are the model's business. Call `remember(model)`
-    while it is new: only the norms are stored. The optimizer's state is kept.
+    while it is new: only the norms are stored, of a fused weight that of its targeted parts. The optimizer's state is
+    kept.
 
     >>> model = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3), nn.Linear(3, 2))
     >>> method = NormalizeAndProject()
@@ -42,54 +44,43 @@ class NormalizeAndProject(Remedy):
         super().__init__(seed=seed)
         self.targets = targets
         self._norms = dict(norms) if norms is not None else None
-        self._skipped: dict[str, str] = {}
-        self._chosen: PerModel[dict[str, Parameter]] = PerModel()
+        self._chosen: PerModel[tuple[list[Share], dict[str, str]]] = PerModel()
 
     def remember(self, model: nn.Module) -> None:
         """Store the norms that the weights have now."""
-        weights = self._weights(model)
-        self._norms = dict(zip(weights, _norms(list(weights.values())).tolist(), strict=True))
+        shares, _ = self._weights(model)
+        self._norms = dict(zip([share.name for share in shares], _norms(shares).tolist(), strict=True))
 
-    def __call__(
-        self,
-        model: nn.Module,
-        optimizer: Any = None,
-        *,
-        batches: Iterable[Batch] | None = None,
-        loss: Loss | None = None,
-        generator: torch.Generator | None = None,
-    ) -> Receipt:
+    def apply(self, call: Call) -> Receipt:
         """Give every targeted weight its first norm again."""
-        meter = Meter()
-        weights = self._weights(model)
+        shares, skipped = self._weights(call.model)
         if self._norms is None:
             raise UnknownStart("NormalizeAndProject needs the norms at the start: call remember(model) while it is new")
-        if missing := [name for name in weights if name not in self._norms]:
+        if missing := [share.name for share in shares if share.name not in self._norms]:
             raise UnknownStart(f"no first norm is stored for {missing[0]!r}")
-        now = _norms(list(weights.values())).tolist()
-        records = []
-        for (name, _), norm in zip(weights.items(), now, strict=True):
+        now = _norms(shares).tolist()
+        for share, norm in zip(shares, now, strict=True):
             if not 0 < norm < float("inf"):
-                raise ValueError(f"{name!r} has norm {norm}, it cannot be rescaled; nothing was changed")
+                raise ValueError(f"{share.name!r} has norm {norm}, it cannot be rescaled; nothing was changed")
+        records = []
         with torch.no_grad():
-            for (name, weight), norm in zip(weights.items(), now, strict=True):
-                weight.mul_(self._norms[name] / norm)
-                records.append(BlockRecord(name, norm_before=norm, norm_after=self._norms[name]))
-        return Receipt(
-            self.name,
-            tuple(records),
-            self._skipped,
-            self.settings(),
-            StateReset("none"),
-            seconds=meter.seconds,
-            memory=meter.memory,
-        )
+            for share, norm in zip(shares, now, strict=True):
+                first = self._norms[share.name]
+                if share.mask is None:
+                    share.parameter.mul_(first / norm)
+                else:
+                    share.parameter.copy_(share.merged(share.parameter * (first / norm)))
+                records.append(BlockRecord(share.name, norm_before=norm, norm_after=first))
+        return Receipt(self.name, tuple(records), skipped, optimizer=StateReset("none"))
 
-    def _weights(self, model: nn.Module) -> dict[str, Parameter]:
-        if model not in self._chosen:
-            picked, self._skipped = plain_weights(model, self.targets)
-            self._chosen[model] = {n: p for c in picked for n, p in c.weight.parameters(c.found.name).items()}
-        return self._chosen[model]
+    def _weights(self, model: nn.Module) -> tuple[list[Share], dict[str, str]]:
+        def choose() -> tuple[list[Share], dict[str, str]]:
+            picked, skipped = plain_weights(model, self.targets)
+            masks = [None if each.whole else mask_of(each) for each in picked]
+            held = [each.weight.parameters(each.name)[each.name] for each in picked]
+            return [Share(c.name, p, mask) for c, p, mask in zip(picked, held, masks, strict=True)], skipped
+
+        return self._chosen.get(model, choose)
 
     def gathered(self) -> dict[str, Any]:
         """The first norms."""
@@ -100,6 +91,6 @@ class NormalizeAndProject(Remedy):
         self._norms = None if state["norms"] is None else dict(state["norms"])
 
 
-def _norms(weights: list[Parameter]) -> Tensor:
+def _norms(shares: list[Share]) -> Tensor:
     with torch.no_grad():
-        return torch.stack([torch.linalg.vector_norm(weight).double() for weight in weights])
+        return torch.stack([torch.linalg.vector_norm(share.of(share.parameter)).double() for share in shares])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,12 +11,18 @@ from torch import Tensor, nn
 
 from rekindle import initial
 from rekindle.blocks.finding import find
-from rekindle.blocks.names import unwrapped
+from rekindle.blocks.names import unwrapped, wrapped
+from rekindle.blocks.storage import is_sharded
 from rekindle.consumers.graph import as_layer
+from rekindle.methods.call import Call
 from rekindle.methods.remedy import Remedy
+from rekindle.methods.writing import clear_gradients
 from rekindle.optimizers import StateReset
 from rekindle.optimizers import resetting as optimizers
-from rekindle.projection.receipt import Batch, BlockRecord, Loss, Meter, Receipt
+from rekindle.projection.receipt import BlockRecord, Receipt
+
+# Wrappers that count or split the parameters once, when the model is wrapped: new ones would be trained by nobody.
+_CLOSED = ("DistributedDataParallel", "FullyShardedDataParallel", "DeepSpeedEngine")
 
 
 class InjectedHead(nn.Module):
@@ -44,7 +50,8 @@ class PlasticityInjection(Remedy):
     The new parameters join the optimizer in a group with the settings of the group that trains the old head. A
     later injection first merges a linear head back into one matrix, and keeps anything else as a wider head;
     `merge(model, optimizer)` does so at any time. A head that is tied to an embedding is untied: the old one is a
-    frozen copy, and the embedding stays trainable.
+    frozen copy, and the embedding stays trainable. DDP and sharding wrappers know only the parameters that they were
+    made with, so that a wrapped model is refused: inject first, wrap again.
 
     >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
     >>> sgd = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -61,25 +68,17 @@ class PlasticityInjection(Remedy):
         self.head = head
         self._fresh = fresh
 
-    def __call__(
-        self,
-        model: nn.Module,
-        optimizer: Any = None,
-        *,
-        batches: Iterable[Batch] | None = None,
-        loss: Loss | None = None,
-        generator: torch.Generator | None = None,
-    ) -> Receipt:
+    def apply(self, call: Call) -> Receipt:
         """Inject; the output does not change."""
-        meter = Meter()
-        inner = unwrapped(model)
+        _check_open(call.model)
+        inner, optimizer = call.inner, call.optimizer
         path = self.head if self.head is not None else _head(inner)
         present = _module(inner, path)
         group = _trained_by(optimizer, present)
         notes = []
         if isinstance(present, InjectedHead):
             if _is_linear(present):
-                self.merge(model, optimizer)
+                self.merge(call.model, optimizer)
                 present, group = _module(inner, path), _trained_by(optimizer, _module(inner, path))
                 notes.append("the earlier injection was merged into one matrix")
             else:
@@ -90,38 +89,26 @@ class PlasticityInjection(Remedy):
         if tied:
             notes.append(f"the head was tied to {tied}: the old one is now a frozen copy of its own")
         old = copy.deepcopy(present) if tied else present
-        new = self._new(present, generator)
+        new = self._new(present, call)
         injected = InjectedHead(old, new).train(present.training)
         _place(inner, path, injected)
         trained = [p for p in new.parameters() if p.requires_grad]
         if group is not None:
             owner, options = group
             owner.add_param_group({**options, "params": trained})
-        cleared = 0
-        for parameter in old.parameters():
-            cleared += parameter.grad is not None
-            parameter.grad = None
         records = tuple(
             BlockRecord(f"{path}.new.{name}", counts={"new parameters": p.numel()})
             for name, p in new.named_parameters()
         )
-        return Receipt(
-            self.name,
-            records,
-            {},
-            self.settings(),
-            StateReset("none"),
-            gradients_cleared=cleared,
-            seconds=meter.seconds,
-            memory=meter.memory,
-            notes=tuple(notes),
-        )
+        cleared = clear_gradients(old.parameters())
+        return Receipt(self.name, records, optimizer=StateReset("none"), gradients_cleared=cleared, notes=tuple(notes))
 
     def merge(self, model: nn.Module, optimizer: Any = None) -> str:
         """Write old + new − minus into one linear layer again and train that; the name of the merged head.
 
         The old parameters are still in the optimizer's first group; the injected group leaves it.
         """
+        _check_open(model)
         inner = unwrapped(model)
         path = self.head if self.head is not None else _injected(inner)
         head = _module(inner, path)
@@ -152,21 +139,35 @@ class PlasticityInjection(Remedy):
             optimizers.reset(optimizer, {f"{path}.{name}": p for name, p in old.items()})
         return path
 
-    def _new(self, present: nn.Module, generator: torch.Generator | None) -> nn.Module:
-        draws = self.draws(generator)
+    def _new(self, present: nn.Module, call: Call) -> nn.Module:
         if self._fresh is not None:
-            with initial.forked_rng(draws, present):
+            with initial.forked_rng(call.generator, present):
                 new = self._fresh()
             return new
         source = present
         while isinstance(source, InjectedHead):
             source = source.new
         new = copy.deepcopy(source).requires_grad_(True)
-        values = initial.draw(new, generator=draws)
+        values = initial.draw(new, generator=call.generator)
         with torch.no_grad():
             for name, tensor in initial.tensors_of(new).items():
                 tensor.copy_(values[name])
         return new
+
+
+def _check_open(model: nn.Module) -> None:
+    inside: nn.Module | None = model
+    while inside is not None:
+        name = next((c.__name__ for c in type(inside).__mro__ if c.__name__ in _CLOSED), None)
+        if name is not None:
+            raise ValueError(
+                f"{name} knows only the parameters that it was made with, and would not train "
+                "an injected head: apply PlasticityInjection to the bare model (the same seed on every rank), then "
+                "wrap it again"
+            )
+        inside = wrapped(inside)
+    if any(is_sharded(p) for p in model.parameters()):
+        raise ValueError("the model is sharded: apply PlasticityInjection to the bare model, then shard it again")
 
 
 def _head(model: nn.Module) -> str:
@@ -199,7 +200,7 @@ def _place(model: nn.Module, path: str, module: nn.Module) -> None:
     parent, _, name = path.rpartition(".")
     if not name:
         raise ValueError("the whole model is the head: wrap it in a module first")
-    model.get_submodule(parent)._modules[name] = module
+    unwrapped(model.get_submodule(parent))._modules[name] = module
 
 
 def _is_linear(head: InjectedHead) -> bool:

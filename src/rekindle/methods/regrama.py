@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Iterable
+from typing import Unpack
 
 import torch
 from torch import Tensor, nn
 
 from rekindle.consumers.graph import Layer
-from rekindle.consumers.wiring import Group
+from rekindle.consumers.wiring import Wiring
 from rekindle.isolation import isolated
-from rekindle.methods.neurons import Handle, NeuronRemedy, Observation, Replacement, sizes
-from rekindle.projection.receipt import Batch, Loss, Meter, Receipt
+from rekindle.methods.call import Call
+from rekindle.methods.neurons import Handle, NeuronOptions, Sums, check_finite, sizes
+from rekindle.methods.redo import ReDo
+from rekindle.methods.remedy import Observation
+from rekindle.projection.receipt import Batch
 
 
-class ReGraMa(NeuronRemedy):
+class ReGraMa(ReDo):
     """Resets guided by GraMa, the gradient magnitude of a neuron (Liu et al., 2025).
 
     g_i = mean over the incoming weights of |∂L/∂w_ij|, divided by the layer's mean; inactive are g_i ≤ tau. Unlike
     an activity score this sees saturated units, and needs no ReLU. Gradients are those of the `batches` and `loss`
-    of the call, or what `observe` has seen at every backward pass since the last call. The reset is ReDo's. A
-    neuron made by two layers (a gate) is inactive only if both its rows are. (The authors' code also scores the
-    entries of normalisation layers by their own gradients; here an entry is renewed with its neuron.)
+    of the call, or what `observe` has seen at every backward pass since the last call. The reset and the `period` are
+    ReDo's. A neuron made by two layers (a gate) is inactive only if both its rows are. (The authors' code also scores
+    the entries of normalisation layers by their own gradients; here an entry is renewed with its neuron.)
 
     >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
     >>> _ = model[0].bias.data.copy_(torch.tensor([-100.0, 1.0, 1.0]))
@@ -33,22 +36,8 @@ class ReGraMa(NeuronRemedy):
 
     name = "regrama"
 
-    def __init__(
-        self,
-        tau: float = 0.01,
-        *,
-        period: int = 1000,
-        targets: str | Sequence[str] = "auto",
-        consumers: Mapping[str, str | Sequence[str]] | None = None,
-        second_moment: Literal["mean", "zero"] = "mean",
-        fresh: Callable[[], nn.Module] | None = None,
-        seed: int = 0,
-    ) -> None:
-        if tau < 0:
-            raise ValueError(f"tau={tau} must not be negative")
-        super().__init__(targets=targets, consumers=consumers, second_moment=second_moment, fresh=fresh, seed=seed)
-        self.tau, self.period = tau, period
-        self._sums: dict[str, Tensor] = {}
+    def __init__(self, tau: float = 0.01, *, period: int = 1000, **options: Unpack[NeuronOptions]) -> None:
+        super().__init__(tau, period=period, **options)
 
     def observe(self, model: nn.Module, batches: Iterable[Batch] | None = None) -> Observation:
         """Record the gradients of every backward pass until the result is removed."""
@@ -61,71 +50,43 @@ class ReGraMa(NeuronRemedy):
             handle: Handle = maker.weight.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
             return handle
 
-        return Observation([hook(maker) for group in self.wiring(model, batches) for maker in group.makers])
+        return Observation(hook(maker) for group in self.wiring(model, batches) for maker in group.makers)
 
-    def scores(self, model: nn.Module) -> dict[str, Tensor]:
-        """GraMa of every neuron recorded so far, by layer."""
-        return {group.name: self._score(group) for group in self.wiring(model)}
-
-    def __call__(
-        self,
-        model: nn.Module,
-        optimizer: Any = None,
-        *,
-        batches: Iterable[Batch] | None = None,
-        loss: Loss | None = None,
-        generator: torch.Generator | None = None,
-    ) -> Receipt:
-        """Replace the inactive neurons and forget what was recorded."""
-        meter = Meter()
-        wiring = self.wiring(model, batches)
-        if batches is not None:
-            if loss is None:
-                raise ValueError("ReGraMa needs loss= beside batches=: it looks at gradients")
-            self._sums.clear()
-            self._look(model, batches, loss)
-        inactive = {name: (score <= self.tau).nonzero().flatten() for name, score in self.scores(model).items()}
-        receipt = Replacement(model, wiring, inactive, fresh=self._fresh).apply(
-            self.name,
-            optimizer,
-            self.draws(generator),
-            second_moment=self.second_moment,
-            settings=self.settings(),
-            meter=meter,
-        )
-        self._sums.clear()
-        return receipt
-
-    def _look(self, model: nn.Module, batches: Iterable[Batch], loss: Loss) -> None:
-        makers = [maker for group in self.wiring(model) for maker in group.makers]
-        with isolated(model), torch.enable_grad():
-            for batch in batches:
-                gradients = torch.autograd.grad(
-                    loss(model, batch), [maker.weight for maker in makers], allow_unused=True
-                )
+    def measure(self, call: Call) -> None:
+        """Take the gradients of the call's batches, where there are some."""
+        if call.batches is None:
+            return
+        if call.loss is None:
+            raise ValueError("ReGraMa needs loss= beside batches=: it looks at gradients")
+        self.forget()
+        makers = [maker for group in self.wiring(call.model) for maker in group.makers]
+        weights = [maker.weight for maker in makers]
+        with isolated(call.inner), torch.enable_grad():
+            for batch in call.batches:
+                gradients = torch.autograd.grad(call.loss(call.inner, batch), weights, allow_unused=True)
                 for maker, gradient in zip(makers, gradients, strict=True):
                     if gradient is not None:
                         self._add(maker, gradient)
 
+    def _shapes(self, wiring: Wiring) -> dict[str, tuple[int, ...]]:
+        return {maker.name: (maker.out_size,) for group in wiring for maker in group.makers}
+
     def _add(self, maker: Layer, gradient: Tensor) -> None:
-        total = sizes(gradient.detach(), maker.out_axis)
-        self._sums[maker.name] = self._sums[maker.name] + total if maker.name in self._sums else total
+        self._sums.add(maker.name, sizes(gradient.detach(), maker.out_axis))
 
-    def _score(self, group: Group) -> Tensor:
-        scores = []
-        for maker in group.makers:
-            if maker.name not in self._sums:
-                raise ValueError(
-                    f"no gradient of {maker.name!r} was recorded: give batches= and loss=, or train inside observe()"
-                )
-            total = self._sums[maker.name]
-            scores.append((total / total.mean()).nan_to_num(0.0))
-        return torch.stack(scores).amax(0)
+    def _scores(self, wiring: Wiring, sums: Sums) -> dict[str, Tensor]:
+        makers = {f"{maker.name}.weight": maker for group in wiring for maker in group.makers}
+        if not all(float(sums.seen.get(maker.name, 1)) for maker in makers.values()):
+            check_finite({name: maker.weight for name, maker in makers.items()})
+        return {group.name: torch.stack([_score(m, sums) for m in group.makers]).amax(0) for group in wiring}
 
-    def gathered(self) -> dict[str, Any]:
-        """The sums since the last call."""
-        return {"sums": dict(self._sums)}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Take them back."""
-        self._sums = dict(state["sums"])
+def _score(maker: Layer, sums: Sums) -> Tensor:
+    if maker.name not in sums.values:
+        raise ValueError(
+            f"no gradient of {maker.name!r} was recorded: give batches= and loss=, or train inside observe()"
+        )
+    if not float(sums.seen[maker.name]):
+        raise ValueError(f"every recorded gradient of {maker.name!r} holds NaN or Inf; nothing was changed")
+    total = sums.values[maker.name]
+    return (total / total.mean()).nan_to_num(0.0)

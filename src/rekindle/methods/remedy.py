@@ -1,47 +1,53 @@
-"""What every remedy has: a name, a moment at which it belongs, random numbers of its own, and a state."""
+"""What every remedy has: the call itself, what it needs of a trainer, random numbers of its own, and a state.
+
+A remedy implements `apply(call)`, which changes the model and returns a Receipt; settings, time and memory are filled
+in here. The class attributes say what a trainer must do for it, so that no trainer needs to know any remedy by name:
+
+- `moment`: "event" (at a task's start, on a trigger), "step" (after every optimizer step), "backward" (between
+  backward and optimizer step) or "loss" (not called, but its `loss_term(model)` is added to the training loss);
+- `batches`: "none", "any" (a few batches to look at) or "all" (all examples at hand in one batch);
+- `watches`: it must see every training step inside `with method.observe(model):`;
+- `period`: every how many steps an "event" comes, where its paper says so;
+- `remember(model)`, where it exists, is called while the model is new.
+"""
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, ClassVar, Generic, Literal, TypeVar
+from dataclasses import replace
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 from rekindle import initial
-from rekindle.projection.receipt import Batch, Loss, Receipt
+from rekindle.methods.call import Call, full_precision
+from rekindle.projection.receipt import Batch, Loss, Meter, Receipt
 
 Moment = Literal["event", "step", "backward", "loss"]
-
-
-Value = TypeVar("Value")
-
-
-class PerModel(weakref.WeakKeyDictionary[nn.Module, Value], Generic[Value]):
-    """What a method has worked out about each model, forgotten with the model; a pickled one is empty.
-
-    >>> import pickle
-    >>> cache = PerModel()
-    >>> cache[nn.Linear(1, 1)] = 1
-    >>> len(pickle.loads(pickle.dumps(cache)))
-    0
-    """
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (PerModel, ())
+Batches = Literal["none", "any", "all"]
+MOMENTS: tuple[Moment, ...] = get_args(Moment)
 
 
 class Remedy:
-    """A method as DESIGN.md means it; subclasses say what `__call__` does.
+    """A method as docs/methods.md means it; subclasses implement `apply`.
 
-    `moment` says when a trainer should call it: "event" (at a task's start, on a trigger), "step" (after every
-    optimizer step), "backward" (between backward and optimizer step) or "loss" (not called, but its `loss_term(model)`
-    is added to the training loss).
+    >>> class Halve(Remedy):
+    ...     name = "halve"
+    ...     def apply(self, call):
+    ...         with torch.no_grad():
+    ...             for parameter in call.inner.parameters():
+    ...                 parameter.mul_(0.5)
+    ...         return Receipt(self.name)
+    >>> Halve()(nn.Linear(1, 1)).seconds > 0
+    True
     """
 
     name: ClassVar[str] = "remedy"
     moment: Moment = "event"
+    batches: Batches = "none"
+    watches: bool = False
+    period: int | None = None
 
     def __init__(self, *, seed: int = 0) -> None:
         self._own = torch.Generator().manual_seed(seed)
@@ -55,8 +61,27 @@ class Remedy:
         loss: Loss | None = None,
         generator: torch.Generator | None = None,
     ) -> Receipt:
-        """Change `model` in place and say what was done."""
+        """Change `model` in place and report what was done.
+
+        generator: where random numbers come from; without one, the method's own, which is part of its state.
+        """
+        meter = Meter()
+        with full_precision(model):
+            done = self.apply(Call(model, optimizer, batches, loss, self._own if generator is None else generator))
+        settings = done.settings or self.settings()
+        return replace(done, settings=settings, seconds=meter.seconds, memory=meter.memory)
+
+    def apply(self, call: Call) -> Receipt:
+        """Change the model of the call; everything that can be checked is checked before the first write."""
         raise NotImplementedError
+
+    def at(self, moment: Moment) -> Remedy | None:
+        """What a trainer has to apply at this moment, None if nothing.
+
+        >>> Remedy().at("event"), Remedy().at("step")
+        (Remedy(), None)
+        """
+        return self if moment == self.moment else None
 
     def settings(self) -> dict[str, Any]:
         """The plain values that the method was made with."""
@@ -79,10 +104,6 @@ class Remedy:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Take back what `gathered()` gave."""
-
-    def draws(self, generator: torch.Generator | None) -> torch.Generator:
-        """The given generator, or the method's own: never the global one."""
-        return self._own if generator is None else generator
 
     def __repr__(self) -> str:
         inside = ", ".join(f"{key}={value!r}" for key, value in self.settings().items())
@@ -121,9 +142,9 @@ class FromStart(Remedy):
         own = initial.tensors_of(model)
         return {name: self._initial[name].to(own[name].device, own[name].dtype) for name in names}
 
-    def drawn(self, model: nn.Module, names: Collection[str], generator: torch.Generator) -> dict[str, Tensor]:
+    def drawn(self, call: Call, names: Collection[str]) -> dict[str, Tensor]:
         """A fresh draw of these tensors."""
-        return initial.draw(model, generator=generator, fresh=self._fresh, names=names)
+        return initial.draw(call.model, generator=call.generator, fresh=self._fresh, names=names)
 
     def gathered(self) -> dict[str, Any]:
         """The stored start."""
@@ -132,3 +153,22 @@ class FromStart(Remedy):
     def restore(self, state: Mapping[str, Any]) -> None:
         """Take back the stored start."""
         self._initial = None if state["initial"] is None else dict(state["initial"])
+
+
+class Observation:
+    """Hooks that gather statistics; `remove()` them, or use it in a `with` statement."""
+
+    def __init__(self, handles: Iterable[Any]) -> None:
+        self._handles = list(handles)
+
+    def remove(self) -> None:
+        """Take all hooks off."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def __enter__(self) -> Observation:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.remove()

@@ -1,21 +1,34 @@
-"""Resets of whole layers: everything, the head, chosen layers, or the normalisation layers."""
+"""Resets of whole layers: everything, the head, chosen layers, the normalisation layers, or the optimizer alone."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any, Literal
+from typing import ClassVar, Literal, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
 
+from rekindle.blocks import names
 from rekindle.blocks.finding import find
-from rekindle.blocks.names import named_buffers, named_modules, named_parameters
-from rekindle.methods.parameters import overwrite
-from rekindle.methods.remedy import FromStart
-from rekindle.projection.receipt import Batch, Loss, Meter, Receipt
+from rekindle.initial import tensors_of
+from rekindle.methods.call import Call
+from rekindle.methods.remedy import FromStart, Remedy
+from rekindle.methods.selection import chosen_parameters, norm_layers
+from rekindle.methods.writing import overwrite
+from rekindle.optimizers import resetting as optimizers
+from rekindle.projection.receipt import Receipt
+from rekindle.projection.targets import Targets
 
-_NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
+
+class ResetOptions(TypedDict, total=False):
+    """What every reset takes: which start, where it comes from, the optimizer's state afterwards, and the seed."""
+
+    start: Literal["fresh", "init"]
+    initial: Mapping[str, Tensor] | None
+    fresh: Callable[[], nn.Module] | None
+    optimizer_state: str
+    seed: int
 
 
 class FullReset(FromStart):
@@ -48,32 +61,13 @@ class FullReset(FromStart):
 
     def chosen(self, model: nn.Module) -> list[str]:
         """The clean names of all tensors to reset, buffers included."""
-        return [name for name, _ in [*named_parameters(model), *named_buffers(model)]]
+        return list(tensors_of(model))
 
-    def __call__(
-        self,
-        model: nn.Module,
-        optimizer: Any = None,
-        *,
-        batches: Iterable[Batch] | None = None,
-        loss: Loss | None = None,
-        generator: torch.Generator | None = None,
-    ) -> Receipt:
+    def apply(self, call: Call) -> Receipt:
         """Write the start into the chosen tensors."""
-        meter = Meter()
-        names = self.chosen(model)
-        values = self.stored(model, names) if self.start == "init" else self.drawn(model, names, self.draws(generator))
-        parameters = {name for name, _ in named_parameters(model)}
-        return overwrite(
-            self.name,
-            model,
-            {name: value for name, value in values.items() if name in parameters},
-            optimizer,
-            policy=self.optimizer_state,
-            buffers={name: value for name, value in values.items() if name not in parameters},
-            settings=self.settings(),
-            meter=meter,
-        )
+        names = self.chosen(call.model)
+        values = self.stored(call.model, names) if self.start == "init" else self.drawn(call, names)
+        return overwrite(self.name, call, values, policy=self.optimizer_state)
 
 
 class LayerReset(FullReset):
@@ -94,22 +88,20 @@ class LayerReset(FullReset):
         layers: Sequence[str] | str = (),
         *,
         last: int | None = None,
-        start: Literal["fresh", "init"] = "fresh",
-        initial: Mapping[str, Tensor] | None = None,
-        fresh: Callable[[], nn.Module] | None = None,
-        optimizer_state: str = "fresh",
-        seed: int = 0,
+        **options: Unpack[ResetOptions],
     ) -> None:
-        super().__init__(start, initial=initial, fresh=fresh, optimizer_state=optimizer_state, seed=seed)
+        super().__init__(**options)
         if bool(layers) == (last is not None):
             raise ValueError("give either layers=, globs of module names, or last=, a number of layers from the end")
+        if last is not None and last < 1:
+            raise ValueError(f"last={last} must be at least 1: it counts layers from the end")
         self.layers, self.last = (layers,) if isinstance(layers, str) else tuple(layers), last
 
     def chosen(self, model: nn.Module) -> list[str]:
         """The tensors of the chosen layers."""
         if self.last is not None:
             owners = list(dict.fromkeys(f.module for f in find(model) if f.blocks))
-            modules = [name for name, _ in named_modules(model)]
+            modules = [name for name, _ in names.named_modules(model)]
             after = set(modules[modules.index(owners[-self.last :][0]) :])
             return self.inside(model, lambda module: module in after)
         return self.inside(model, lambda module: any(fnmatchcase(module, glob) for glob in self.layers))
@@ -122,7 +114,7 @@ class LayerReset(FullReset):
             if any(matches(".".join(parts[:depth])) for depth in range(len(parts) + 1)):
                 found.append(name)
         if not found:
-            modules = ", ".join(name for name, _ in named_modules(model) if name)
+            modules = ", ".join(name for name, _ in names.named_modules(model) if name)
             raise ValueError(f"{type(self).__name__} matches no module; there are: {modules}")
         return found
 
@@ -136,17 +128,8 @@ class HeadReset(LayerReset):
 
     name = "head-reset"
 
-    def __init__(
-        self,
-        heads: Sequence[str] | str | None = None,
-        *,
-        start: Literal["fresh", "init"] = "fresh",
-        initial: Mapping[str, Tensor] | None = None,
-        fresh: Callable[[], nn.Module] | None = None,
-        optimizer_state: str = "fresh",
-        seed: int = 0,
-    ) -> None:
-        super().__init__("*", start=start, initial=initial, fresh=fresh, optimizer_state=optimizer_state, seed=seed)
+    def __init__(self, heads: Sequence[str] | str | None = None, **options: Unpack[ResetOptions]) -> None:
+        super().__init__("*", **options)
         self.heads = heads
 
     def chosen(self, model: nn.Module) -> list[str]:
@@ -178,17 +161,59 @@ class LayerNormReset(LayerReset):
 
     def chosen(self, model: nn.Module) -> list[str]:
         """The tensors of normalisation layers, known by class or by a class name that ends in Norm."""
-        norms = {
-            name
-            for name, module in named_modules(model)
-            if isinstance(module, _NORMS) or (type(module).__name__.endswith("Norm") and hasattr(module, "weight"))
-        }
+        norms = norm_layers(model)
         if not norms:
             raise ValueError("the model has no normalisation layer")
         return self.inside(model, lambda module: module in norms)
 
-    def drawn(self, model: nn.Module, names: Any, generator: torch.Generator) -> dict[str, Tensor]:
+    def drawn(self, call: Call, names: Collection[str]) -> dict[str, Tensor]:
         """Ones, zeros and empty statistics: every normalisation layer starts so."""
-        tensors = dict([*named_parameters(model), *named_buffers(model)])
+        tensors = tensors_of(call.model)
         ones = ("weight", "running_var")
         return {name: torch.full_like(tensors[name], 1 if name.split(".")[-1] in ones else 0) for name in names}
+
+
+class OptimizerReset(Remedy):
+    """All weights stay, all optimizer state of the targets is dropped, as if the optimizer were new.
+
+    The control for every remedy that comes with a new optimizer: what a remedy gains beyond this is its own. An
+    optimizer counts steps per parameter, so of a fused weight the whole state goes.
+
+    >>> model = nn.Linear(2, 1)
+    >>> adam = torch.optim.Adam(model.parameters())
+    >>> model(torch.ones(1, 2)).sum().backward(); adam.step()
+    >>> OptimizerReset()(model, adam).optimizer.parameters, adam.state[model.weight]["exp_avg"].abs().max().item()
+    (2, 0.0)
+    """
+
+    name = "optimizer-reset"
+    policy: ClassVar[str] = "fresh"
+
+    def __init__(self, *, targets: Targets = "trainable", seed: int = 0) -> None:
+        super().__init__(seed=seed)
+        self.targets = targets
+
+    def apply(self, call: Call) -> Receipt:
+        """Reset the state that `policy` names."""
+        if call.optimizer is None:
+            raise ValueError(f"{type(self).__name__} changes the optimizer and nothing else: pass the optimizer")
+        chosen, _ = chosen_parameters(call.model, self.targets)
+        parameters = {name: share.parameter for name, share in chosen.items()}
+        return Receipt(self.name, optimizer=optimizers.reset(call.optimizer, parameters, policy=self.policy))
+
+
+class AdamRel(OptimizerReset):
+    """Adam with relative timesteps (Ellis et al., 2024): the step count becomes 0, moments and weights stay.
+
+    When the objective changes, gradients jump; bias correction by a small step count then bounds the update, which
+    an old count would let grow far beyond the learning rate. No weight is touched.
+
+    >>> model = nn.Linear(2, 1)
+    >>> adam = torch.optim.Adam(model.parameters())
+    >>> model(torch.ones(1, 2)).sum().backward(); adam.step()
+    >>> AdamRel()(model, adam).optimizer.reset, adam.state[model.weight]["step"].item()
+    (2, 0.0)
+    """
+
+    name = "adam-rel"
+    policy = "step"

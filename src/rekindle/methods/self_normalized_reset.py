@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 
-from rekindle.consumers.wiring import Group
-from rekindle.methods.neurons import NeuronRemedy, Replacement, others
-from rekindle.projection.receipt import Batch, Loss, Meter, Receipt
+from rekindle.consumers.wiring import Group, Wiring
+from rekindle.methods.call import Call, replicas
+from rekindle.methods.neurons import Judgement, NeuronOptions, NeuronRemedy, others
+from rekindle.projection.receipt import Batch
 
 _EXACT = 16  # intervals up to this are counted each for itself
 _PER_OCTAVE = 4  # above it, bins grow by 2^(1/4)
@@ -51,6 +52,7 @@ class SelfNormalizedReset(NeuronRemedy):
 
     name = "self-normalized-reset"
     moment = "step"
+    watches = True
 
     def __init__(
         self,
@@ -60,69 +62,86 @@ class SelfNormalizedReset(NeuronRemedy):
         first_threshold: int = 1000,
         expansion: float = 2.0,
         longest: int = 100_000,
-        targets: str | Sequence[str] = "auto",
-        consumers: Mapping[str, str | Sequence[str]] | None = None,
-        second_moment: Literal["mean", "zero"] = "mean",
-        fresh: Callable[[], nn.Module] | None = None,
-        seed: int = 0,
+        **options: Unpack[NeuronOptions],
     ) -> None:
         if not 0 < percentile < 1:
             raise ValueError(f"percentile={percentile} must lie between 0 and 1")
-        super().__init__(targets=targets, consumers=consumers, second_moment=second_moment, fresh=fresh, seed=seed)
+        super().__init__(**options)
         self.percentile, self.update_every, self.first_threshold = percentile, update_every, first_threshold
         self.expansion, self.longest = expansion, longest
         self._clocks: dict[str, _Clock] = {}
+        self._passes: dict[str, list[Tensor]] = {}  # not counted yet: who fired, −1 in a pass with NaN or Inf
+        self._left_out: dict[str, int] = {}
+        self._alone = True
         self._calls = 0
         self._edges = upper_edges(longest)
 
-    def record(self, group: Group, activity: Tensor) -> None:
-        """Who fired just now."""
-        fired = activity.amax(others(activity)) > 0
-        name = group.name
-        if name not in self._clocks:
-            age = torch.zeros(group.width, dtype=torch.long, device=activity.device)
-            histogram = torch.zeros(group.width, len(self._edges), dtype=torch.int32, device=activity.device)
-            self._clocks[name] = _Clock(age, histogram, torch.full_like(age, self.first_threshold))
-        clock = self._clocks[name]
-        clock.age += 1
-        self._count(clock, fired)
-        clock.age.masked_fill_(fired, 0)
+    def wiring(self, model: nn.Module, batches: Iterable[Batch] | None = None) -> Wiring:
+        """As for every neuron remedy; replicas are asked at the call, a model of its own can be counted at once."""
+        self._alone = replicas(model) is None
+        return super().wiring(model, batches)
 
-    def __call__(
-        self,
-        model: nn.Module,
-        optimizer: Any = None,
-        *,
-        batches: Iterable[Batch] | None = None,
-        loss: Loss | None = None,
-        generator: torch.Generator | None = None,
-    ) -> Receipt:
-        """Reset neurons that have been silent for too long."""
-        meter = Meter()
-        wiring = self.wiring(model, batches)
-        if batches is not None:
-            self.look(model, batches)
-        if not self._clocks:
+    def record(self, group: Group, activity: Tensor) -> None:
+        """Who fired just now: 1 or 0 for each neuron."""
+        most = activity.amax(others(activity))
+        fired = (most > 0).to(torch.int8)
+        fired = torch.where(most.isfinite().all(), fired, torch.full_like(fired, -1))
+        self._passes.setdefault(group.name, []).append(fired)
+        if self._alone:
+            self._advance(group, None)
+
+    def judge(self, call: Call, wiring: Wiring) -> Judgement:
+        """The neurons that have been silent for too long."""
+        if not self._passes and not self._clocks:
             raise ValueError("no activity was recorded: train inside observe(model)")
+        for group in wiring:
+            self._advance(group, call)
         self._calls += 1
         if self._calls % self.update_every == 0:
             for clock in self._clocks.values():
                 self._update(clock)
         silent = {n: (c.age >= c.threshold).nonzero().flatten() for n, c in self._clocks.items()}
-        receipt = Replacement(model, wiring, silent, fresh=self._fresh).apply(
-            self.name,
-            optimizer,
-            self.draws(generator),
-            second_moment=self.second_moment,
-            settings=self.settings(),
-            meter=meter,
-        )
-        for name, index in silent.items():
+        unseen = {g.name: "no activity was recorded" for g in wiring if g.name not in self._clocks}
+        notes = [f"{name}: {n} passes with NaN or Inf were left out" for name, n in self._left_out.items() if n]
+        self._left_out.clear()
+        return Judgement(silent, skipped=unseen, notes=notes)
+
+    def replaced(self, neurons: Mapping[str, Tensor]) -> None:
+        """A reset ends a silence."""
+        for name, index in neurons.items():
             if len(index):
                 clock = self._clocks[name]
                 self._count(clock, clock.age >= clock.threshold)
                 clock.age.index_fill_(0, index, 0)
-        return receipt
+
+    def forget(self) -> None:
+        """Start all clocks anew."""
+        for each in (self._clocks, self._passes, self._left_out):
+            each.clear()
+
+    def _advance(self, group: Group, call: Call | None) -> None:
+        """Let a group's clock run over the passes that wait.
+
+        A neuron fires if it does so on any replica of the model; replicas make equally many passes.
+        """
+        passes = self._passes.pop(group.name, [])
+        if not passes:
+            return
+        fired = torch.stack(passes)
+        counts = [(fired > 0).float(), (fired < 0).any(1).float()]
+        firing, bad = counts if call is None else call.total(counts)
+        if group.name not in self._clocks:
+            age = torch.zeros(group.width, dtype=torch.long, device=fired.device)
+            histogram = torch.zeros(group.width, len(self._edges), dtype=torch.int32, device=fired.device)
+            self._clocks[group.name] = _Clock(age, histogram, torch.full_like(age, self.first_threshold))
+        clock = self._clocks[group.name]
+        for who, left_out in zip(firing > 0, bad.tolist(), strict=True):
+            if left_out:
+                self._left_out[group.name] = self._left_out.get(group.name, 0) + 1
+                continue
+            clock.age += 1
+            self._count(clock, who)
+            clock.age.masked_fill_(who, 0)
 
     def _count(self, clock: _Clock, ended: Tensor) -> None:
         """Add the present age of every neuron whose silence has ended to its histogram."""

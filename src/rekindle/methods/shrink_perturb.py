@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from typing import Literal
 
-import torch
 from torch import Tensor, nn
 
-from rekindle.methods.parameters import chosen, overwrite
+from rekindle.methods.call import Call
 from rekindle.methods.remedy import FromStart
-from rekindle.projection.receipt import Batch, Loss, Meter, Receipt
+from rekindle.methods.selection import chosen_parameters
+from rekindle.methods.writing import overwrite
+from rekindle.projection.receipt import Receipt
 from rekindle.projection.targets import Targets
 
 
@@ -22,6 +23,7 @@ class ShrinkPerturb(FromStart):
     the start's factor, for the original's two-parameter form θ ← λ·θ + σ·draw. The default keeps a fifth of the
     old weights. All trainable parameters are changed; buffers are left alone.
 
+    >>> import torch
     >>> model = nn.Linear(2, 2)
     >>> before = model.weight.detach().clone()
     >>> method = ShrinkPerturb(coefficient=0.5)
@@ -54,24 +56,13 @@ class ShrinkPerturb(FromStart):
         self.coefficient, self.noise, self.sigma = coefficient, noise, sigma
         self.targets, self.optimizer_state = targets, optimizer_state
 
-    def __call__(
-        self,
-        model: nn.Module,
-        optimizer: Any = None,
-        *,
-        batches: Iterable[Batch] | None = None,
-        loss: Loss | None = None,
-        generator: torch.Generator | None = None,
-    ) -> Receipt:
+    def apply(self, call: Call) -> Receipt:
         """Mix every targeted parameter with its start."""
-        meter = Meter()
-        old = chosen(model, self.targets)
-        if self.noise == "init":
-            start = self.stored(model, old)
-        else:
-            start = self.drawn(model, old, self.draws(generator))
+        chosen, skipped = chosen_parameters(call.model, self.targets)
+        start = self.stored(call.model, chosen) if self.noise == "init" else self.drawn(call, chosen)
         share = self.coefficient if self.sigma is None else self.sigma
-        new = {n: (1 - self.coefficient) * p.detach() + share * start[n] for n, p in old.items()}
-        return overwrite(
-            self.name, model, new, optimizer, policy=self.optimizer_state, settings=self.settings(), meter=meter
-        )
+        new = {
+            name: each.merged((1 - self.coefficient) * each.parameter.detach() + share * start[name])
+            for name, each in chosen.items()
+        }
+        return overwrite(self.name, call, new, policy=self.optimizer_state, skipped=skipped)

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import weakref
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn import Parameter
+from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from rekindle.methods.parameters import chosen
-from rekindle.methods.remedy import PerModel, Remedy
+from rekindle.methods.caching import PerModel
+from rekindle.methods.call import Call
+from rekindle.methods.remedy import Remedy
+from rekindle.methods.selection import Share, chosen_parameters
 from rekindle.optimizers import StateReset
 from rekindle.optimizers import resetting as optimizers
-from rekindle.projection.receipt import Batch, BlockRecord, Loss, Meter, Receipt
+from rekindle.projection.receipt import BlockRecord, Receipt
 from rekindle.projection.targets import Targets
 
 
@@ -30,7 +32,7 @@ class UPGD(Remedy):
     (The authors' code divides û by the largest u instead of the largest û, which differs for the first 1/(1 − β)
     steps.)
 
-    >>> model = nn.Linear(2, 1)
+    >>> model = torch.nn.Linear(2, 1)
     >>> model(torch.ones(1, 2)).sum().backward()
     >>> before = model.weight.grad.clone()
     >>> _ = UPGD(sigma=0.0)(model)
@@ -51,62 +53,64 @@ class UPGD(Remedy):
         super().__init__(seed=seed)
         self.sigma, self.beta_utility, self.targets = sigma, beta_utility, targets
         self._utility: dict[str, Tensor] = {}
+        self._owners: dict[str, weakref.ref[Tensor]] = {}  # whose utility it is
         self._waiting: list[RemovableHandle] = []
-        self._chosen: PerModel[dict[str, Parameter]] = PerModel()
+        self._chosen: PerModel[tuple[dict[str, Share], dict[str, str]]] = PerModel()
 
-    def __call__(
-        self,
-        model: nn.Module,
-        optimizer: Any = None,
-        *,
-        batches: Iterable[Batch] | None = None,
-        loss: Loss | None = None,
-        generator: torch.Generator | None = None,
-    ) -> Receipt:
+    def apply(self, call: Call) -> Receipt:
         """Update the utilities, and gate the gradients in place or the step to come."""
-        meter = Meter()
-        if model not in self._chosen:
-            self._chosen[model] = chosen(model, self.targets)
-        weights = {n: p for n, p in self._chosen[model].items() if p.grad is not None}
-        if not weights:
+        chosen, skipped = self._chosen.get(call.model, lambda: chosen_parameters(call.model, self.targets))
+        shares = {n: share for n, share in chosen.items() if share.parameter.grad is not None}
+        if not shares:
             raise ValueError("no gradient to gate: call UPGD between backward() and optimizer.step()")
-        draws = self.draws(generator)
         for hook in self._waiting:  # a step that was never taken
             hook.remove()
         self._waiting = []
+        gradients = {name: _gradient(share) for name, share in shares.items()}
+        if bad := [name for name, gradient in gradients.items() if not bool(gradient.isfinite().all())]:
+            # A gradient scaler skips this step; in an average of utilities NaN would stay for ever.
+            note = f"{len(bad)} gradients hold NaN or Inf ({bad[0]}, …): utilities and gradients stay as they were"
+            return Receipt(self.name, (), skipped, optimizer=StateReset("none"), notes=(note,))
         # What is no torch optimizer has no hook to wait for, and gets the gated gradient.
-        opened = [each for each in optimizers.unwrap(optimizer) if hasattr(each, "register_step_post_hook")]
+        opened = [each for each in optimizers.unwrap(call.optimizer) if hasattr(each, "register_step_post_hook")]
         adaptive = [each for each in opened if not isinstance(each, torch.optim.SGD)]
         later = {id(parameter) for each in adaptive for group in each.param_groups for parameter in group["params"]}
         gates: dict[int, tuple[Tensor, Tensor | None, Tensor]] = {}
         with torch.no_grad():
-            highest = self._update(weights)
-            for name, parameter in weights.items():
-                assert parameter.grad is not None
+            highest = self._update(shares)
+            for name, share in shares.items():
+                parameter, gradient = share.parameter, gradients[name]
                 gate = torch.sigmoid(self._utility[name] / highest).neg_().add_(1)
-                noise = _normal(parameter, draws).mul_(self.sigma) if self.sigma else None
+                noise = _normal(parameter, call.generator).mul_(self.sigma) if self.sigma else None
+                if share.mask is not None:
+                    gate.masked_fill_(~share.mask, 1)
+                    noise = None if noise is None else noise.mul_(share.mask)
                 if id(parameter) in later:
                     gates[id(parameter)] = gate, noise, parameter.detach().clone()
                     continue
                 if noise is not None:
-                    parameter.grad.add_(noise)
-                parameter.grad.mul_(gate)
+                    gradient.add_(noise)
+                gradient.mul_(gate)
         self._waiting = [each.register_step_post_hook(partial(_gate_step, gates)) for each in adaptive]
-        records = tuple(BlockRecord(name, counts={"gated weights": p.numel()}) for name, p in weights.items())
-        return Receipt(
-            self.name, records, {}, self.settings(), StateReset("none"), seconds=meter.seconds, memory=meter.memory
-        )
+        records = [BlockRecord(n, counts={"gated weights": s.of(s.parameter).numel()}) for n, s in shares.items()]
+        return Receipt(self.name, tuple(records), skipped, optimizer=StateReset("none"))
 
-    def _update(self, weights: Mapping[str, Parameter]) -> Tensor:
+    def _update(self, shares: Mapping[str, Share]) -> Tensor:
         """Renew the utilities; the largest of all, uncorrected: the correction cancels in the ratio."""
         highest = []
-        for name, parameter in weights.items():
-            assert parameter.grad is not None
-            utility = self._utility.setdefault(name, torch.zeros_like(parameter))
-            utility.mul_(self.beta_utility).addcmul_(parameter.grad, parameter, value=self.beta_utility - 1)
-            highest.append(utility.max())
+        for name, share in shares.items():
+            parameter, owner = share.parameter, self._owners.get(name)
+            if name not in self._utility or (owner is not None and owner() is not parameter):
+                self._utility[name] = torch.zeros_like(parameter)
+            self._owners[name] = weakref.ref(parameter)
+            utility = self._utility[name] = self._utility[name].to(parameter)
+            utility.mul_(self.beta_utility).addcmul_(_gradient(share), parameter, value=self.beta_utility - 1)
+            highest.append(share.of(utility).max())
         top = torch.stack(highest).max()
         return torch.where(top == 0, torch.ones_like(top), top)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_owners": {}, "_waiting": []}  # neither references nor hooks can be copied
 
     def gathered(self) -> dict[str, Any]:
         """The utilities."""
@@ -131,6 +135,11 @@ def _gate_step(gates: dict[int, tuple[Tensor, Tensor | None, Tensor]], optimizer
             if noise is not None:
                 change.sub_(noise * group["lr"])
             parameter.copy_(before.addcmul_(change, gate))
+
+
+def _gradient(share: Share) -> Tensor:
+    assert share.parameter.grad is not None
+    return share.parameter.grad
 
 
 def _normal(like: Tensor, generator: torch.Generator) -> Tensor:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
-
 import torch
 from torch import nn
-from torch.nn import Parameter
 
-from rekindle.blocks.names import named_parameters
-from rekindle.methods.matrices import Chosen, chosen_matrices
-from rekindle.methods.remedy import PerModel, Remedy
+from rekindle.methods.caching import PerModel
+from rekindle.methods.call import Call
+from rekindle.methods.remedy import Remedy
+from rekindle.methods.selection import Share, chosen_biases, chosen_weights, mask_of
 from rekindle.optimizers import StateReset
-from rekindle.projection.receipt import Batch, BlockRecord, Loss, Meter, Receipt
+from rekindle.projection.receipt import BlockRecord, Receipt
 from rekindle.projection.targets import Targets
 
 
@@ -37,50 +34,30 @@ class WeightClip(Remedy):
             raise ValueError(f"kappa={kappa} must be positive")
         super().__init__(seed=seed)
         self.kappa, self.targets = kappa, targets
-        self._bounds: PerModel[list[tuple[str, Parameter, float]]] = PerModel()
+        self._bounds: PerModel[list[tuple[Share, float]]] = PerModel()
 
-    def __call__(
-        self,
-        model: nn.Module,
-        optimizer: Any = None,
-        *,
-        batches: Iterable[Batch] | None = None,
-        loss: Loss | None = None,
-        generator: torch.Generator | None = None,
-    ) -> Receipt:
+    def apply(self, call: Call) -> Receipt:
         """Clip and count."""
-        meter = Meter()
-        if model not in self._bounds:
-            self._bounds[model] = _bounds(model, chosen_matrices(model, self.targets)[0])
         records = []
         with torch.no_grad():
-            for name, parameter, bound in self._bounds[model]:
-                limit = self.kappa * bound
-                clipped = int((parameter.abs() > limit).sum())
+            for share, bound in self._bounds.get(call.model, lambda: _bounds(call.model, self.targets)):
+                parameter, limit = share.parameter, self.kappa * bound
+                clipped = int((share.of(parameter).abs() > limit).sum())
                 if clipped:
-                    parameter.clamp_(-limit, limit)
-                    records.append(BlockRecord(name, scale=limit, counts={"clipped": clipped}))
-        return Receipt(
-            self.name,
-            tuple(records),
-            {},
-            self.settings(),
-            StateReset("none"),
-            seconds=meter.seconds,
-            memory=meter.memory,
-        )
+                    parameter.copy_(share.merged(parameter.clamp(-limit, limit)))
+                    records.append(BlockRecord(share.name, scale=limit, counts={"clipped": clipped}))
+        return Receipt(self.name, tuple(records), optimizer=StateReset("none"))
 
 
-def _bounds(model: nn.Module, chosen: list[Chosen]) -> list[tuple[str, Parameter, float]]:
-    names = {id(parameter): name for name, parameter in named_parameters(model)}
-    found: dict[int, tuple[str, Parameter, float]] = {}
-    for each in chosen:
+def _bounds(model: nn.Module, targets: Targets) -> list[tuple[Share, float]]:
+    found: list[tuple[Share, float]] = []
+    for each in chosen_weights(model, targets)[0]:
         if each.weight.computed:
-            raise ValueError(f"{each.found.name!r} is parametrised: clipping its originals would not clip it")
+            raise ValueError(f"{each.name!r} is parametrised: clipping its originals would not clip it")
         owner, block = each.weight.owner, each.blocks[0]
         recurrent = isinstance(owner, (nn.RNNBase, nn.RNNCellBase))
         fan_in = int(owner.hidden_size) if recurrent else block.fans[1] * block.taps  # type: ignore[arg-type]
-        for parameter in (*each.weight.parameters(each.found.name).values(), each.weight.bias()):
-            if parameter is not None:
-                found[id(parameter)] = (names[id(parameter)], parameter, fan_in**-0.5)
-    return list(found.values())
+        parameter = each.weight.parameters(each.name)[each.name]
+        shares = [Share(each.name, parameter, None if each.whole else mask_of(each))]
+        found += [(share, fan_in**-0.5) for share in (*shares, *chosen_biases(model, [each]).values())]
+    return found

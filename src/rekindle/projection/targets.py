@@ -52,7 +52,7 @@ _MLP = ("mlp-in", "mlp-gate", "mlp-out")
 _ROLE_MARKS = frozenset({"embedding", "head", "depthwise", "router"})
 _EVERY_MARK = _ROLE_MARKS | {"adapter", "frozen"}
 
-PRESETS = ("auto", "all", "attention", "attention.qk", "mlp", "conv", "paper-cnn", "paper-vit", "paper-gpt")
+PRESETS = ("auto", "layers", "all", "attention", "attention.qk", "mlp", "conv", "paper-cnn", "paper-vit", "paper-gpt")
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ def _choice(f: Found, wanted: list[_Matcher], added: list[_Matcher], removed: li
 
 def _matcher(term: Term, found: Sequence[Found], place: str) -> _Matcher:
     matcher = _understand(term, found)
-    if term not in ("auto", "all") and not any(matcher.accepts(f, b) for f in found for b in f.blocks):
+    if term not in ("auto", "layers", "all") and not any(matcher.accepts(f, b) for f in found for b in f.blocks):
         raise ValueError(f"{place}={term!r} matches no weight with matrices. {_hint(term, found)}")
     return matcher
 
@@ -197,6 +197,8 @@ def _words(term: str, found: Sequence[Found]) -> _Matcher:
     roles = {"attention": _ATTENTION, "attention.qk": _ATTENTION[:2], "paper-vit": _ATTENTION[:2], "mlp": _MLP}
     if term == "auto":
         return _Matcher(term, lambda f, b: True)
+    if term == "layers":  # what papers call every layer
+        return _Matcher(term, lambda f, b: True, frozenset({"head"}))
     if term == "all":
         return _Matcher(term, lambda f, b: True, _ROLE_MARKS)
     if term == "mlp" and not any(b.role in _MLP + _ATTENTION for f in found for b in f.blocks):
@@ -215,7 +217,8 @@ def _words(term: str, found: Sequence[Found]) -> _Matcher:
             term, lambda f, b: _is_a(f, kinds) or bool(tied & set(f.also)), frozenset({"head", "embedding"})
         )
     if term in ROLES:
-        return _Matcher(term, lambda f, b: term in (b.role, f.role) or term in f.marks, frozenset({term}))
+        # Of a fused weight each part has its own role; the weight's is that of its first.
+        return _Matcher(term, lambda f, b: term == b.role or term in f.marks, frozenset({term}))
     if any(c in term for c in "*?["):
         return _Matcher(term, lambda f, b: any(fnmatch.fnmatchcase(n, term) for n in _names(f)))
     return _Matcher(

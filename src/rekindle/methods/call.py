@@ -1,0 +1,115 @@
+"""One application of a method: what it was given, and how the replicas of a model (DDP) come to one decision.
+
+Replicas hold the same weights and must be changed alike. What every one of them saw of its own data is added up,
+and random numbers are those of the first: `Call.total`, `Call.mean`, `Call.first` and `Call.generator` do that, and
+are the identity for a model that is not replicated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from rekindle.blocks.names import unwrapped, wrapped
+from rekindle.projection.receipt import Batch, Loss
+
+
+@dataclass
+class Call:
+    """The arguments of one call of a method.
+
+    >>> call = Call(nn.Linear(1, 1), own=torch.Generator().manual_seed(0))
+    >>> call.total([torch.ones(2)])
+    [tensor([1., 1.])]
+    """
+
+    model: nn.Module
+    optimizer: Any = None
+    batches: Iterable[Batch] | None = None
+    loss: Loss | None = None
+    own: torch.Generator = field(default_factory=torch.Generator, repr=False)
+
+    @cached_property
+    def inner(self) -> nn.Module:
+        """The user's own module. Looking at batches goes through it: DDP counts the passes of its own forward."""
+        return unwrapped(self.model)
+
+    @cached_property
+    def generator(self) -> torch.Generator:
+        """Where random numbers come from; all replicas get the state of the first."""
+        if self.replicas is not None:
+            state = [self.own.get_state()]
+            dist.broadcast_object_list(state, src=self._source, group=self.replicas)
+            self.own.set_state(state[0])
+        return self.own
+
+    @cached_property
+    def replicas(self) -> Any:
+        """The process group over which the model is replicated, None if it is not."""
+        return replicas(self.model)
+
+    def total(self, values: Sequence[Tensor]) -> list[Tensor]:
+        """The sums of these tensors over all replicas, in one message."""
+        if self.replicas is None or not values:
+            return list(values)
+        flat = torch.cat([value.detach().double().flatten() for value in values])
+        dist.all_reduce(flat, group=self.replicas)
+        parts = torch.split(flat, [value.numel() for value in values])
+        return [part.reshape(value.shape).to(value.dtype) for part, value in zip(parts, values, strict=True)]
+
+    def mean(self, values: Sequence[Tensor]) -> list[Tensor]:
+        """The averages of these tensors over all replicas."""
+        if self.replicas is None:
+            return list(values)
+        return [value / dist.get_world_size(self.replicas) for value in self.total(values)]
+
+    def first(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The first replica's values."""
+        if self.replicas is None:
+            return dict(values)
+        shared = {name: value.detach().contiguous().clone() for name, value in values.items()}
+        for value in shared.values():
+            dist.broadcast(value, src=self._source, group=self.replicas)
+        return shared
+
+    @property
+    def _source(self) -> int:
+        return dist.get_global_rank(self.replicas, 0)
+
+
+def replicas(model: nn.Module) -> Any:
+    """The process group of a DDP wrapper around the model, None without one or if it has one member.
+
+    >>> replicas(nn.Linear(1, 1)) is None
+    True
+    """
+    inside: nn.Module | None = model
+    while inside is not None:
+        if isinstance(inside, DistributedDataParallel):
+            return inside.process_group if dist.get_world_size(inside.process_group) > 1 else None
+        inside = wrapped(inside)
+    return None
+
+
+@contextmanager
+def full_precision(model: nn.Module) -> Iterator[None]:
+    """No autocast inside: half-precision products would make wrong factors and false figures.
+
+    >>> with torch.autocast("cpu", torch.bfloat16), full_precision(nn.Linear(1, 1)):
+    ...     (torch.ones(1, 1) @ torch.ones(1, 1)).dtype
+    torch.float32
+    """
+    kinds = {"cpu", *(parameter.device.type for parameter in model.parameters())} - {"meta"}
+    with ExitStack() as stack:
+        for kind in kinds:
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield

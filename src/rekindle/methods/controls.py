@@ -1,0 +1,177 @@
+"""Controls for FIRE, each of which differs from it in one thing, and the clipping that contains it.
+
+They have FIRE's targets and scales, and change matrices block by block as it does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypedDict, Unpack
+
+import torch
+from torch import Tensor, nn
+
+from rekindle.blocks.finding import Block
+from rekindle.methods.call import Call
+from rekindle.methods.diversity import orthogonal_
+from rekindle.methods.remedy import FromStart, Remedy
+from rekindle.methods.selection import chosen_weights
+from rekindle.methods.writing import isometry_scale, rewrite
+from rekindle.projection.receipt import Receipt
+from rekindle.projection.scales import Scale
+from rekindle.projection.targets import Targets
+
+
+class MatrixOptions(TypedDict, total=False):
+    """What every matrix remedy takes: targets, the optimizer's state afterwards, the seed of its own generator."""
+
+    targets: Targets
+    optimizer_state: str
+    seed: int
+
+
+class MatrixRemedy(Remedy):
+    """A remedy that makes new matrices from old ones; subclasses implement `change`."""
+
+    def __init__(
+        self,
+        scale: str | float = "paper",
+        *,
+        targets: Targets = "auto",
+        optimizer_state: str = "fresh",
+        seed: int = 0,
+    ) -> None:
+        super().__init__(seed=seed)
+        self._scale = Scale.parse(scale)
+        self.scale, self.targets, self.optimizer_state = str(scale), targets, optimizer_state
+
+    def change(self, call: Call, block: Block, old: Tensor) -> Tensor:
+        """The matrices (count, out, in) that replace `old`."""
+        raise NotImplementedError
+
+    def apply(self, call: Call) -> Receipt:
+        """Change every targeted matrix."""
+        return rewrite(
+            self.name,
+            call,
+            lambda name, block, old: self.change(call, block, old),
+            targets=self.targets,
+            policy=self.optimizer_state,
+        )
+
+
+class RandomIsometry(MatrixRemedy):
+    """W ← s·Q with Q drawn uniformly from the isometries, at the scale that FIRE would use.
+
+    FIRE minus this control is what *nearness* to the old weights is worth. Matrices that are wholly zero are
+    skipped, as by FIRE.
+
+    >>> model = nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 2))
+    >>> _ = RandomIsometry()(model)
+    >>> w = model[0].weight
+    >>> torch.allclose(w @ w.T, 4 / 6 * torch.eye(4), atol=1e-5)
+    True
+    """
+
+    name = "random-isometry"
+
+    def change(self, call: Call, block: Block, old: Tensor) -> Tensor:
+        """A drawn isometry at FIRE's scale."""
+        new = orthogonal_(torch.empty_like(old), generator=call.generator) * isometry_scale(self._scale, block, old)
+        return torch.where(old.any(-1).any(-1)[:, None, None], new, old)
+
+
+class Rescale(MatrixRemedy):
+    """W ← W·(s·√k/‖W‖_F): the old weights with the norm that FIRE's result has, k = min(out, in).
+
+    FIRE minus this control is what changing the *directions* is worth.
+
+    >>> model = nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 2))
+    >>> _ = Rescale(scale=0.5)(model)
+    >>> round(model[0].weight.norm().item(), 4)
+    1.0
+    """
+
+    name = "rescale"
+
+    def change(self, call: Call, block: Block, old: Tensor) -> Tensor:
+        """The old matrices with FIRE's norm."""
+        norm = torch.linalg.matrix_norm(old)[:, None, None]
+        wanted = isometry_scale(self._scale, block, old) * block.smaller**0.5
+        return torch.where(norm > 0, old * (wanted / norm.clamp_min(torch.finfo(old.dtype).tiny)), old)
+
+
+class SingularClip(MatrixRemedy):
+    """W = UΣVᵀ ← U·clip(Σ, low·s, high·s)·Vᵀ, s the value of the scale rule.
+
+    With low = 0 and s = 1 this is the clipping of Saito, Matsumoto & Saito (2017), but tap by tap where they flatten
+    a convolution, and without their bound on BatchNorm's scales. A positive `low` also lifts directions that have died
+    out, and low = high = 1 is FIRE. The singular vectors stay. The optimizer's state is kept, since weights inside the
+    bounds do not move.
+
+    >>> model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.ReLU(), nn.Linear(3, 1))
+    >>> _ = model[0].weight.data.copy_(torch.diag(torch.tensor([3.0, 1.0, 0.1])))
+    >>> _ = SingularClip(low=0.5, high=2.0, scale=1.0)(model)
+    >>> [round(v, 4) for v in torch.linalg.svdvals(model[0].weight).tolist()]
+    [2.0, 1.0, 0.5]
+    """
+
+    name = "singular-clip"
+
+    def __init__(
+        self, low: float = 0.0, high: float = 1.0, scale: str | float = 1.0, **options: Unpack[MatrixOptions]
+    ) -> None:
+        if not 0 <= low <= high:
+            raise ValueError(f"low={low} and high={high}: need 0 ≤ low ≤ high")
+        options.setdefault("optimizer_state", "none")
+        super().__init__(scale, **options)
+        self.low, self.high = low, high
+
+    def change(self, call: Call, block: Block, old: Tensor) -> Tensor:
+        """The same singular vectors with clipped values."""
+        u, values, v = torch.linalg.svd(old, full_matrices=False)
+        s = isometry_scale(self._scale, block, old)[:, :, 0]
+        clipped = values.clamp(self.low * s, self.high * s)
+        # A matrix inside the bounds keeps its bits.
+        inside = (clipped == values).all(-1)[:, None, None]
+        return torch.where(inside, old, (u * clipped[:, None, :]) @ v)
+
+
+class FreshAtNorm(FromStart):
+    """W ← D·(‖W‖_F/‖D‖_F) for each matrix, D drawn anew by the layer's own scheme.
+
+    Its difference to a full reset is what the *norm* that training gave the weights is worth.
+
+    >>> model = nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 2))
+    >>> before = model[0].weight.detach().clone()
+    >>> _ = FreshAtNorm()(model)
+    >>> torch.allclose(before, model[0].weight), torch.allclose(before.norm(), model[0].weight.norm())
+    (False, True)
+    """
+
+    name = "fresh-at-norm"
+
+    def __init__(
+        self,
+        *,
+        targets: Targets = "auto",
+        fresh: Callable[[], nn.Module] | None = None,
+        optimizer_state: str = "fresh",
+        seed: int = 0,
+    ) -> None:
+        super().__init__(fresh=fresh, seed=seed)
+        self.targets, self.optimizer_state = targets, optimizer_state
+
+    def apply(self, call: Call) -> Receipt:
+        """Draw every targeted matrix anew at its old norm."""
+        picked, _ = chosen_weights(call.model, self.targets)
+        if computed := [each.name for each in picked if each.weight.computed]:
+            raise ValueError(f"{computed[0]!r} is parametrised: leave it out with targets=")
+        drawn = self.drawn(call, [each.name for each in picked])
+
+        def change(name: str, block: Block, old: Tensor) -> Tensor:
+            new = block.read(drawn[name]).to(old)
+            ratio: Tensor = torch.linalg.matrix_norm(old) / torch.linalg.matrix_norm(new)
+            return new * ratio.nan_to_num(0.0, 0.0, 0.0)[:, None, None]
+
+        return rewrite(self.name, call, change, targets=self.targets, policy=self.optimizer_state)

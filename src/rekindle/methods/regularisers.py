@@ -1,0 +1,347 @@
+"""Remedies that pull the weights all the time: a term of the loss, or a decoupled step of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from rekindle.blocks import names
+from rekindle.methods.caching import PerModel
+from rekindle.methods.call import Call, full_precision
+from rekindle.methods.remedy import FromStart, Remedy
+from rekindle.methods.selection import (
+    ChosenWeight,
+    Share,
+    chosen_biases,
+    chosen_norms,
+    chosen_parameters,
+    chosen_weights,
+    trainable,
+)
+from rekindle.methods.writing import isometry_scale
+from rekindle.optimizers import StateReset
+from rekindle.optimizers import resetting as optimizers
+from rekindle.projection.receipt import BlockRecord, Receipt
+from rekindle.projection.scales import Scale
+from rekindle.projection.targets import Targets
+
+
+class Regulariser(Remedy):
+    """coefficient · penalty(model), as a term of the loss (`loss_term`) or decoupled (`__call__`).
+
+    The decoupled form is what AdamW is to Adam: after the optimizer's step, θ ← θ − lr·∇(coefficient·penalty), with
+    the learning rate of the group that holds θ. Adaptive optimizers divide the gradient of a loss term by its own
+    size, which makes the two forms differ (Loshchilov & Hutter, 2019).
+    """
+
+    def __init__(self, coefficient: float, *, decoupled: bool = False, seed: int = 0) -> None:
+        if coefficient < 0:
+            raise ValueError(f"coefficient={coefficient} must not be negative")
+        super().__init__(seed=seed)
+        self.coefficient, self.decoupled = coefficient, decoupled
+        self.moment = "step" if decoupled else "loss"
+
+    def penalty(self, model: nn.Module) -> Tensor:
+        """The penalty itself, a scalar with gradient."""
+        raise NotImplementedError
+
+    def loss_term(self, model: nn.Module) -> Tensor:
+        """What to add to the training loss."""
+        with full_precision(model):
+            return self.coefficient * self.penalty(model)
+
+    def apply(self, call: Call) -> Receipt:
+        """One decoupled step of the penalty."""
+        rates = learning_rates(call.optimizer)
+        named = {n: p for n, p in names.named_parameters(call.model) if id(p) in rates and p.requires_grad}
+        if not named:
+            raise ValueError(
+                f"{type(self).__name__} takes its step size from the optimizer, and none of the given optimizer's "
+                "parameters is in the model: pass the optimizer that trains it"
+            )
+        with torch.enable_grad():
+            gradients = torch.autograd.grad(self.loss_term(call.model), list(named.values()), allow_unused=True)
+        steps = {n: (p, g) for (n, p), g in zip(named.items(), gradients, strict=True) if g is not None}
+        for name, (_, gradient) in steps.items():
+            if not bool(torch.isfinite(gradient).all()):
+                raise ValueError(f"the penalty's gradient for {name!r} is NaN or Inf; nothing was changed")
+        records = []
+        with torch.no_grad():
+            for name, (parameter, gradient) in steps.items():
+                parameter.sub_(gradient, alpha=rates[id(parameter)])
+                moved = rates[id(parameter)] * gradient.norm().item()
+                records.append(BlockRecord(name, sfe=moved**2, values={"moved": moved}))
+        unmoved = {n: "the penalty does not depend on it" for n in named if n not in steps}
+        return Receipt(self.name, tuple(records), unmoved, optimizer=StateReset("none"))
+
+
+def learning_rates(optimizer: Any) -> Mapping[int, float]:
+    """The learning rate of every parameter that the optimizers hold, by id."""
+    groups = [group for each in optimizers.unwrap(optimizer) for group in each.param_groups]
+    return {id(parameter): float(group["lr"]) for group in groups for parameter in group["params"]}
+
+
+class WeightDecay(Regulariser):
+    """(coefficient/2)·‖θ‖² (Krogh & Hertz, 1991); decoupled it is AdamW's θ ← (1 − lr·coefficient)·θ.
+
+    >>> model = nn.Linear(1, 1, bias=False)
+    >>> sgd = torch.optim.SGD(model.parameters(), lr=0.5)
+    >>> _ = nn.init.ones_(model.weight)
+    >>> _ = WeightDecay(0.1)(model, sgd)
+    >>> round(model.weight.item(), 4)
+    0.95
+    """
+
+    name = "weight-decay"
+
+    def __init__(
+        self, coefficient: float = 1e-2, *, decoupled: bool = True, targets: Targets = "trainable", seed: int = 0
+    ) -> None:
+        super().__init__(coefficient, decoupled=decoupled, seed=seed)
+        self.targets = targets
+        self._chosen: PerModel[list[Share]] = PerModel()
+
+    def penalty(self, model: nn.Module) -> Tensor:
+        """½‖θ‖² over the targets."""
+        chosen = self._chosen.get(model, lambda: list(trainable(chosen_parameters(model, self.targets)[0]).values()))
+        return 0.5 * torch.stack([share.of(share.parameter).square().sum() for share in chosen]).sum()
+
+
+class L2Init(Regulariser, FromStart):
+    """Regenerative regularisation (Kumar, Marklund & Van Roy, 2023): coefficient·‖θ − θ₀‖².
+
+    θ₀ is the stored start: `remember(model)` while the model is new, or `initial=`.
+
+    >>> model = nn.Linear(2, 2)
+    >>> method = L2Init(0.1)
+    >>> method.remember(model)
+    >>> method.loss_term(model).item()
+    0.0
+    """
+
+    name = "l2-init"
+
+    def __init__(
+        self,
+        coefficient: float = 1e-3,
+        *,
+        decoupled: bool = False,
+        targets: Targets = "trainable",
+        initial: Mapping[str, Tensor] | None = None,
+        seed: int = 0,
+    ) -> None:
+        Regulariser.__init__(self, coefficient, decoupled=decoupled, seed=seed)
+        self._initial = dict(initial) if initial is not None else None
+        self._fresh = None
+        self.targets = targets
+        self._pairs: PerModel[list[tuple[Share, Tensor]]] = PerModel()
+
+    def remember(self, model: nn.Module) -> None:
+        """Store the model's present parameters as θ₀."""
+        super().remember(model)
+        self._pairs.clear()
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take back the stored θ₀."""
+        super().restore(state)
+        self._pairs.clear()
+
+    def penalty(self, model: nn.Module) -> Tensor:
+        """‖θ − θ₀‖² over the targets."""
+
+        def pairs() -> list[tuple[Share, Tensor]]:
+            now = trainable(chosen_parameters(model, self.targets)[0])
+            start = self.stored(model, now)
+            return [(share, share.of(start[name])) for name, share in now.items()]
+
+        found = self._pairs.get(model, pairs)
+        return torch.stack([(share.of(share.parameter) - start).square().sum() for share, start in found]).sum()
+
+
+class Parseval(Regulariser):
+    """coefficient·Σ‖WWᵀ − scale·I‖²_F (Cissé et al., 2017; for plasticity Chung et al., 2024).
+
+    A convolution is flattened to (out, in·kh·kw). The identity has the size of the rows, as published, which a
+    matrix with out > in cannot reach; `side="smaller"` uses the smaller Gram matrix instead. The output head is not
+    among the targets. Chung et al. set `scale` to the square of the gain of their orthogonal start (2 for ReLU) and
+    the coefficient in proportion to 1/width². FIRE's form of it has `targets="layers"`, head included, and
+    `norms=True`: Σ(γ² − scale)² of the weight γ of each normalisation layer among the targets is added.
+
+    >>> model = nn.Sequential(nn.Linear(4, 2, bias=False), nn.ReLU(), nn.Linear(2, 1))
+    >>> _ = nn.init.orthogonal_(model[0].weight)
+    >>> Parseval(1.0).loss_term(model).item() < 1e-10
+    True
+    """
+
+    name = "parseval"
+
+    def __init__(
+        self,
+        coefficient: float = 1e-3,
+        scale: float = 1.0,
+        *,
+        side: str = "rows",
+        norms: bool = False,
+        decoupled: bool = False,
+        targets: Targets = "auto",
+        seed: int = 0,
+    ) -> None:
+        if side not in ("rows", "smaller"):
+            raise ValueError(f"side={side!r} is neither 'rows' nor 'smaller'")
+        super().__init__(coefficient, decoupled=decoupled, seed=seed)
+        self.scale, self.side, self.norms, self.targets = scale, side, norms, targets
+        self._chosen: PerModel[tuple[list[ChosenWeight], list[Parameter]]] = PerModel()
+
+    def penalty(self, model: nn.Module) -> Tensor:
+        """The sum over all targeted matrices."""
+        chosen, scales = self._chosen.get(model, lambda: self._choose(model))
+        terms = []
+        for block, w in (pair for each in chosen for pair in each.matrices()):
+            rows = w.mT if self.side == "smaller" and block.out > block.in_ else w
+            eye = torch.eye(rows.shape[-2], dtype=rows.dtype, device=rows.device)
+            terms.append((rows @ rows.mT - self.scale * eye).square().sum())
+        terms += [(gamma.square() - self.scale).square().sum() for gamma in scales]
+        return torch.stack(terms).sum()
+
+    def _choose(self, model: nn.Module) -> tuple[list[ChosenWeight], list[Parameter]]:
+        weights = chosen_weights(model, self.targets, conv="flat")[0]
+        return weights, norm_scales(model, self.targets) if self.norms else []
+
+
+class SpectralRegulariser(Regulariser):
+    """coefficient·[Σ(σ_max(W)^k − 1)² + Σ(max|γ|^k − 1)² + Σ‖b‖^2k] (Lewandowski et al., 2024).
+
+    What multiplies is pulled to one, what adds to zero: weights by their largest singular value (a convolution
+    flattened to (out, in·kh·kw)), scales γ of normalisation layers, biases b. σ_max comes from `iterations` steps of
+    a power iteration whose vectors are kept from call to call, as in spectral normalisation; k = 2 in the paper.
+    `targets="layers"` is the paper's: all of them. Other targets take the biases of the chosen weights, and the
+    normalisation layers that they name.
+
+    >>> model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.ReLU(), nn.Linear(3, 1, bias=False))
+    >>> _ = nn.init.eye_(model[0].weight), nn.init.constant_(model[2].weight, 3**-0.5)
+    >>> SpectralRegulariser(1.0).loss_term(model).item() < 1e-6
+    True
+    """
+
+    name = "spectral-regulariser"
+
+    def __init__(
+        self,
+        coefficient: float = 1e-3,
+        k: int = 2,
+        *,
+        iterations: int = 1,
+        decoupled: bool = False,
+        targets: Targets = "layers",
+        seed: int = 0,
+    ) -> None:
+        if k < 1 or iterations < 1:
+            raise ValueError(f"k={k} and iterations={iterations} must be at least 1")
+        super().__init__(coefficient, decoupled=decoupled, seed=seed)
+        self.k, self.iterations, self.targets = k, iterations, targets
+        self._chosen: PerModel[tuple[list[ChosenWeight], list[Parameter], list[Share]]] = PerModel()
+        self._vectors: dict[str, Tensor] = {}
+
+    def penalty(self, model: nn.Module) -> Tensor:
+        """The sum over weights, scales and biases."""
+        chosen, scales, biases = self._chosen.get(model, lambda: self._choose(model), self._vectors.clear)
+        terms = [share.of(share.parameter).square().sum() ** self.k for share in biases]
+        terms += [(scale.abs().amax() ** self.k - 1).square() for scale in scales]
+        for each in chosen:
+            for number, (_, w) in enumerate(each.matrices()):
+                terms.append((self._largest(f"{each.name}:{number}", w) ** self.k - 1).square().sum())
+        return torch.stack(terms).sum()
+
+    def _choose(self, model: nn.Module) -> tuple[list[ChosenWeight], list[Parameter], list[Share]]:
+        weights = chosen_weights(model, self.targets, conv="flat")[0]
+        if self.targets == "layers":
+            named = [(name, p) for name, p in names.named_parameters(model) if p.requires_grad]
+            biases = {name: Share(name, p) for name, p in named if "bias" in name.rpartition(".")[2]}
+        else:
+            biases = chosen_biases(model, weights)
+            norms = chosen_norms(model, self.targets)
+            offsets = {name: norm._parameters.get("bias") for name, norm in norms.items()}
+            biases |= {f"{n}.bias": Share(f"{n}.bias", b) for n, b in offsets.items() if b is not None}
+        return weights, norm_scales(model, self.targets), list(biases.values())
+
+    def _largest(self, name: str, w: Tensor) -> Tensor:
+        """σ_max of each matrix (count, out, in): uᵀWv with vectors that get no gradient."""
+        with torch.no_grad():
+            v = self._vectors.get(name)
+            steps = self.iterations
+            if v is None or v.shape != (w.shape[0], w.shape[2], 1):
+                v = torch.randn(w.shape[0], w.shape[2], 1, generator=self._own)
+                steps = max(steps, 15)  # the vectors start anywhere
+            v = v.to(w)
+            for _ in range(steps):
+                u = nn.functional.normalize(w @ v, dim=1)
+                v = nn.functional.normalize(w.mT @ u, dim=1)
+            self._vectors[name] = v
+        return (u.mT @ w @ v).flatten()
+
+    def gathered(self) -> dict[str, Any]:
+        """The vectors of the power iteration."""
+        return {"vectors": dict(self._vectors)}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take them back."""
+        self._vectors = dict(state["vectors"])
+
+
+class IsometryLoss(Regulariser):
+    """coefficient·Σ DfI(W, s)/k over all matrices: what FIRE brings to zero at once, wanted a little at each step.
+
+    DfI is ‖(W/s)(W/s)ᵀ − I‖²_F on the smaller side, s the scale rule's value (measured ones are taken from the
+    present weights and get no gradient); `conv` looks at each tap or at the flattened kernel. Divided by k, the smaller
+    side, one coefficient suits layers of every width; `per_dimension=False` leaves that out.
+
+    `IsometryLoss(coefficient, 1.0, per_dimension=False)` is the penalty of Rosseau, Müller & Nowé (2026,
+    arXiv:2606.09762), and with `decoupled=True` beside Adam it is their AdamO: the moments see the gradient of the
+    task alone, the penalty's gradient is subtracted by itself, times the learning rate (here after Adam's step and at
+    the point that it reached; theirs is taken before it, which differs by the square of the learning rate).
+
+    >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
+    >>> _ = nn.init.eye_(model[0].weight)
+    >>> IsometryLoss(1.0).loss_term(model).item()
+    0.0
+    """
+
+    name = "isometry-loss"
+
+    def __init__(
+        self,
+        coefficient: float = 1e-3,
+        scale: str | float = "paper",
+        *,
+        conv: str = "taps",
+        per_dimension: bool = True,
+        decoupled: bool = False,
+        targets: Targets = "auto",
+        seed: int = 0,
+    ) -> None:
+        super().__init__(coefficient, decoupled=decoupled, seed=seed)
+        self._scale = Scale.parse(scale)
+        self.scale, self.conv, self.targets = str(scale), conv, targets
+        self.per_dimension = per_dimension
+        self._chosen: PerModel[list[ChosenWeight]] = PerModel()
+
+    def penalty(self, model: nn.Module) -> Tensor:
+        """The sum of DfI, per dimension or plain, over all targeted matrices."""
+        chosen = self._chosen.get(model, lambda: chosen_weights(model, self.targets, conv=self.conv)[0])
+        terms = []
+        for block, matrices in (pair for each in chosen for pair in each.matrices()):
+            w = matrices / isometry_scale(self._scale, block, matrices.detach())
+            gram = w @ w.mT if block.out <= block.in_ else w.mT @ w
+            eye = torch.eye(block.smaller, dtype=w.dtype, device=w.device)
+            terms.append((gram - eye).square().sum() / (block.smaller if self.per_dimension else 1))
+        return torch.stack(terms).sum()
+
+
+def norm_scales(model: nn.Module, targets: Targets) -> list[Parameter]:
+    """The trainable weights γ of the normalisation layers among the targets."""
+    found = [norm._parameters.get("weight") for norm in chosen_norms(model, targets).values()]
+    return [weight for weight in found if weight is not None and weight.requires_grad]
