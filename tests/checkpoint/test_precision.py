@@ -42,6 +42,6 @@ def test_the_second_block_of_a_fused_weight_is_solved_from_the_old_file(tmp_path
     for i, record in enumerate(receipt.records):
         part = slice(16 * i, 16 * i + 16)
         wanted = polar_reference(w[part])
-        # Half a unit in the last place of bfloat16 and nothing more: a factor of rounded weights is further off.
-        assert float((found[part].double() - wanted).abs().max()) <= 2**-9 * float(wanted.abs().max()) * 1.01
+        # The rounded factor, but for numbers half-way between two; the factor of rounded weights differs everywhere.
+        assert float((found[part] == wanted.bfloat16()).double().mean()) > 0.98
         assert record.residual_stored == pytest.approx(dfi_reference(found[part], 1.0) / 16, rel=0.05)
