@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from rekindle.diagnosis.examination import Health, health
     from rekindle.diagnosis.verdict import Thresholds
     from rekindle.engine.isometry import Certificate, polar
+    from rekindle.integrations.attaching import attach
+    from rekindle.monitoring.guard import Guard
     from rekindle.monitoring.monitor import Monitor
     from rekindle.monitoring.triggers import Schedule
     from rekindle.projection.firing import fire
@@ -45,6 +47,7 @@ _HOME = {
     "Certificate": "engine.isometry",
     "FIREConfig": "projection.reinitializer",
     "FIREReinitializer": "projection.reinitializer",
+    "Guard": "monitoring.guard",
     "Health": "diagnosis.examination",
     "Monitor": "monitoring.monitor",
     "Plan": "projection.planning",
@@ -52,6 +55,7 @@ _HOME = {
     "ReinitStats": "projection.reinitializer",
     "Schedule": "monitoring.triggers",
     "Thresholds": "diagnosis.verdict",
+    "attach": "integrations.attaching",
     "fire": "projection.firing",
     "health": "diagnosis.examination",
     "plan": "projection.planning",
@@ -80,6 +84,7 @@ __all__ = [
     "Certificate",
     "FIREConfig",
     "FIREReinitializer",
+    "Guard",
     "Health",
     "Monitor",
     "Plan",
@@ -89,6 +94,7 @@ __all__ = [
     "Schedule",
     "Thresholds",
     "advise",
+    "attach",
     "blocks",
     "bounds",
     "checkpoint",

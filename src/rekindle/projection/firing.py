@@ -52,6 +52,7 @@ def fire(
     recalibrate: Iterable[Any] | None = None,
     batches: Iterable[Any] | None = None,
     plan: Plan | None = None,
+    guard: Any = None,
     **planning: Any,
 ) -> Receipt:
     """Replace the targeted weight matrices W of `model` by s·Q, Q the nearest isometry, in place.
@@ -70,6 +71,7 @@ def fire(
     atomic: keep a copy of everything that changes and put it back if anything fails.
     recalibrate: batches for new BatchNorm statistics, see `rekindle.projection.recalibration`.
     batches: the receipt then says how far the model's outputs on them moved.
+    guard: a `rekindle.Guard`, which takes everything back if the loss on its batches rises too much.
 
     Everything that can be checked is checked before the first write. A failure after it raises `MethodError`, whose
     `receipt` says what had been changed.
@@ -96,6 +98,7 @@ def fire(
     batches = None if batches is None else list(batches)
     before = None if batches is None else outputs(model, batches)
     restore = _snapshot(model, optimizer, store, recalibrate is not None) if atomic else None
+    watch = guard.watch(model, optimizer, also=store.mirrors) if guard is not None else None
     receipt = Receipt("fire")
     try:
         try:
@@ -115,7 +118,8 @@ def fire(
     if before is not None:
         receipt = replace(receipt, outputs_moved=relative_change(before, outputs(model, batches or ())))
     settings = {**receipt.settings, "optimizer_state": optimizer_state, "biases": biases, "atomic": atomic}
-    return replace(receipt, settings=settings, seconds=meter.seconds, memory=meter.memory)
+    receipt = replace(receipt, settings=settings, seconds=meter.seconds, memory=meter.memory)
+    return receipt if watch is None else watch.settle(receipt)
 
 
 # A block that was solved before its turn: its factors, their certificate, how many the SVD had to solve.

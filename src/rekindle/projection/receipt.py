@@ -155,6 +155,9 @@ class Receipt:
     memory: int = 0
     notes: tuple[str, ...] = ()
     outputs_moved: float | None = None  # ‖f_after − f_before‖ ÷ ‖f_before‖ on the batches given
+    rolled_back: bool = False  # by a guard; the records then say what had been tried
+    loss_before: float | None = None  # as a guard measured it
+    loss_after: float | None = None
 
     def __post_init__(self) -> None:
         """What was changed is not skipped, whatever a method's plan said of it beforehand."""
@@ -165,7 +168,9 @@ class Receipt:
 
     @property
     def changed(self) -> tuple[str, ...]:
-        """The names of the changed parameters, once each."""
+        """The names of the changed parameters, once each; none after a roll-back."""
+        if self.rolled_back:
+            return ()
         return tuple(dict.fromkeys(record.name for record in self.records))
 
     def totals(self) -> dict[str, Any]:

@@ -1,0 +1,400 @@
+"""One method in one training run: when it acts, on what, under which guard, and what happened.
+
+Every trainer is reduced to four calls: `bind` when training starts, `begin` before the first forward pass of each
+optimizer step, `note` where metrics appear, and `finish`. What belongs between two steps is done in `begin`: there no
+gradient is half accumulated, no averaged weights are swapped in, and the metrics and the checkpoint of the step before
+are out. Nothing is done after the last step, so training never ends on a model that was just changed.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
+from numbers import Real
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from rekindle import methods
+from rekindle.blocks.names import unwrapped
+from rekindle.integrations import ranks
+from rekindle.integrations.mirroring import Mirror, Mirrors
+from rekindle.integrations.rounds import Rounds
+from rekindle.monitoring.guard import Guard
+from rekindle.monitoring.monitor import Monitor
+from rekindle.monitoring.triggers import Firing, Schedule, Trigger
+from rekindle.optimizers import unwrap
+from rekindle.projection.receipt import Batch, Loss, Method, Receipt
+
+Log = Callable[[int, dict[str, float]], object]
+
+
+class Application:
+    """A method and when it is applied; the callbacks of all trainers are this class with hooks around it.
+
+    method: a method, a `Schedule`, or the name of a method such as "fire".
+    at: an optimizer step or several: the method acts when that many steps are done, before the next one begins.
+    every: a number of optimizer steps, or "epoch" (at the start of each epoch but the first).
+    when: a trigger; it is asked once per optimizer step, with the metrics that have come in since the step before.
+    monitor: a `Monitor`, or the `every` of one, or a dict with its options: health is measured and logged, and its
+        numbers ("dormant", "verdict", …) are metrics for the trigger.
+    guard: a `Guard`, which takes a remedy back if the loss rises too much.
+    mirrors: EMA or target networks, or functions that return them; entries that the method changed are copied there.
+    rewarm: after a remedy the learning rate rises linearly over so many steps; schedulers do not notice.
+    batches, loss: given to the method where it measures something (ReDo, DASH, FIRE with `recalibrate=True`).
+    name: tells two applications in one trainer apart, in logs and checkpoints; the method's name by default.
+
+    Without `at`, `every` and `when` an event method acts at `boundary()` only. With `when`, `boundary()` tells the
+    trigger (`AtBoundary`), which decides. Methods that act in every step (weight clipping, UPGD, loss terms) do so.
+
+    >>> layer = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
+    >>> application = Application("fire", at=[2, 3])
+    >>> application.bind(layer, torch.optim.SGD(layer.parameters(), lr=0.1))
+    >>> [application.begin(step) is not None for step in (0, 1, 2, 2, 3)]
+    [False, False, True, False, True]
+    >>> application.firings[0]
+    Firing(step=2, reason='at step 2')
+    """
+
+    def __init__(
+        self,
+        method: Method | Schedule | str,
+        *,
+        at: int | Iterable[int] | None = None,
+        every: int | Literal["epoch"] | None = None,
+        when: Trigger | None = None,
+        monitor: Monitor | int | Mapping[str, Any] | None = None,
+        guard: Guard | None = None,
+        mirrors: Mirror | Sequence[Mirror] = (),
+        rewarm: int = 0,
+        batches: Iterable[Batch] | None = None,
+        loss: Loss | None = None,
+        name: str | None = None,
+    ) -> None:
+        self._schedule = method if isinstance(method, Schedule) else None
+        self.method: Any = named(method) if isinstance(method, str) else getattr(self._schedule, "method", method)
+        if not callable(self.method):
+            raise TypeError(f"method is a method, a Schedule or a name, got {type(method).__name__}")
+        self._at = _steps(at)
+        self._every = _period(every)
+        if when is not None and not isinstance(when, Trigger):
+            raise TypeError(f"when is a trigger of rekindle.triggers, got {type(when).__name__}")
+        if self._schedule is not None and (self._at or every is not None or when is not None):
+            raise ValueError("a Schedule brings its own trigger: give at=, every= and when= with a method instead")
+        self._trigger = self._schedule.trigger if self._schedule is not None else when
+        timed = bool(self._at) or every is not None or self._trigger is not None
+        moment = getattr(self.method, "moment", "event")
+        if moment in ("backward", "loss") and timed:
+            raise ValueError(f"{_name(self.method)} acts in every step: at=, every= and when= have no meaning for it")
+        self.moment = "event" if timed else moment
+        if self.moment != "event" and guard is not None:
+            raise ValueError(f"{_name(self.method)} acts in every step: a guard is for methods that act at times")
+        if rewarm < 0:
+            raise ValueError(f"rewarm is a number of steps, got {rewarm}")
+        self.name = name or _name(self.method)
+        self._guard, self._mirrors, self._rewarm = guard, Mirrors(mirrors), rewarm
+        self._batches, self._loss = batches, loss
+        self._watching, self._monitor = monitor, monitor if isinstance(monitor, Monitor) else None
+        self.receipts: list[Receipt] = []
+        self.firings: list[Firing] = []
+        self.last: Receipt | None = None
+        self._considered: int | None = None
+        self._epoch: int | None = None
+        self._boundary: str | None = None
+        self._metrics: dict[str, float] = {}
+        self._unsent: list[tuple[int, dict[str, float]]] = []
+        self._restored: Mapping[str, Any] | None = None
+        self._rounds: Rounds | None = None
+        self._ended: Mapping[str, int] | None = None
+        self._observing: Any = None
+        self._model: nn.Module | None = None
+        self._optimizer: Any = None
+        self._log: Log | None = None
+
+    # What a trainer's file calls
+
+    def bind(
+        self, model: nn.Module, optimizer: Any, *, step: int = 0, log: Log | None = None, closures: bool = False
+    ) -> None:
+        """Training starts: find everything that can be wrong before the first step.
+
+        step: optimizer steps that were done before. log: where health and receipts go. closures: the trainer calls
+        `before_step` itself, because it runs the backward pass inside `optimizer.step(closure)`, where torch's own
+        hook would come too early.
+        """
+        self.finish()
+        ranks.refuse_sharded(model, optimizer)
+        opened = unwrap(optimizer)
+        if step == 0 and self._restored is None:
+            self._considered = self._epoch = None  # a new run, maybe after another one
+        self._model, self._optimizer, self._log = unwrapped(model), optimizer, log
+        if hasattr(self.method, "remember") and step == 0 and self._restored is None and not _has_start(self.method):
+            self.method.remember(self._model)
+        if hasattr(self.method, "observe") and self._batches is None:
+            self._observing = self.method.observe(self._model)
+        self._rounds = Rounds(
+            opened,
+            before={"backward": self._act, "loss": self._add_gradient}.get(self.moment),
+            after=self._act if self.moment == "step" else None,
+            rewarm=self._rewarm,
+            closures=closures,
+        )
+        self._watch(model, opened)
+        if self._restored is not None:
+            self._restore_parts(self._restored)
+
+    def begin(self, step: int, epoch: int | None = None) -> Receipt | None:
+        """Before the first forward pass of a step, `step` steps being done: act if it is time.
+
+        Called again with the same number (gradient accumulation, a resumed run) it does nothing.
+        """
+        if step == self._considered:
+            return None
+        if self._considered is None:
+            self._considered = step - 1
+        return self._decide(step, epoch)
+
+    def before_step(self, optimizer: Any) -> None:
+        """Between backward pass and optimizer step, for trainers that run closures."""
+        if self._rounds is not None:
+            self._rounds.before_step(optimizer)
+
+    def note(self, metrics: Mapping[str, Any]) -> None:
+        """Metrics that have just come in, under the trainer's names; what is no number is passed over."""
+        if self._trigger is None:
+            return
+        for key, value in metrics.items():
+            if isinstance(value, Tensor) and value.numel() == 1:
+                value = value.item()
+            if isinstance(value, Real):
+                self._metrics[key] = float(value)
+
+    def finish(self) -> None:
+        """Training is over: hooks go, receipts stay. Safe to call twice."""
+        if self._rounds is None:
+            return
+        self._rounds.close()
+        self._rounds.remove()
+        self._ended = self._rounds.state_dict()
+        self._rounds = None
+        if self._observing is not None:
+            self._observing.remove()
+            self._observing = None
+        if self._monitor is not None:
+            self._monitor.detach()
+        self._send()
+        late = [step for step in self._at if self._considered is not None and step > self._considered]
+        if late:
+            text = ", ".join(map(str, late))
+            warnings.warn(f"{self.name} at step {text} was not applied: training ended before", stacklevel=2)
+
+    # What a user calls
+
+    def boundary(self, reason: str = "task boundary") -> None:
+        """A task or data set ends here: the method acts before the next optimizer step begins."""
+        self._boundary = reason
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint needs: position, trigger, the method's generator and statistics, health history."""
+        if self._rounds is None and self._restored is not None:
+            return dict(self._restored)  # not bound yet: what was loaded is still the state
+        state: dict[str, Any] = {
+            "considered": self._considered,
+            "epoch": self._epoch,
+            "boundary": self._boundary,
+            "metrics": dict(self._metrics),
+            "firings": [asdict(firing) for firing in self.firings],
+            "rounds": self._ended if self._rounds is None else self._rounds.state_dict(),
+        }
+        parts: dict[str, Any] = {"trigger": self._trigger, "method": self.method, "monitor": self._monitor}
+        for key, part in parts.items():
+            state[key] = part.state_dict() if hasattr(part, "state_dict") else None
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state_dict()`; before or after `bind`."""
+        missing = {"considered", "firings", "rounds", "method"} - state.keys()
+        if missing:
+            raise ValueError(f"this is not the state of a {type(self).__name__}: {sorted(missing)} missing")
+        self._considered, self._epoch = state["considered"], state["epoch"]
+        self._boundary, self._metrics = state["boundary"], dict(state["metrics"])
+        self.firings = [Firing(**each) for each in state["firings"]]
+        if self._schedule is not None:
+            self._schedule.firings = list(self.firings)
+        parts: dict[str, Any] = {"trigger": self._trigger, "method": self.method}
+        for key, part in parts.items():
+            if state.get(key) is not None and hasattr(part, "load_state_dict"):
+                part.load_state_dict(state[key])
+        self._restored = dict(state)
+        if self._rounds is not None:
+            self._restore_parts(state)
+
+    # Inside
+
+    def _decide(self, step: int, epoch: int | None) -> Receipt | None:
+        assert self._rounds is not None, "begin() before bind()"
+        self._rounds.close()
+        reason = self._reason(step, epoch)
+        self._considered = step
+        self._epoch = epoch if epoch is not None else self._epoch
+        self._boundary = None
+        self._metrics.clear()
+        receipt = None if reason is None else self._apply(step, reason)
+        self._send()
+        return receipt
+
+    def _restore_parts(self, state: Mapping[str, Any]) -> None:
+        """What exists only while bound."""
+        assert self._rounds is not None
+        if state["rounds"] is not None:
+            self._rounds.load_state_dict(state["rounds"])
+        if state.get("monitor") is not None and self._monitor is not None:
+            self._monitor.load_state_dict(state["monitor"])
+        self._restored = None
+
+    def _watch(self, model: nn.Module, opened: Sequence[Any]) -> None:
+        if self._watching is None:
+            return
+        if isinstance(self._watching, Monitor):
+            self._watching.attach()
+        elif self._monitor is None or self._monitor.model is not model:
+            options = {"every": self._watching} if isinstance(self._watching, int) else dict(self._watching)
+            self._monitor = Monitor(model, opened[0], **options)
+        else:
+            self._monitor.attach()
+        assert self._monitor is not None
+        if self._sample not in self._monitor.sinks:
+            self._monitor.sinks.append(self._sample)
+
+    def _sample(self, step: int, numbers: dict[str, float]) -> None:
+        assert self._monitor is not None and self._monitor.last is not None
+        self.note(self._monitor.last.flat())
+        if ranks.first():
+            self._unsent.append((step, numbers))
+
+    def _reason(self, step: int, epoch: int | None) -> str | None:
+        done = -1 if self._considered is None else self._considered
+        if any(done < wanted <= step for wanted in self._at):
+            return f"at step {step}"
+        if isinstance(self._every, int) and step // self._every > max(done, 0) // self._every:
+            return f"every {self._every} steps"
+        if self._every == "epoch" and epoch is not None and self._epoch is not None and epoch > self._epoch:
+            return f"epoch {epoch}"
+        if self._trigger is None:
+            return self._boundary
+        given: dict[str, Any] = {"step": step, **({} if epoch is None else {"epoch": epoch}), **self._metrics}
+        if self._boundary is not None:
+            given["boundary"] = True
+        return ranks.agreed(self._trigger.consider(given))
+
+    def _apply(self, step: int, reason: str) -> Receipt:
+        assert self._model is not None
+        copies = self._mirrors.found()
+        if ranks.world() > 1:
+            if self._observing is not None:
+                ranks.average_statistics(self.method)
+            receipt = ranks.together(lambda: self._change(copies), (self._model, *copies), self._optimizer)
+        else:
+            receipt = self._change(copies)
+        if self._trigger is not None:
+            self._trigger.fire()  # only now: a method that refused has not been applied
+        self.receipts.append(receipt)
+        self.firings.append(Firing(step, reason))
+        if self._schedule is not None:
+            self._schedule.firings.append(self.firings[-1])
+        if self._rounds is not None and not receipt.rolled_back:
+            self._rounds.rewarm()
+        if ranks.first():
+            self._unsent.append((step, flat(receipt, f"rekindle/{self.name}/")))
+        return receipt
+
+    def _change(self, copies: Sequence[nn.Module]) -> Receipt:
+        assert self._model is not None
+        watch = self._guard.watch(self._model, self._optimizer) if self._guard is not None else None
+        mirrored = self._mirrors.before(self._model) if copies else None
+        receipt: Receipt = self.method(self._model, self._optimizer, batches=self._batches, loss=self._loss)
+        if watch is not None:
+            receipt = watch.settle(receipt)
+        if mirrored is not None:
+            mirrored(copies)
+        return receipt
+
+    def _act(self) -> None:
+        """A method that acts in every step."""
+        if self._observing is not None and ranks.world() > 1:
+            ranks.average_statistics(self.method)
+        self.last = self.method(self._model, self._optimizer, batches=self._batches, loss=self._loss)
+
+    def _add_gradient(self) -> None:
+        """Add the gradient of a loss term: once per step, whatever accumulation and loss scaling do to the loss."""
+        assert self._model is not None
+        parameters = [p for p in self._model.parameters() if p.requires_grad]
+        with torch.enable_grad():
+            term = self.method.loss_term(self._model)
+            gradients = torch.autograd.grad(term, parameters, allow_unused=True)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            if gradient is not None:
+                parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+
+    def _send(self) -> None:
+        if self._unsent and self._log is not None:
+            for step, numbers in self._unsent:
+                self._log(step, numbers)
+        self._unsent.clear()
+
+
+def named(name: str) -> Method:
+    """A method by its name, with its default options.
+
+    >>> named("fire")
+    FIRE(recalibrate=False)
+    """
+    known: dict[str, Any] = {}
+    for each in methods.__all__:
+        found: Any = getattr(methods, each)
+        if isinstance(found, type) and isinstance(getattr(found, "name", None), str):
+            known[str(getattr(found, "name", ""))] = found
+    if name not in known:
+        raise ValueError(f"no method is called {name!r}; there are {', '.join(sorted(known))}")
+    method: Method = known[name]()
+    return method
+
+
+def flat(receipt: Receipt, prefix: str = "rekindle/") -> dict[str, float]:
+    """A receipt as flat names and numbers for a logger.
+
+    >>> flat(Receipt("fire", seconds=0.5))["rekindle/seconds"]
+    0.5
+    """
+    totals = receipt.totals()
+    numbers: dict[str, Any] = {key: value for key, value in totals.items() if key != "counts"}
+    numbers |= {key.replace(" ", "_"): value for key, value in totals["counts"].items()}
+    numbers |= {"seconds": receipt.seconds, "rolled_back": float(receipt.rolled_back)}
+    numbers |= {"loss_before": receipt.loss_before, "loss_after": receipt.loss_after}
+    if receipt.optimizer is not None:
+        numbers["slots_reset"] = receipt.optimizer.reset
+    return {prefix + key: float(value) for key, value in numbers.items() if value is not None}
+
+
+def _name(method: Any) -> str:
+    return str(getattr(method, "name", type(method).__name__))
+
+
+def _has_start(method: Any) -> bool:
+    """Whether a method that goes back to a start was given one."""
+    return any(bool(value) for key, value in method.state_dict().items() if key != "generator")
+
+
+def _steps(at: int | Iterable[int] | None) -> tuple[int, ...]:
+    steps = () if at is None else (at,) if isinstance(at, int) else tuple(at)
+    if any(not isinstance(step, int) or isinstance(step, bool) or step < 0 for step in steps):
+        raise ValueError(f"at is a number of optimizer steps or several, got {at!r}")
+    return tuple(sorted(set(steps)))
+
+
+def _period(every: int | Literal["epoch"] | None) -> int | Literal["epoch"] | None:
+    if every is None or every == "epoch" or (isinstance(every, int) and not isinstance(every, bool) and every > 0):
+        return every
+    raise ValueError(f'every is a positive number of optimizer steps or "epoch", got {every!r}')

@@ -1,0 +1,71 @@
+"""Remedies in Lightning's Trainer: `Trainer(callbacks=[RekindleCallback("fire", every="epoch")])`.
+
+Before the first batch of each optimizer step (`on_train_batch_start`) it acts if it is time. Metrics of triggers are
+those that the module logs, under its names. Receipts and health go to the Trainer's loggers; the state is in its
+checkpoints.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rekindle.extras import require
+from rekindle.integrations.application import Application
+
+_Callback: Any = require("lightning.pytorch", "lightning", "RekindleCallback for Lightning").Callback
+
+
+class RekindleCallback(Application, _Callback):  # type: ignore[misc]
+    """A method in a Lightning Trainer. The arguments are those of `rekindle.integrations.Application`.
+
+    >>> RekindleCallback("fire", at=100).state_key
+    "RekindleCallback{'name': 'fire'}"
+    """
+
+    @property
+    def state_key(self) -> str:
+        """Under which name the state is in a checkpoint."""
+        return str(self._generate_state_key(name=self.name))
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Bind to the module and its optimizers."""
+
+        def log(step: int, numbers: dict[str, float]) -> None:
+            for logger in trainer.loggers:
+                logger.log_metrics(numbers, step=step)
+
+        self._seen: dict[str, Any] = {}
+        self.bind(pl_module, trainer.optimizers, step=trainer.global_step, log=log, closures=True)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """The place between two optimizer steps; the batches of one accumulation have the same `global_step`."""
+        if trainer.global_step != self._considered:
+            self.begin(trainer.global_step, trainer.current_epoch)
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        """Gradients are there and unscaled, and not clipped yet."""
+        self.before_step(optimizer)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Metrics of training."""
+        self._gather(trainer)
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """Metrics of a validation."""
+        self._gather(trainer)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Take the hooks off."""
+        self.finish()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """The same when training breaks off."""
+        self.finish()
+
+    def _gather(self, trainer: Any) -> None:
+        """Only what is new: Lightning keeps the last value of every metric, and one look must count once."""
+        if self._trigger is None or trainer.sanity_checking:
+            return
+        metrics = dict(trainer.callback_metrics)
+        self.note({key: value for key, value in metrics.items() if self._seen.get(key) is not value})
+        self._seen = metrics

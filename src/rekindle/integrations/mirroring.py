@@ -1,0 +1,61 @@
+"""EMA and target networks beside a model that is changed by a method.
+
+Entries that the method changed are copied; all others keep the mirror's own average.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from rekindle.initial import tensors_of
+
+Mirror = nn.Module | Callable[[], nn.Module | None]
+
+
+class Mirrors:
+    """Modules that must follow a model, or functions that return them (None: not there yet).
+
+    >>> model, average = nn.Linear(2, 2), nn.Linear(2, 2)
+    >>> mirrors = Mirrors([average])
+    >>> follow = mirrors.before(model)
+    >>> _ = nn.init.zeros_(model.weight)
+    >>> follow(mirrors.found())
+    >>> average.weight.abs().sum().item(), torch.equal(average.bias, model.bias)
+    (0.0, False)
+    """
+
+    def __init__(self, mirrors: Mirror | Sequence[Mirror]) -> None:
+        given = [mirrors] if isinstance(mirrors, nn.Module) or callable(mirrors) else list(mirrors)
+        for each in given:
+            if not callable(each):
+                raise TypeError(f"a mirror is a module, or a function that returns one; got {type(each).__name__}")
+        self._given = given
+
+    def found(self) -> tuple[nn.Module, ...]:
+        """The modules that are there now."""
+        made = [each if isinstance(each, nn.Module) else each() for each in self._given]
+        return tuple(each for each in made if each is not None)
+
+    def before(self, model: nn.Module) -> Callable[[Sequence[nn.Module]], None]:
+        """Remember the model as it is; calling the result copies what has changed since into mirrors."""
+        kept = {name: tensor.detach().clone() for name, tensor in tensors_of(model).items()}
+
+        @torch.no_grad()
+        def follow(mirrors: Sequence[nn.Module]) -> None:
+            changed = {}
+            for name, tensor in tensors_of(model).items():
+                if name in kept and kept[name].shape == tensor.shape:
+                    where = tensor != kept[name]
+                    if bool(where.any()):
+                        changed[name] = where, tensor
+            for number, mirror in enumerate(mirrors):
+                own = tensors_of(mirror)
+                for name, (where, tensor) in changed.items():
+                    if name not in own or own[name].shape != tensor.shape:
+                        raise ValueError(f"mirror {number} ({type(mirror).__name__}) has no {name!r} of this shape")
+                    own[name].copy_(torch.where(where.to(own[name].device), tensor.to(own[name]), own[name]))
+
+        return follow

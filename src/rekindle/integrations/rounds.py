@@ -1,0 +1,146 @@
+"""Optimizer steps as a method sees them: hooks before and after, one round for several optimizers, and re-warming.
+
+The hooks are torch's own on the bare optimizers. They run inside every wrapper (accelerate, lightning) and inside
+`GradScaler.step`, so gradients are unscaled there and a skipped step does not count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+
+class Rounds:
+    """Counts rounds: one is over when every optimizer has stepped, or when one of them is about to step again.
+
+    `before` is called once per round, after the backward pass; `after` once per round, after the steps. After
+    `rewarm()` the learning rate of the next n rounds is lr·1/(n+1), lr·2/(n+1), …; it is changed only while the
+    optimizer steps, so that schedulers, loggers and checkpoints always see their own value.
+
+    >>> import torch
+    >>> weight = torch.nn.Parameter(torch.zeros(1))
+    >>> sgd = torch.optim.SGD([weight], lr=1.0)
+    >>> rounds = Rounds([sgd], rewarm=1)
+    >>> rounds.rewarm()
+    >>> for _ in range(2):
+    ...     weight.grad = torch.ones(1)
+    ...     sgd.step()
+    >>> weight.item(), sgd.param_groups[0]["lr"], rounds.count
+    (-1.5, 1.0, 2)
+    """
+
+    def __init__(
+        self,
+        optimizers: Sequence[Any],
+        *,
+        before: Callable[[], None] | None = None,
+        after: Callable[[], None] | None = None,
+        rewarm: int = 0,
+        closures: bool = False,
+    ) -> None:
+        self.optimizers = tuple(optimizers)
+        self.count = 0
+        self._before, self._after, self._closures = before, after, closures
+        self._length, self._left = rewarm, 0
+        self._stepped: set[int] = set()
+        self._open = False
+        self._rates: dict[int, list[Any]] = {}
+        self._handles: list[RemovableHandle] = []
+        for optimizer in self.optimizers:
+            if not hasattr(optimizer, "register_step_pre_hook"):
+                if before is None and after is None and not rewarm:
+                    continue
+                raise TypeError(f"{type(optimizer).__name__} is no torch optimizer: it has no hooks around its steps")
+            self._handles.append(optimizer.register_step_pre_hook(self._pre))
+            self._handles.append(optimizer.register_step_post_hook(self._post))
+
+    @property
+    def watched(self) -> bool:
+        """Whether the optimizers have hooks, so that rounds are counted at all."""
+        return bool(self._handles)
+
+    def before_step(self, optimizer: Any) -> None:
+        """The backward pass is done and this optimizer is about to step."""
+        if id(optimizer) in self._stepped:
+            self.close()
+        if not self._open:
+            self._open = True
+            if self._before is not None:
+                self._before()
+
+    def close(self) -> None:
+        """End a round in which any optimizer has stepped."""
+        if not self._stepped:
+            return
+        self._stepped.clear()
+        self._open = False
+        self.count += 1
+        self._left = max(self._left - 1, 0)
+        if self._after is not None:
+            self._after()
+
+    def rewarm(self) -> None:
+        """Start the learning rate low again."""
+        self._left = self._length
+
+    def remove(self) -> None:
+        """Take the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def state_dict(self) -> dict[str, int]:
+        """How many rounds there were, and how many are left to warm up."""
+        return {"count": self.count, "left": self._left}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on from there."""
+        self.count, self._left = state["count"], state["left"]
+
+    def _pre(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if not self._closures:
+            if self._before is not None:
+                _check_gradients(optimizer, args, kwargs)
+            self.before_step(optimizer)
+        elif id(optimizer) in self._stepped:
+            self.close()
+        if self._left:
+            factor = (self._length - self._left + 1) / (self._length + 1)
+            self._rates[id(optimizer)] = [_scaled(group, factor) for group in optimizer.param_groups]
+
+    def _post(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        for group, rate in zip(optimizer.param_groups, self._rates.pop(id(optimizer), ()), strict=False):
+            if isinstance(group["lr"], Tensor):
+                group["lr"].copy_(rate)
+            else:
+                group["lr"] = rate
+        self._stepped.add(id(optimizer))
+        if len(self._stepped) == len(self.optimizers):
+            self.close()
+
+
+def _scaled(group: dict[str, Any], factor: float) -> Any:
+    """Scale the learning rate of a group; its value before."""
+    rate = group["lr"]
+    if isinstance(rate, Tensor):
+        kept = rate.clone()
+        rate.mul_(factor)
+        return kept
+    group["lr"] = rate * factor
+    return rate
+
+
+def _check_gradients(optimizer: Any, args: Any, kwargs: Any) -> None:
+    if any(callable(each) for each in (*args[1:], *kwargs.values())):
+        raise ValueError(
+            "this method changes gradients, and optimizer.step(closure) makes them only inside the step: "
+            "call backward() before step() instead"
+        )
+    if getattr(optimizer, "grad_scale", None) is not None:
+        raise ValueError(
+            "this method changes gradients, which a fused optimizer gets scaled: call scaler.unscale_(optimizer) "
+            "before the step (clipping does), or use fused=False"
+        )

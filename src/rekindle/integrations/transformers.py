@@ -1,0 +1,146 @@
+"""Remedies in transformers' Trainer, Seq2SeqTrainer and TRL: `callbacks=[RekindleCallback("fire", at=500)]`.
+
+Before the first batch of each optimizer step (`on_step_begin`) it acts if it is time; log entries are the metrics of
+triggers, under the Trainer's names ("loss", "eval_loss", …). Receipts and health go where the Trainer's own logs go.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rekindle.extras import require
+from rekindle.integrations import ranks
+from rekindle.integrations.application import Application
+
+_callbacks: Any = require("transformers.trainer_callback", "transformers", "RekindleCallback for transformers")
+_LARGEST = 1 << 18  # bytes of state that are kept in trainer_state.json; more goes to a file of its own
+_FILE = "rekindle-{name}.pt"
+
+
+_TrainerCallback: Any = _callbacks.TrainerCallback
+_ExportableState: Any = _callbacks.ExportableState
+
+
+class RekindleCallback(Application, _TrainerCallback, _ExportableState):  # type: ignore[misc]
+    """A method in a Trainer. The arguments are those of `rekindle.integrations.Application`.
+
+    Its state is in the Trainer's checkpoints and is restored by `train(resume_from_checkpoint=...)`.
+
+    >>> RekindleCallback("fire", every="epoch").name
+    'fire'
+    """
+
+    def __init__(self, method: Any, **options: Any) -> None:
+        if method == _REBUILT:
+            raise ValueError(
+                "restore_callback_states_from_checkpoint=True builds callbacks anew from plain arguments, which a "
+                "method object is not: leave it off, RekindleCallback restores its own state in any case"
+            )
+        super().__init__(method, **options)
+        plain = (str, int, type(None))
+        whole = isinstance(method, str) and all(isinstance(value, plain) for value in options.values())
+        self._arguments = {"method": method, **options} if whole else {"method": _REBUILT}
+        self._handler: Any = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """Bind to what is trained, after restoring what a checkpoint holds."""
+        if state.global_step:
+            self._load(args, state)
+        self._handler = _handler(self)
+
+        def log(step: int, numbers: dict[str, float]) -> None:
+            state.log_history.append({**numbers, "step": step})
+            if self._handler is not None:
+                self._handler.on_log(args, state, control, dict(numbers))
+
+        self.bind(given["model"], given["optimizer"], step=state.global_step, log=log)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """The place between two optimizer steps."""
+        if state.global_step != self._considered:
+            self.begin(state.global_step, int((state.epoch or 0) + 1e-6))
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **given: Any) -> None:
+        """Metrics for the trigger."""
+        self.note(logs or {})
+
+    def on_evaluate(
+        self, args: Any, state: Any, control: Any, metrics: dict[str, Any] | None = None, **given: Any
+    ) -> None:
+        """Metrics of an evaluation."""
+        self.note(metrics or {})
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """Take the hooks off."""
+        self.finish()
+
+    def state(self) -> dict[str, Any]:
+        """What goes into trainer_state.json: everything if it is small, else the name of a file beside it."""
+        data = self._packed()
+        text = base64.b64encode(data).decode() if len(data) <= _LARGEST else None
+        attributes = {"rekindle": {"name": self.name, "state": text}}
+        return {"args": self._arguments, "attributes": attributes}
+
+    def on_save(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """Write a large state beside the checkpoint's other files."""
+        folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        if ranks.first() and folder.is_dir():
+            data = self._packed()
+            if len(data) > _LARGEST:
+                (folder / _FILE.format(name=self.name)).write_bytes(data)
+
+    def _packed(self) -> bytes:
+        buffer = io.BytesIO()
+        torch.save(self.state_dict(), buffer)
+        return buffer.getvalue()
+
+    def _load(self, args: Any, state: Any) -> None:
+        saved = state.stateful_callbacks.get(type(self).__name__) or []
+        saved = saved if isinstance(saved, list) else [saved]
+        entries = [each.get("attributes", {}).get("rekindle") for each in saved]
+        mine = [entry for entry in entries if entry and entry["name"] == self.name]
+        if not mine:
+            return  # the checkpoint was made without this callback
+        if mine[-1]["state"] is not None:
+            data = base64.b64decode(mine[-1]["state"])
+        else:
+            data = _find(args, state, _FILE.format(name=self.name)).read_bytes()
+        self.load_state_dict(torch.load(io.BytesIO(data), weights_only=True, map_location="cpu"))
+
+
+_REBUILT = "rebuilt from a checkpoint"
+
+
+def _find(args: Any, state: Any, name: str) -> Path:
+    given = args.resume_from_checkpoint
+    folders = [Path(given)] if isinstance(given, str) and given not in ("True", "true") else []
+    folders.append(Path(args.output_dir) / f"checkpoint-{state.global_step}")
+    for folder in folders:
+        if (folder / name).is_file():
+            return folder / name
+    looked = " and ".join(map(str, folders))
+    raise FileNotFoundError(
+        f"the state of RekindleCallback ({name}) is not in {looked}: set TrainingArguments(resume_from_checkpoint=...) "
+        "to the folder of the checkpoint"
+    )
+
+
+def _handler(callback: RekindleCallback) -> Any:
+    """The Trainer's list of callbacks, which is what reaches its loggers.
+
+    Callbacks are not told who calls them, and those of loggers come before a user's in each event, so adding to a
+    log entry from `on_log` would be too late. The handler is the nearest caller that holds this callback.
+    """
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, _callbacks.CallbackHandler) and any(each is callback for each in owner.callbacks):
+            return owner
+        frame = frame.f_back
+    return None
