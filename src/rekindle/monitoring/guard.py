@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from rekindle.diagnosis.sampling import Batch, Loss, call, undisturbed
+from rekindle.isolation import Batch, Loss, call, isolated
 from rekindle.optimizers import unwrap
 from rekindle.projection.receipt import Method, Receipt
 
@@ -51,7 +51,7 @@ class Guard:
     def measure(self, model: nn.Module) -> float:
         """The mean loss on the batches now."""
         total, count = 0.0, 0
-        with undisturbed(model), torch.no_grad():
+        with isolated(model), torch.no_grad():
             for batch in self.batches:
                 total += float(self._one(model, batch))
                 count += 1

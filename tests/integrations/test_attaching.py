@@ -1,0 +1,388 @@
+"""Plain loops and accelerate: when a method acts, that it acts once, and what it does to everything around it."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import rekindle
+from integrations.trained import adam, batches, loop, network, same
+from rekindle import methods
+from rekindle.integrations import Application
+from rekindle.triggers import AllOf, AtBoundary, DormancyAbove, Every, Plateau, VerdictIs
+
+
+def train(model: nn.Module, optimizer: Any, stream: Any, remedy: Any = None, scheduler: Any = None) -> nn.Module:
+    for x, y in stream:
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+        optimizer.zero_grad()
+        if remedy is not None:
+            remedy.step(loss=loss)
+    return model
+
+
+def test_at_and_every_are_what_a_plain_loop_with_fire_does() -> None:
+    expected = network()
+    optimizer = adam(expected)
+    loop(expected, optimizer, batches(4), lambda s: rekindle.fire(expected, optimizer) if s in (3, 6, 9) else None)
+    for when in ({"at": [3, 6, 9]}, {"every": 3, "name": "x"}):
+        model = network()
+        own = adam(model)
+        with rekindle.attach(model, own, "fire", **when) as remedy:
+            train(model, own, batches(4)[:11], remedy)
+        train(model, own, batches(4)[11:])
+        assert [f.step for f in remedy.firings] == [3, 6, 9] and same(model, expected)
+        assert len(remedy.receipts) == 3 and remedy.receipts[0].method == "fire"
+
+
+def test_state_goes_on_in_another_process() -> None:
+    def make(model: nn.Module) -> tuple[Any, Any]:
+        optimizer = adam(model)
+        method = methods.ShrinkPerturb(noise="fresh", seed=4)
+        return optimizer, rekindle.attach(model, optimizer, method, when=Plateau(2), rewarm=2)
+
+    whole = network()
+    optimizer, remedy = make(whole)
+    train(whole, optimizer, batches(4), remedy)
+    assert len(remedy.firings) >= 2
+    for cut in range(1, 12):
+        first = network()
+        optimizer, before = make(first)
+        train(first, optimizer, batches(4)[:cut], before)
+        second = network()
+        other, after = make(second)
+        second.load_state_dict(first.state_dict())
+        other.load_state_dict(optimizer.state_dict())
+        after.load_state_dict(before.state_dict())
+        train(second, other, batches(4)[cut:], after)
+        assert same(second, whole) and after.firings == remedy.firings, cut
+
+
+def test_a_boundary_acts_at_once_and_not_twice() -> None:
+    model = network()
+    optimizer = adam(model)
+    with rekindle.attach(model, optimizer, at=2) as remedy:
+        train(model, optimizer, batches(4)[:2], remedy)
+        assert len(remedy.receipts) == 1
+        assert remedy.boundary() is not None
+        assert [f.reason for f in remedy.firings] == ["at step 2", "task boundary"]
+        train(model, optimizer, batches(4)[:2], remedy)
+    assert len(remedy.receipts) == 2
+
+
+def test_a_trigger_decides_at_a_boundary() -> None:
+    model = network()
+    optimizer = adam(model)
+    with rekindle.attach(model, optimizer, when=AllOf(AtBoundary(), DormancyAbove(0.5))) as remedy:
+        remedy.note({"dormant": 0.1})
+        assert remedy.boundary() is None
+        remedy.note({"dormant": 0.9})
+        assert remedy.boundary() is not None
+
+
+def test_an_epoch_is_a_time() -> None:
+    model = network()
+    optimizer = adam(model)
+    with rekindle.attach(model, optimizer, every="epoch") as remedy:
+        for epoch in range(3):
+            for x, y in batches(16):
+                F.cross_entropy(model(x), y).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                remedy.step(epoch=epoch + ((x, y) is None))
+    assert [f.reason for f in remedy.firings] == ["epoch 1", "epoch 2"]
+
+
+def test_accumulated_gradients_count_as_one_step_with_accelerate() -> None:
+    accelerate = pytest.importorskip("accelerate")
+
+    def run(size: int, accumulate: int) -> tuple[nn.Module, Any]:
+        accelerate.state.AcceleratorState._reset_state(True)
+        accelerate.state.GradientState._reset_state()
+        accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
+        model = network()
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        with rekindle.attach(model, optimizer, "fire", at=3) as remedy:
+            for x, y in batches(size):
+                with accelerator.accumulate(model):
+                    accelerator.backward(F.cross_entropy(model(x), y))
+                    optimizer.step()
+                    optimizer.zero_grad()
+                remedy.step()
+        assert [f.step for f in remedy.firings] == [3] and type(optimizer).__name__ == "AcceleratedOptimizer"
+        return model, remedy
+
+    whole, _ = run(8, 1)
+    parts, _ = run(2, 4)
+    for a, b in zip(whole.parameters(), parts.parameters(), strict=True):
+        assert torch.allclose(a, b, atol=1e-5)
+
+
+def test_a_skipped_step_of_a_scaler_does_not_count() -> None:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    with rekindle.attach(model, optimizer, methods.WeightClip(0.5)) as remedy:
+        for number, (x, y) in enumerate(batches(8)[:3]):
+            loss = F.cross_entropy(model(x), y)
+            scaler.scale(loss * (float("inf") if number == 1 else 1.0)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            remedy.step()
+        assert remedy.steps == 2
+
+
+def test_a_loss_term_is_added_once_per_step_unscaled_and_while_accumulating() -> None:
+    def penalty() -> methods.L2Init:
+        return methods.L2Init(0.05)
+
+    expected = network()
+    term = penalty()
+    term.remember(expected)
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
+    for x, y in batches(8):
+        optimizer.zero_grad()
+        (F.cross_entropy(expected(x), y) + term.loss_term(expected)).backward()
+        optimizer.step()
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    with rekindle.attach(model, optimizer, penalty()):
+        for x, y in batches(8):
+            for half_x, half_y in zip(x.split(4), y.split(4), strict=True):
+                scaler.scale(F.cross_entropy(model(half_x), half_y) / 2).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    for a, b in zip(model.parameters(), expected.parameters(), strict=True):
+        assert torch.allclose(a, b, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adam"])
+def test_a_method_between_backward_and_step(kind: str) -> None:
+    make = {"sgd": lambda p: torch.optim.SGD(p, lr=0.1), "adam": torch.optim.Adam}[kind]
+    expected, method = network(), methods.UPGD(seed=1)
+    optimizer = make(expected.parameters())
+    for x, y in batches(8):
+        optimizer.zero_grad()
+        F.cross_entropy(expected(x), y).backward()
+        method(expected, optimizer)
+        optimizer.step()
+    model = network()
+    own = make(model.parameters())
+    with rekindle.attach(model, own, methods.UPGD(seed=1)) as remedy:
+        train(model, own, batches(8), remedy)
+    assert same(model, expected)
+
+
+def test_a_method_after_every_step_with_statistics() -> None:
+    model = network()
+    optimizer = adam(model)
+    method = methods.ContinualBackprop(replacement_rate=0.05, maturity=2)
+    with rekindle.attach(model, optimizer, method) as remedy:
+        train(model, optimizer, batches(4), remedy)
+    assert remedy.last is not None and remedy.last.method == method.name
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_one_round_for_several_optimizers() -> None:
+    model = network()
+    first = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    rest = torch.optim.Adam([p for layer in model[1:] for p in layer.parameters()])
+    calls = []
+
+    class Counted(methods.WeightClip):
+        def __call__(self, model: Any, optimizer: Any = None, **more: Any) -> Any:
+            calls.append(len(optimizer))
+            return super().__call__(model, optimizer, **more)
+
+    with rekindle.attach(model, [first, rest], Counted()) as remedy:
+        for x, y in batches(8):
+            F.cross_entropy(model(x), y).backward()
+            first.step()
+            rest.step()
+            model.zero_grad()
+            remedy.step()
+        assert remedy.steps == 6 and calls == [2] * 6
+        first.step()  # alone, twice: two rounds
+        first.step()
+        remedy.step()
+        assert remedy.steps == 8
+
+
+def test_rewarming_leaves_the_schedule_as_it_was() -> None:
+    def rates(rewarm: int) -> tuple[list[float], list[float], nn.Module]:
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        # ExponentialLR multiplies what it finds in the group: a rate that was left changed would stay changed.
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        used: list[float] = []
+        seen: list[float] = []
+        with rekindle.attach(model, optimizer, at=3, rewarm=rewarm) as remedy:
+            optimizer.register_step_pre_hook(lambda o, a, k: used.append(o.param_groups[0]["lr"]))
+            for x, y in batches(4):
+                seen.append(optimizer.param_groups[0]["lr"])
+                F.cross_entropy(model(x), y).backward()
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+                remedy.step()
+        return seen, used, model
+
+    seen, used, _ = rates(3)
+    plain, same_used, _ = rates(0)
+    assert seen == plain == same_used
+    assert used == pytest.approx([r * f for r, f in zip(plain, [1, 1, 1, 1 / 4, 2 / 4, 3 / 4] + [1] * 6, strict=True)])
+
+
+def test_an_average_of_the_weights_follows_what_was_changed_and_nothing_else() -> None:
+    model = network()
+    optimizer = adam(model)
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    remedy = rekindle.attach(model, optimizer, "fire", mirrors=(average,))
+    for x, y in batches(8):
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        average.update_parameters(model)
+    head, bias = average.module[4].weight.clone(), average.module[0].bias.clone()
+    receipt = remedy.boundary()
+    assert receipt is not None and set(receipt.changed) == {"0.weight", "2.weight"}
+    for layer in (0, 2):
+        assert torch.equal(average.module[layer].weight, model[layer].weight)
+    assert torch.equal(average.module[4].weight, head) and torch.equal(average.module[0].bias, bias)
+    assert not torch.equal(head, model[4].weight)
+
+
+def test_a_compiled_model_goes_on_with_the_new_weights() -> None:
+    model = network()
+    compiled = torch.compile(model, backend="eager")
+    optimizer = adam(model)
+    with rekindle.attach(compiled, optimizer, "fire", at=3) as remedy:
+        train(compiled, optimizer, batches(4), remedy)
+    expected = network()
+    own = adam(expected)
+    loop(expected, own, batches(4), lambda s: rekindle.fire(expected, own) if s == 3 else None)
+    assert same(model, expected)
+
+
+def test_a_schedule_free_optimizer_starts_from_the_new_weights() -> None:
+    schedulefree = pytest.importorskip("schedulefree")
+    rekindle.optimizers.register(schedulefree.AdamWScheduleFree, {"z": "weight", "exp_avg_sq": 0.0})
+    model = network()
+    optimizer = schedulefree.AdamWScheduleFree(model.parameters(), lr=1e-2)
+    optimizer.train()
+    with rekindle.attach(model, optimizer, "fire", at=3) as remedy:
+        train(model, optimizer, batches(4)[:3], remedy)
+        z = optimizer.state[model[0].weight]["z"]
+        assert torch.equal(z, model[0].weight)
+        train(model, optimizer, batches(4)[3:], remedy)
+
+
+def test_health_feeds_the_trigger_and_the_log() -> None:
+    model = network()
+    optimizer = adam(model)
+    rows: list[tuple[int, dict[str, float]]] = []
+    with rekindle.attach(
+        model,
+        optimizer,
+        "fire",
+        when=VerdictIs("healthy", most=1),
+        monitor=4,
+        log=lambda step, numbers: rows.append((step, numbers)),
+    ) as remedy:
+        train(model, optimizer, batches(4), remedy)
+    assert [f.step for f in remedy.firings] == [4]
+    names = {name for _, numbers in rows for name in numbers}
+    assert "health/dormant" in names and "health/verdict" in names and "rekindle/fire/sfe_relative" in names
+    assert [step for step, numbers in rows if any(n.startswith("rekindle/") for n in numbers)] == [4]
+
+
+def test_a_metric_counts_as_one_look_only() -> None:
+    model = network()
+    optimizer = adam(model)
+    with rekindle.attach(model, optimizer, when=Plateau(2, key="eval_loss")) as remedy:
+        remedy.note({"eval_loss": 1.0})
+        train(model, optimizer, batches(4)[:6], remedy)
+        assert not remedy.firings
+
+
+def test_a_guard_in_a_loop() -> None:
+    model = network()
+    optimizer = adam(model)
+    guard = rekindle.Guard(batches(8)[:2], lambda m, b: F.cross_entropy(m(b[0]), b[1]), max_rise=-1.0)
+    with rekindle.attach(model, optimizer, at=3, guard=guard, rewarm=5) as remedy:
+        train(model, optimizer, batches(4), remedy)
+    assert remedy.receipts[0].rolled_back and remedy.receipts[0].loss_before is not None
+    plain = network()
+    assert same(model, train(plain, adam(plain), batches(4)))
+
+
+def test_a_schedule_brings_its_trigger() -> None:
+    model = network()
+    optimizer = adam(model)
+    schedule = rekindle.Schedule(methods.FIRE(), Every(4))
+    with rekindle.attach(model, optimizer, schedule) as remedy:
+        train(model, optimizer, batches(4), remedy)
+    assert [f.step for f in schedule.firings] == [4, 8, 12] and remedy.firings == schedule.firings
+
+
+def test_a_stored_start_is_taken_when_training_begins() -> None:
+    model = network()
+    optimizer = adam(model)
+    with rekindle.attach(model, optimizer, methods.ShrinkPerturb(1.0), at=5) as remedy:
+        train(model, optimizer, batches(4)[:5], remedy)
+    start = network()
+    assert torch.allclose(model[0].weight, start[0].weight) and remedy.receipts
+
+
+def test_what_cannot_be_meant_is_refused() -> None:
+    with pytest.raises(ValueError, match="no method is called 'fir'"):
+        Application("fir")
+    with pytest.raises(ValueError, match="own trigger"):
+        Application(rekindle.Schedule(methods.FIRE(), Every(2)), at=3)
+    with pytest.raises(ValueError, match="acts in every step"):
+        Application(methods.UPGD(), at=3)
+    with pytest.raises(ValueError, match="acts in every step"):
+        Application(methods.L2Init(0.1), guard=rekindle.Guard(batches(8), max_rise=1.0))
+    with pytest.raises(ValueError, match="every is a positive number"):
+        Application("fire", every=0)
+    with pytest.raises(ValueError, match="at is a number"):
+        Application("fire", at=[1, -2])
+    with pytest.raises(TypeError, match="when is a trigger"):
+        Application("fire", when=lambda m: True)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="mirror"):
+        Application("fire", mirrors=[3])  # type: ignore[list-item]
+    model = network()
+    with pytest.raises(ValueError, match="at=0"):
+        rekindle.attach(model, adam(model), at=0)
+    with pytest.raises(ValueError, match="not the state"):
+        Application("fire").load_state_dict({})
+
+
+def test_a_step_that_was_never_reached_is_reported() -> None:
+    model = network()
+    with pytest.warns(UserWarning, match="at step 500 was not applied"), rekindle.attach(model, adam(model), at=500):
+        pass
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with rekindle.attach(model, adam(model), every=500):
+            pass
+
+
+def test_gradients_made_inside_a_closure_are_out_of_reach() -> None:
+    model = network()
+    optimizer = torch.optim.LBFGS(model.parameters())
+    with rekindle.attach(model, optimizer, methods.L2Init(0.1)), pytest.raises(ValueError, match="closure"):
+        optimizer.step(lambda: F.cross_entropy(model(batches(8)[0][0]), batches(8)[0][1]))

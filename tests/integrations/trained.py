@@ -1,0 +1,53 @@
+"""What the tests of all trainers train: a small network on fixed data, and the same by a plain loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 12), nn.ReLU(), nn.Linear(12, 3))
+
+
+def data(count: int = 48) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    return torch.randn(count, 6, generator=generator), torch.randint(0, 3, (count,), generator=generator)
+
+
+def batches(size: int, count: int = 48) -> list[tuple[Tensor, Tensor]]:
+    x, y = data(count)
+    return list(zip(x.split(size), y.split(size), strict=True))
+
+
+def adam(model: nn.Module, lr: float = 1e-2) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=lr)
+
+
+def loop(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    stream: Iterable[tuple[Tensor, Tensor]],
+    between: Callable[[int], Any] = lambda step: None,
+    clip: float | None = None,
+) -> nn.Module:
+    """A plain loop; `between(step)` is called before each step, with the number of steps done."""
+    for step, (x, y) in enumerate(stream):
+        between(step)
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+    return model
+
+
+def same(a: nn.Module, b: nn.Module) -> bool:
+    """Equal bit for bit."""
+    ours, theirs = a.state_dict(), b.state_dict()
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
