@@ -102,6 +102,7 @@ def test_no_module_imports_itself_by_a_detour() -> None:
 DOCUMENTED = """
 import rekindle; rekindle.fire, rekindle.plan, rekindle.health, rekindle.polar, rekindle.Monitor, rekindle.Schedule
 rekindle.Plan, rekindle.Receipt, rekindle.Health, rekindle.Certificate, rekindle.Thresholds, rekindle.methods.ReDo
+rekindle.probe, rekindle.advise, rekindle.Advice, rekindle.ProbeResult
 rekindle.sinks, rekindle.scales, rekindle.measures, rekindle.blocks, rekindle.triggers, rekindle.initial, rekindle.lab
 rekindle.optimizers.register, rekindle.blocks.register, rekindle.bounds, rekindle.checkpoint.fire_file
 from rekindle.guide import FIREConfig, FIREReinitializer, ReinitStats
@@ -123,6 +124,11 @@ from rekindle.lab.settings import Setting
 from rekindle.lab.arms import ARMS, arms
 from rekindle.lab.networks.dawn import DAWN, DAWNConfig, DAWNLoss
 """.strip().splitlines()
+
+
+def test_every_public_name_is_there() -> None:
+    rekindle = __import__("rekindle")
+    assert all(getattr(rekindle, name) is not None for name in rekindle.__all__)
 
 
 def test_documented_names_work_as_attributes_and_as_imports() -> None:

@@ -66,7 +66,6 @@ _HOME = {
     "ProbeResult": "advice.probing",
 }
 _MODULES = (
-    "advise",
     "blocks",
     "bounds",
     "checkpoint",
