@@ -37,35 +37,10 @@ def idx_files(train: int = 12, test: int = 5, *, zipped: bool = True) -> tuple[d
     return {f"{n}-ubyte": c for n, c in zip(names, contents, strict=True)}, x, test_x
 
 
-def python2_batch(data: Bytes, labels: list[int], key: bytes = b"labels") -> bytes:
-    """The pickle (protocol 2) that Python 2 wrote for a CIFAR batch, opcode by opcode."""
-
-    def text(value: bytes) -> bytes:
-        return b"U" + bytes([len(value)]) + value
-
-    def number(value: int) -> bytes:
-        return b"J" + struct.pack("<i", value)
-
-    dtype = (
-        b"cnumpy\ndtype\n" + text(b"u1") + b"K\x00K\x01\x87R(K\x03" + text(b"|") + b"NNN" + number(-1) * 2 + b"K\x00tb"
-    )
-    shape = number(data.shape[0]) + number(data.shape[1]) + b"\x86"
-    array = b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\x00\x85" + text(b"b") + b"\x87R"
-    array += b"(K\x01" + shape + dtype + b"\x89T" + struct.pack("<i", data.size) + data.tobytes() + b"tb"
-    listed = b"](" + b"".join(number(label) for label in labels) + b"e"
-    items = text(b"batch_label") + text(b"training batch") + text(key) + listed + text(b"data") + array
-    return b"\x80\x02}(" + items + text(b"filenames") + b"](" + text(b"a.png") + b"eu."
-
-
 def cifar_parts(rows: int = 4, classes: int = 10) -> list[tuple[str, Bytes, list[int]]]:
     """(name, rows of 3,072 bytes, labels) of each batch, the test batch last."""
     names = [f"data_batch_{i}" for i in range(1, 6)] + ["test_batch"] if classes == 10 else ["train", "test"]
     return [(n, pixels(rows, 3072, seed=i), [(i + j) % classes for j in range(rows)]) for i, n in enumerate(names)]
-
-
-def cifar_pickles(rows: int = 4, classes: int = 10) -> dict[str, bytes]:
-    folder, key = ("cifar-10-batches-py", b"labels") if classes == 10 else ("cifar-100-python", b"fine_labels")
-    return {f"{folder}/{name}": python2_batch(data, labels, key) for name, data, labels in cifar_parts(rows, classes)}
 
 
 def cifar_binaries(rows: int = 4, classes: int = 10) -> dict[str, bytes]:

