@@ -72,6 +72,24 @@ def padding_mask(batch: Batch) -> Tensor | None:
     return mask.bool()
 
 
+def check_loss(loss: Any) -> None:
+    """Raise if this is no `loss(model, batch)`, with what to pass instead.
+
+    >>> check_loss(nn.CrossEntropyLoss())
+    Traceback (most recent call last):
+    TypeError: loss is called as loss(model, batch) and returns a scalar; CrossEntropyLoss compares outputs...
+    """
+    functional = getattr(loss, "__module__", "").startswith("torch.nn.functional")
+    if isinstance(loss, nn.Module) or functional:
+        name = type(loss).__name__ if isinstance(loss, nn.Module) else loss.__name__
+        raise TypeError(
+            f"loss is called as loss(model, batch) and returns a scalar; {name} compares outputs with targets. "
+            "Pass for example loss=lambda model, batch: criterion(model(batch[0]), batch[1])"
+        )
+    if loss is not None and not callable(loss):
+        raise TypeError(f"loss is a function loss(model, batch) that returns a scalar, got {type(loss).__name__}")
+
+
 def outputs(model: nn.Module, batches: Iterable[Batch]) -> list[Tensor]:
     """What a model answers to each batch, in evaluation mode and without a trace: the first floating tensor of each.
 

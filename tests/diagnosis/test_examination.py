@@ -103,8 +103,8 @@ def test_nan_weights_and_outputs_are_act_and_no_number_is_shown_for_them() -> No
     assert found.verdict == "act"
     assert found.verdict.sure
     assert "2.weight" not in found.weights
-    assert "3" not in found.units
-    assert {f.layer for f in found.verdict.findings if f.sign == "broken values"} == {"2.weight", "3"}
+    assert "2" not in found.units
+    assert {f.layer for f in found.verdict.findings if f.sign == "broken values"} == {"2.weight", "2"}
     assert "restore an earlier checkpoint" in str(found)
 
 
@@ -224,7 +224,7 @@ def test_every_other_rule_fires_at_its_threshold_and_not_before() -> None:
 
 def test_what_was_not_measured_fires_nothing() -> None:
     assert judge(Numbers(units={"fc": {}}, weights={"w": {}}), THEN, Thresholds()) == "healthy"
-    assert judge(Numbers(), None, Thresholds()) == "healthy"
+    assert judge(Numbers(), None, Thresholds()) == "unknown"
 
 
 def test_thresholds_are_documented_and_obeyed() -> None:
@@ -235,7 +235,7 @@ def test_thresholds_are_documented_and_obeyed() -> None:
     strict = replace(Thresholds(), norm_growth_watch=1.0, tau=1e9)
     found = health(model, [data()], reference=model, thresholds=strict)
     assert {"weight norm"} <= {f.sign for f in found.verdict.findings}
-    assert found.units["1"]["dormant"] == 1.0
+    assert found.units["0"]["dormant"] == 1.0
 
 
 def test_verdict_is_its_word() -> None:
@@ -257,8 +257,8 @@ def test_dict_json_frame_and_flat() -> None:
     assert all(isinstance(value, float) for value in found.flat("x/").values())
     assert all(key.startswith("x/") for key in found.flat("x/"))
     frame = found.to_frame()
-    row = frame[(frame.layer == "1") & (frame.measure == "usage")]
-    assert row.value.item() == found.units["1"]["usage"]
+    row = frame[(frame.layer == "0") & (frame.measure == "usage")]
+    assert row.value.item() == found.units["0"]["usage"]
 
 
 def test_json_has_no_infinities(tmp_path: object) -> None:

@@ -66,8 +66,8 @@ def test_what_a_sample_holds_is_what_the_step_did() -> None:
     assert flat["gradients/0.weight"] == pytest.approx(float(weight.grad.norm()), rel=1e-5)
     x = torch.randn(16, 6, generator=torch.Generator().manual_seed(0))
     expected = health(net, [x], mode="cheap")
-    for name, value in expected.units["1"].items():
-        assert flat[f"units/1/{name}"] == pytest.approx(value)
+    for name, value in expected.units["0"].items():
+        assert flat[f"units/0/{name}"] == pytest.approx(value)
     assert flat["weights/0.weight/dfi"] == pytest.approx(expected.weights["0.weight"]["dfi"])
 
 
@@ -80,8 +80,8 @@ def test_own_batches_and_a_loss() -> None:
             step(net, optimizer, seed)
     assert monitor.last is not None
     found = monitor.last.health
-    assert found.units["1"]["rows"] == 9
-    assert "gradient_dormant" in found.units["1"]
+    assert found.units["0"]["rows"] == 9
+    assert "gradient_dormant" in found.units["0"]
     assert "loss" in found.whole
 
 
@@ -110,7 +110,7 @@ def test_keyword_inputs_and_padding() -> None:
         net(torch.randn(2, 3, 2), attention_mask=mask, scale=2.0).sum().backward()
         optimizer.step()
     assert monitor.last is not None
-    assert monitor.last.health.units["relu"]["rows"] == 3
+    assert monitor.last.health.units["fc"]["rows"] == 3
 
 
 def test_weights_can_be_looked_at_less_often() -> None:
@@ -216,7 +216,7 @@ def test_a_compiled_model() -> None:
     with Monitor(compiled, optimizer, every=1) as monitor, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         step(compiled, optimizer)
-    assert "units/1/dormant" in monitor.last.flat()
+    assert "units/0/dormant" in monitor.last.flat()
     assert "gradients/0.weight" in monitor.last.flat()
 
 
@@ -228,7 +228,7 @@ def test_a_model_compiled_in_place_is_not_compiled_at_every_step() -> None:
         for seed in range(8):
             step(net, optimizer, seed)
     assert [sample.step for sample in monitor.history] == [4, 8]
-    assert "units/1/dormant" in monitor.last.flat()
+    assert "units/0/dormant" in monitor.last.flat()
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 3
 
 

@@ -26,6 +26,7 @@ from rekindle.blocks.names import cleaner
 from rekindle.diagnosis.attention import HeadEntropy, entropy, entropy_share
 from rekindle.diagnosis.hooks import Activated, Attended, Watch
 from rekindle.diagnosis.units import UnitActivity, UnitSums, rows_of
+from rekindle.engine.precision import full_precision
 from rekindle.isolation import Batch, Loss, call, isolated, padding_mask
 from rekindle.measures.matrices import Mode
 
@@ -152,6 +153,7 @@ class _Observer:
         self.mask = mask
         self._pass = {}
 
+    @full_precision()
     def activated(self, event: Activated) -> None:
         values = rows_of(event.out, event.unit_dim, self.mask)
         if values is None:
@@ -176,6 +178,7 @@ class _Observer:
 
             event.out.register_hook(backward)  # type: ignore[no-untyped-call]
 
+    @full_precision()
     def attended(self, event: Attended) -> None:
         weights = event.weights()
         rows = None
@@ -195,6 +198,7 @@ class _Observer:
                 known.add(sums, self.rows)
         self._pass = {}
 
+    @full_precision()
     def result(self) -> tuple[list[UnitActivity], list[Unmeasured]]:
         layers = [sums.result(site) for site, sums in self.sums.items() if site not in self.refused]
         return layers, list(self.refused.values())

@@ -3,7 +3,7 @@
 >>> import torch
 >>> net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
 >>> found = health(net, [torch.randn(64, 8, generator=torch.Generator().manual_seed(0))])
->>> found.verdict in ("healthy", "watch", "act"), found.verdict.sure, found.units["1"]["dormant"] < 0.5
+>>> found.verdict in ("healthy", "watch", "act"), found.verdict.sure, found.units["0"]["dormant"] < 0.5
 (True, False, True)
 """
 
@@ -28,9 +28,11 @@ from rekindle.blocks.names import locate
 from rekindle.diagnosis.activity import Activity, Unmeasured, activity
 from rekindle.diagnosis.curvature import Curvature, hessian_eigenvalue
 from rekindle.diagnosis.text import compared, described
-from rekindle.diagnosis.verdict import Numbers, Thresholds, Verdict, judge
+from rekindle.diagnosis.units import UnitActivity
+from rekindle.diagnosis.verdict import LEVELS, Numbers, Thresholds, Verdict, judge
+from rekindle.engine.precision import full_precision
 from rekindle.extras import install
-from rekindle.isolation import Batch, Loss
+from rekindle.isolation import Batch, Loss, check_loss
 from rekindle.measures.matrices import Measures, Mode, measure
 from rekindle.measures.spectra import NotFinite
 from rekindle.measures.threads import side_by_side, workers_for
@@ -50,8 +52,9 @@ __all__ = ["Comparison", "Health", "Thresholds", "Verdict", "health"]
 class Health:
     """Measures of one model at one moment, and a verdict. A number that is not here was not measured.
 
-    `weights` and `units` map a layer to its numbers, `about` each layer to words (role, shape, kind of
-    activation), `heads` each attention to the entropy share of its most collapsed head, `gradients` and `steps`
+    `weights` and `units` map a layer to its numbers, `about` each layer to words (role, shape; for units the kind of
+    activation and the place `at` which it was seen). Units are named by the layer that makes them, as methods and
+    `targets=` take it. `heads` each attention to the entropy share of its most collapsed head, `gradients` and `steps`
     each parameter to ‖∂L/∂w‖ and to ‖update‖/‖w‖ (a monitor's); `whole` holds numbers of the whole model, and
     `reference` those that it was judged against.
 
@@ -76,13 +79,25 @@ class Health:
 
     @cached_property
     def verdict(self) -> Verdict:
-        """`healthy`, `watch` or `act`, with findings and the rule that fired."""
+        """`healthy`, `watch`, `act` or `unknown`, with findings and the rule that fired."""
         return judge(self.numbers, self.reference, self.thresholds)
 
     @property
     def numbers(self) -> Numbers:
         """What the rules look at."""
-        return Numbers(self.weights, self.units, self.heads, self.whole, self.broken)
+        unread = sum(each.what == "weight" for each in self.unmeasured)
+        return Numbers(self.weights, self.units, self.heads, self.whole, self.broken, unread)
+
+    def layers_named(self) -> list[str]:
+        """The layers that findings are about, worst first: what `fire(model, targets=health)` acts on.
+
+        >>> spoilt = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+        >>> _ = nn.init.ones_(spoilt[0].weight), nn.init.eye_(spoilt[2].weight)
+        >>> health(spoilt).layers_named()
+        ['0.weight']
+        """
+        ordered = sorted(self.verdict.findings, key=lambda finding: -LEVELS.index(finding.level))
+        return list(dict.fromkeys(finding.layer for finding in ordered if finding.layer))
 
     def against(self, reference: Health | None) -> Health:
         """The same measures judged against another moment.
@@ -145,6 +160,10 @@ class Health:
     def from_dict(cls, data: Mapping[str, Any]) -> Health:
         """A Health from what `to_dict` gave; the verdict is judged anew."""
         kept = {name: _copied(data[name]) for name in _MAPPINGS}
+        # Until units were named by their layer they went by the activation, with the layer beside it.
+        layers = {name: about["after"] for name, about in kept["about"].items() if about.get("after")}
+        for name in ("units", "about", "broken"):
+            kept[name] = {layers.get(key, key): value for key, value in kept[name].items()}
         return cls(
             **kept,
             unmeasured=tuple(Unmeasured(**each) for each in data["unmeasured"]),
@@ -241,6 +260,7 @@ def health(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"health needs an nn.Module, got {type(model).__name__}")
+    check_loss(loss)
     if loss is not None and batches is None:
         raise ValueError("loss is given but batches is not: gradients need data")
     if curvature and loss is None:
@@ -329,6 +349,7 @@ class Reading:
             yield stored, found
         self._sum_up()
 
+    @full_precision()
     def _measure(self, stored: Stored) -> tuple[Stored, dict[str, Measures]]:
         """What is finite has measures."""
         paper = Scale.parse("paper")
@@ -349,12 +370,13 @@ class Reading:
     def add_activity(self, found: Activity) -> None:
         """Take over what units and gradients did."""
         for layer in found.layers:
-            self.about[layer.name] = {"kind": layer.kind, "after": layer.after}
+            name = self._unit_name(layer)
+            self.about[name] = {"kind": layer.kind, "at": layer.name}
             if not layer.finite:
-                self.broken[layer.name] = "its output holds NaN or Inf"
+                self.broken[name] = "its output holds NaN or Inf"
                 continue
             counts = {"units": float(layer.units), "rows": float(layer.rows), "rank_limit": float(layer.rank_limit)}
-            self.units[layer.name] = {**counts, **layer.summary(self.tau)}
+            self.units[name] = {**counts, **layer.summary(self.tau)}
         for attention in found.attention:
             known = attention.share[~attention.share.isnan()]
             if known.numel():
@@ -378,6 +400,11 @@ class Reading:
                 self.broken[name] = (
                     "the gradient is NaN or infinite" if name != "loss" else "the loss is NaN or infinite"
                 )
+
+    def _unit_name(self, layer: UnitActivity) -> str:
+        """The layer whose output the units are; a second activation on it, or one on none, goes by its own name."""
+        taken = layer.after in self.units or layer.after in self.broken
+        return layer.name if taken or not layer.after else layer.after
 
     def add_curvature(self, found: Curvature) -> None:
         """Take over an eigenvalue, if it is one."""

@@ -32,7 +32,7 @@ def described(health: Health, width: int) -> str:
     """The whole of a Health as text."""
     lines = [f"Health ({health.mode}, {health.seconds:.2g} s)"]
     lines += _layers("weights", health.weights, health, _WEIGHTS, ("role", "shape"), width)
-    lines += _layers("units", health.units, health, _UNITS, ("kind", "after"), width)
+    lines += _layers("units", health.units, health, _UNITS, ("kind", "at"), width)
     whole = [f"{name.replace('_', ' ')} {number(value)}" for name, value in health.whole.items()]
     if whole:
         lines += ["", *_wrap("whole model: " + ", ".join(whole), width)]
@@ -43,7 +43,7 @@ def described(health: Health, width: int) -> str:
     verdict = health.verdict
     lines += ["", *(part for line in verdict.lines() for part in _wrap(f"! {line}", width))]
     lines += _wrap(f"verdict: {verdict} ({verdict.rule})", width)
-    if not verdict.sure:
+    if not verdict.sure and verdict != "unknown":
         lines += _wrap(
             "low confidence: there is no reference to compare with, so only absolute rules could fire; pass "
             "reference= an earlier Health or a fresh model",

@@ -21,8 +21,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Level = Literal["healthy", "watch", "act"]
-LEVELS: tuple[Level, ...] = ("healthy", "watch", "act")
+Level = Literal["unknown", "healthy", "watch", "act"]
+LEVELS: tuple[Level, ...] = ("healthy", "watch", "act")  # in order; "unknown" is below all
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,7 @@ class Thresholds:
 
     Rules against a reference:
     - `dormant_rise_watch`, `dormant_rise_act`: rise of the dormant share, as a difference.
+    - `dormant_limit`: share at which a layer is worth a look even where the reference was as bad.
     - `rank_fall_watch`, `rank_fall_act`: feature rank then ÷ now.
     - `usage_fall_watch`: usage then ÷ now.
     - `saturation_rise_act`: rise of the saturated share of a bounded activation, as a difference.
@@ -64,6 +65,7 @@ class Thresholds:
     gradient_watch: float = 1e-6
     dormant_rise_watch: float = 0.15
     dormant_rise_act: float = 0.25
+    dormant_limit: float = 0.9
     rank_fall_watch: float = 1.5
     rank_fall_act: float = 2.0
     usage_fall_watch: float = 5.0
@@ -80,13 +82,17 @@ class Thresholds:
 
 @dataclass(frozen=True)
 class Numbers:
-    """What the rules may look at: layer → measure → value. A missing measure is unmeasured and fires no rule."""
+    """What the rules may look at: layer → measure → value. A missing measure is unmeasured and fires no rule.
+
+    `unread` counts weights that could not be read.
+    """
 
     weights: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     units: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     heads: Mapping[str, float] = field(default_factory=dict)
     whole: Mapping[str, float] = field(default_factory=dict)
     broken: Mapping[str, str] = field(default_factory=dict)
+    unread: int = 0
 
 
 @dataclass(frozen=True)
@@ -106,7 +112,7 @@ class Finding:
 
 
 class Verdict(str):
-    """`"healthy"`, `"watch"` or `"act"`, and why: it compares as the word and carries the findings.
+    """`"healthy"`, `"watch"`, `"act"` or `"unknown"`, and why: it compares as the word and carries the findings.
 
     >>> Verdict("watch", (), "one sign alone") == "watch"
     True
@@ -123,8 +129,8 @@ class Verdict(str):
 
     @property
     def level(self) -> int:
-        """0 healthy, 1 watch, 2 act."""
-        return LEVELS.index(str(self))
+        """0 healthy, 1 watch, 2 act, −1 unknown."""
+        return -1 if self == "unknown" else LEVELS.index(str(self))
 
     def lines(self) -> list[str]:
         """One line a layer, worst first."""
@@ -170,8 +176,8 @@ REMEDIES = {
 def judge(now: Numbers, then: Numbers | None, thresholds: Thresholds) -> Verdict:
     """All findings, and the verdict that follows from them.
 
-    >>> judge(Numbers(), None, Thresholds()).sure
-    False
+    >>> judge(Numbers(), None, Thresholds())
+    'unknown'
     """
     t = thresholds
     findings = [*_broken(now), *_units(now, then, t), *_weights(now, then, t), *_whole(now, then, t)]
@@ -184,10 +190,16 @@ def judge(now: Numbers, then: Numbers | None, thresholds: Thresholds) -> Verdict
     if len(signs) >= t.signs_to_act:
         return Verdict("act", findings, f"{len(signs)} signs ({t.signs_to_act} needed): {rules}", sure=sure)
     if signs:
-        return Verdict("watch", findings, f"one sign of {t.signs_to_act} needed to act: {rules}", sure=sure)
+        rule = f"{len(signs)} of {t.signs_to_act} signs needed to act: {rules}"
+        return Verdict("watch", findings, rule, sure=sure)
     if findings:
         rule = "; ".join(dict.fromkeys(f.rule for f in findings))
         return Verdict("watch", findings, rule, sure=sure)
+    if not (now.weights or now.units or now.heads or now.whole):
+        return Verdict("unknown", (), "no weight and no unit could be measured", sure=False)
+    if not now.weights and now.unread:
+        rule = f"no rule fired on activity, and none of {now.unread} weights could be measured"
+        return Verdict("unknown", (), rule, sure=False)
     return Verdict("healthy", (), "no rule fired", sure=sure)
 
 
@@ -241,6 +253,8 @@ def _dormancy(layer: str, now: Mapping[str, float], before: Mapping[str, float],
             if rise >= bound:
                 yield _finding(layer, "dormancy", level, text, f"dormant share rose by ≥ {bound:g}")  # type: ignore[arg-type]
                 return
+        if share >= t.dormant_limit:
+            yield _finding(layer, "dormancy", "watch", text, f"dormant share ≥ {t.dormant_limit:g}")
         return
     if share >= t.dormant_act:
         yield _finding(layer, "dormancy", "act", text, f"dormant share ≥ {t.dormant_act:g}", absolute=True)
@@ -286,15 +300,14 @@ def _whole(now: Numbers, then: Numbers | None, t: Thresholds) -> Iterator[Findin
         text, bounds = f"weight norm {whole['weight_norm']:.3g}", (t.norm_growth_watch, t.norm_growth_act)
         yield from _grown("", "weight norm", text, growth, *bounds, "higher", "weight norm")
     if "gradient_norm" in whole:
-        text = f"gradient norm {whole['gradient_norm']:.2g}"
+        text, bound = f"gradient norm {whole['gradient_norm']:.2g}", t.gradient_fall_act
+        found: list[Finding] = []
         if "gradient_norm" in before and whole.get("loss", 0.0) >= before.get("loss", 0.0):
             fall = _ratio(before["gradient_norm"], whole["gradient_norm"])
-            where = "lower"
-            yield from _grown(
-                "", "gradient", text, fall, t.gradient_fall_act, t.gradient_fall_act, where, "gradient norm"
-            )
-        elif whole["gradient_norm"] <= t.gradient_watch:
-            yield _finding("", "gradient", "watch", text, f"gradient norm ≤ {t.gradient_watch:g}")
+            found += _grown("", "gradient", text, fall, bound, bound, "lower", "gradient norm")
+        if not found and whole["gradient_norm"] <= t.gradient_watch:
+            found.append(_finding("", "gradient", "watch", text, f"gradient norm ≤ {t.gradient_watch:g}"))
+        yield from found
     if "curvature" in whole and "curvature" in before:
         growth = _ratio(abs(whole["curvature"]), abs(before["curvature"]))
         text = f"largest Hessian eigenvalue {whole['curvature']:.3g}"

@@ -80,6 +80,8 @@ Mode = Literal["cheap", "full"]
 
 # Elements of temporaries that one chunk of matrices may take: 128 MB in float64.
 _CHUNK = 16_000_000
+# ‖W‖²_F within which fourth powers fit into float32.
+_TAME = (1e-12, 1e12)
 # Products that comparing all neurons of one matrix may take.
 _PAIR_PRODUCTS = 200_000_000
 
@@ -228,8 +230,12 @@ def _measure(w: Tensor, scale: Tensor, mode: Mode, tau: float) -> dict[str, Tens
     out, in_ = w.shape[-2:]
     g = gram(w.double() if mode == "full" else w)
     diagonal = g.diagonal(dim1=-2, dim2=-1)
-    if not math.isfinite(diagonal.sum().item()):
+    smallest, largest = (each.item() for each in diagonal.sum(-1).aminmax())
+    if not math.isfinite(largest):
         finite(w)
+    if w.dtype == torch.float32 and not (_TAME[0] < smallest and largest < _TAME[1]):
+        # Squares of squares would leave float32's range, and small numbers would count as zero.
+        return _measure(w.double(), scale, mode, tau)
     # One of the two norms lies on the diagonal of the Gram matrix.
     shorter, longer = diagonal.clamp_min(0).sqrt(), w.square().sum(-2 if out <= in_ else -1).sqrt()
     rows, columns = (shorter, longer) if out <= in_ else (longer, shorter)

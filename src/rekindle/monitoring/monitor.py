@@ -31,7 +31,7 @@ from rekindle.blocks.names import cleaner
 from rekindle.diagnosis.activity import Activity, Unmeasured, activity
 from rekindle.diagnosis.examination import Health, Reading
 from rekindle.diagnosis.verdict import Thresholds
-from rekindle.isolation import Batch, Loss, Recorded
+from rekindle.isolation import Batch, Loss, Recorded, check_loss
 from rekindle.measures.matrices import Mode
 from rekindle.monitoring.sinks import Sink, send
 
@@ -83,6 +83,7 @@ class Monitor:
     ) -> None:
         if every < 1 or weights_every < 1:
             raise ValueError(f"every and weights_every are positive numbers, got {every} and {weights_every}")
+        check_loss(loss)
         if loss is not None and batches is None:
             raise ValueError("loss is given but batches is not: it could not be applied to a recorded input alone")
         self.model, self.optimizer = model, optimizer
