@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from rekindle.integrations.attaching import attach
     from rekindle.monitoring.guard import Guard
     from rekindle.monitoring.monitor import Monitor
-    from rekindle.monitoring.triggers import Schedule
+    from rekindle.monitoring.schedules import Schedule
     from rekindle.projection.firing import fire
     from rekindle.projection.planning import Plan, plan
     from rekindle.projection.receipt import Receipt
@@ -53,7 +53,7 @@ _HOME = {
     "Plan": "projection.planning",
     "Receipt": "projection.receipt",
     "ReinitStats": "projection.reinitializer",
-    "Schedule": "monitoring.triggers",
+    "Schedule": "monitoring.schedules",
     "Thresholds": "diagnosis.verdict",
     "attach": "integrations.attaching",
     "fire": "projection.firing",

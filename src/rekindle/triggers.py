@@ -1,5 +1,6 @@
 """The public name of `rekindle.monitoring.triggers`."""
 
+from rekindle.monitoring.schedules import Firing, Schedule
 from rekindle.monitoring.triggers import (
     AllOf,
     AnyOf,
@@ -7,11 +8,9 @@ from rekindle.monitoring.triggers import (
     DfIAbove,
     DormancyAbove,
     Every,
-    Firing,
     GradientVanished,
     Plateau,
     RankBelow,
-    Schedule,
     Trigger,
     VerdictIs,
 )

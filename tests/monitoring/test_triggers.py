@@ -2,6 +2,7 @@
 
 import copy
 import math
+import warnings
 from typing import Any
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 from torch import nn
 
 from rekindle.diagnosis.examination import health
+from rekindle.monitoring.monitor import Monitor
+from rekindle.monitoring.schedules import Firing, Schedule
 from rekindle.monitoring.triggers import (
     AllOf,
     AnyOf,
@@ -16,11 +19,9 @@ from rekindle.monitoring.triggers import (
     DfIAbove,
     DormancyAbove,
     Every,
-    Firing,
     GradientVanished,
     Plateau,
     RankBelow,
-    Schedule,
     Trigger,
     VerdictIs,
 )
@@ -219,3 +220,51 @@ def test_errors_speak_of_the_argument() -> None:
     ]:
         with pytest.raises(ValueError, match=words):
             make()
+
+
+class TestMetricsOfASchedule:
+    @staticmethod
+    def method(model: nn.Module, optimizer: Any = None, **_: Any) -> Receipt:
+        return Receipt("nothing")
+
+    def test_a_metric_that_is_not_there_is_warned_of_once(self) -> None:
+        model = nn.Linear(2, 2)
+        schedule = Schedule(self.method, AnyOf(Every(9), DormancyAbove(0.5), Plateau(3)))
+        with pytest.warns(UserWarning, match=r"reads 'dormant', which is not among the metrics given \(loss\)"):
+            schedule.step(model, None, {"loss": 1.0})
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            schedule.step(model, None, {"loss": 1.0})
+            Schedule(self.method, Every(1)).step(model, None, {})
+            Schedule(self.method, AtBoundary()).step(model, None, {"task": 1})
+
+    @pytest.mark.parametrize("key", ["dormant", "health/dormant"])
+    @pytest.mark.parametrize("given", ["dormant", "health/dormant"])
+    def test_names_of_sinks_and_of_triggers_are_the_same(self, key: str, given: str) -> None:
+        schedule = Schedule(self.method, DormancyAbove(0.5, key=key))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert schedule.step(nn.Linear(2, 2), None, {given: 0.6}) is not None
+
+    def test_a_monitor_is_asked_for_each_sample_once(self) -> None:
+        net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+        with torch.no_grad():
+            net[0].bias.fill_(-100.0)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        schedule = Schedule(self.method, DormancyAbove(0.5))
+        with Monitor(net, optimizer, every=2) as monitor:
+            fired = []
+            for _ in range(6):
+                optimizer.zero_grad()
+                net(torch.ones(3, 4)).mean().backward()
+                optimizer.step()
+                fired.append(schedule.step(net, optimizer, monitor) is not None)
+        assert fired == [False, True] * 3
+        assert schedule.trigger.step == 6
+        assert monitor.last is not None
+        assert Schedule(self.method, DormancyAbove(0.5)).step(net, None, monitor.last) is not None
+        assert Schedule(self.method, DormancyAbove(0.5)).step(net, None, monitor.last.health) is not None
+
+    def test_anything_else_is_an_error_that_says_what_to_pass(self) -> None:
+        with pytest.raises(TypeError, match="metrics is a dict, a Health"):
+            Schedule(self.method, Every(1)).step(nn.Linear(2, 2), None, 0.5)  # type: ignore[arg-type]

@@ -24,7 +24,8 @@ from rekindle.integrations.mirroring import Mirror, Mirrors
 from rekindle.integrations.rounds import Rounds
 from rekindle.monitoring.guard import Guard
 from rekindle.monitoring.monitor import Monitor
-from rekindle.monitoring.triggers import Firing, Schedule, Trigger
+from rekindle.monitoring.schedules import Firing, Schedule
+from rekindle.monitoring.triggers import Trigger
 from rekindle.optimizers import unwrap
 from rekindle.projection.receipt import Batch, Loss, Method, Receipt
 

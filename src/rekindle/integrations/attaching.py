@@ -23,7 +23,7 @@ from typing import Any
 from torch import nn
 
 from rekindle.integrations.application import Application, Log
-from rekindle.monitoring.triggers import Schedule
+from rekindle.monitoring.schedules import Schedule
 from rekindle.projection.receipt import Method, Receipt
 
 

@@ -1,7 +1,8 @@
 """When a method is applied: triggers that look at metrics and say why they fired, and the Schedule that obeys them.
 
 A trigger is called once a step with a mapping of metrics (a Health's `flat()`, a training loop's own numbers, or
-both) and answers with the reason, or None. A metric that is not there was not measured and fires nothing.
+both) and answers with the reason, or None. A metric that is not there was not measured and fires nothing. Names are
+those of `Health.flat()`, with or without the prefix "health/" that a monitor's sinks show.
 
 >>> trigger = AnyOf(Every(3), DormancyAbove(0.5))
 >>> [trigger({"dormant": share}) for share in (0.1, 0.7, 0.1)]
@@ -12,19 +13,22 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
-
-from torch import nn
+from collections.abc import Mapping
+from typing import Any, Protocol, runtime_checkable
 
 from rekindle.diagnosis.verdict import LEVELS
 
-if TYPE_CHECKING:
-    from rekindle.diagnosis.examination import Health
-    from rekindle.projection.receipt import Batch, Loss, Method, Receipt
-
 Metrics = Mapping[str, Any]
+PREFIX = "health/"  # what a Monitor's sinks put before the names
+
+
+@runtime_checkable
+class Flat(Protocol):
+    """A Health or a monitor's Sample: its numbers as one flat dict."""
+
+    def flat(self) -> dict[str, float]:
+        """The numbers by name."""
+        ...
 
 
 class Trigger(ABC):
@@ -45,9 +49,9 @@ class Trigger(ABC):
         self.step, self.firings = 0, 0
         self._last: int | None = None
 
-    def __call__(self, metrics: Metrics | Health) -> str | None:
+    def __call__(self, metrics: Metrics | Flat) -> str | None:
         """One step: the reason if it fires, else None."""
-        reason = self.consider(_flat(metrics))
+        reason = self.consider(flat(metrics))
         if reason is not None:
             self.fire()
         return reason
@@ -68,6 +72,10 @@ class Trigger(ABC):
     @abstractmethod
     def look(self, metrics: Metrics) -> str | None:
         """The reason to fire now, or None."""
+
+    def reads(self) -> list[tuple[str, ...]]:
+        """The metrics that it needs to fire; where one of several names will do, they stand together."""
+        return []
 
     def commit(self) -> None:
         """Start anew after a firing; most triggers have nothing to do."""
@@ -106,6 +114,10 @@ class AtBoundary(Trigger):
     def __init__(self, *, cooldown: int = 0, most: int | None = None) -> None:
         super().__init__(cooldown=cooldown, most=most)
         self.task: Any = None
+
+    def reads(self) -> list[tuple[str, ...]]:
+        """Either of the two."""
+        return [("task", "boundary")]
 
     def look(self, metrics: Metrics) -> str | None:
         """True boundary, or another task than before."""
@@ -163,6 +175,10 @@ class Plateau(Trigger):
         self.best: float | None = None
         self.waited = 0
 
+    def reads(self) -> list[tuple[str, ...]]:
+        """Its key."""
+        return [(self.key,)]
+
     def look(self, metrics: Metrics) -> str | None:
         """Count looks since the best value."""
         value = _number(metrics, self.key)
@@ -193,6 +209,10 @@ class _Threshold(Trigger):
     def __init__(self, threshold: float, *, key: str, cooldown: int = 0, most: int | None = None) -> None:
         super().__init__(cooldown=cooldown, most=most)
         self.threshold, self.key = threshold, key
+
+    def reads(self) -> list[tuple[str, ...]]:
+        """Its key."""
+        return [(self.key,)]
 
     def look(self, metrics: Metrics) -> str | None:
         """Whether the metric is past the threshold."""
@@ -269,6 +289,10 @@ class VerdictIs(Trigger):
             raise ValueError(f"level is one of {LEVELS}, got {level!r}")
         self.level = level
 
+    def reads(self) -> list[tuple[str, ...]]:
+        """The verdict's number."""
+        return [("verdict",)]
+
     def look(self, metrics: Metrics) -> str | None:
         """Compare the level's number."""
         value = _number(metrics, "verdict")
@@ -286,6 +310,10 @@ class _Joined(Trigger):
             raise ValueError(f"{type(self).__name__} needs at least one trigger")
         self.triggers = triggers
         self._spoke: list[Trigger] = []
+
+    def reads(self) -> list[tuple[str, ...]]:
+        """What its members read."""
+        return list(dict.fromkeys(key for trigger in self.triggers for key in trigger.reads()))
 
     def _reasons(self, metrics: Metrics) -> list[str]:
         found = [(trigger, trigger.consider(metrics)) for trigger in self.triggers]
@@ -336,67 +364,31 @@ class AllOf(_Joined):
         return " and ".join(reasons) if len(reasons) == len(self.triggers) else None
 
 
-@dataclass(frozen=True)
-class Firing:
-    """When a schedule applied its method, and why."""
+def flat(metrics: Metrics | Flat) -> Metrics:
+    """Metrics as a flat mapping, whatever they came as.
 
-    step: int
-    reason: str
-
-
-class Schedule:
-    """A method, applied where a trigger says so.
-
-    >>> from rekindle.projection.receipt import Receipt
-    >>> schedule = Schedule(lambda model, optimizer=None, **more: Receipt("nothing"), Every(2))
-    >>> [schedule.step(nn.Linear(1, 1), None, {}) is not None for _ in range(4)]
-    [False, True, False, True]
-    >>> schedule.firings[0]
-    Firing(step=2, reason='every 2 steps')
+    >>> flat({"loss": 1.0})
+    {'loss': 1.0}
     """
-
-    def __init__(self, method: Method, trigger: Trigger) -> None:
-        self.method, self.trigger = method, trigger
-        self.firings: list[Firing] = []
-
-    def step(
-        self,
-        model: nn.Module,
-        optimizer: Any,
-        metrics: Metrics | Health,
-        *,
-        batches: Iterable[Batch] | None = None,
-        loss: Loss | None = None,
-    ) -> Receipt | None:
-        """Ask the trigger once; if it fires, apply the method and give its receipt."""
-        reason = self.trigger.consider(_flat(metrics))
-        if reason is None:
-            return None
-        receipt = self.method(model, optimizer, batches=batches, loss=loss)
-        # Only now: a method that refused has not been applied.
-        self.trigger.fire()
-        self.firings.append(Firing(self.trigger.step, reason))
-        return receipt
-
-    def state_dict(self) -> dict[str, Any]:
-        """The trigger's state, the firings, and the method's own state if it has one."""
-        state: dict[str, Any] = {"trigger": self.trigger.state_dict(), "firings": [asdict(f) for f in self.firings]}
-        if hasattr(self.method, "state_dict"):
-            state["method"] = self.method.state_dict()
-        return state
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state."""
-        self.trigger.load_state_dict(state["trigger"])
-        self.firings = [Firing(**each) for each in state["firings"]]
-        if "method" in state and hasattr(self.method, "load_state_dict"):
-            self.method.load_state_dict(state["method"])
+    if isinstance(metrics, Mapping):
+        return metrics
+    if isinstance(metrics, Flat):
+        return metrics.flat()
+    raise TypeError(
+        f"metrics is a dict, a Health, a Sample or (for a Schedule) a Monitor, got {type(metrics).__name__}"
+    )
 
 
-def _flat(metrics: Metrics | Health) -> Metrics:
-    return metrics if isinstance(metrics, Mapping) else metrics.flat()
+def name_in(metrics: Metrics, key: str) -> str | None:
+    """The name under which a metric is there: its own, or that with or without the sinks' prefix "health/".
+
+    >>> name_in({"health/dormant": 0.1}, "dormant"), name_in({"dormant": 0.1}, "health/dormant")
+    ('health/dormant', 'dormant')
+    """
+    return next((name for name in (key, PREFIX + key, key.removeprefix(PREFIX)) if name in metrics), None)
 
 
 def _number(metrics: Metrics, key: str) -> float | None:
-    value = metrics.get(key)
+    name = name_in(metrics, key)
+    value = None if name is None else metrics[name]
     return None if value is None else float(value)

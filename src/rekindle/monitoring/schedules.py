@@ -1,0 +1,103 @@
+"""A schedule: a method that is applied to a model where a trigger says so."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from rekindle.monitoring.monitor import Monitor
+from rekindle.monitoring.triggers import Flat, Metrics, Trigger, flat, name_in
+
+if TYPE_CHECKING:
+    from rekindle.projection.receipt import Batch, Loss, Method, Receipt
+
+
+@dataclass(frozen=True)
+class Firing:
+    """When a schedule applied its method, and why."""
+
+    step: int
+    reason: str
+
+
+class Schedule:
+    """A method, applied where a trigger says so.
+
+    >>> from rekindle.monitoring.triggers import Every
+    >>> from rekindle.projection.receipt import Receipt
+    >>> schedule = Schedule(lambda model, optimizer=None, **more: Receipt("nothing"), Every(2))
+    >>> [schedule.step(nn.Linear(1, 1), None, {}) is not None for _ in range(4)]
+    [False, True, False, True]
+    >>> schedule.firings[0]
+    Firing(step=2, reason='every 2 steps')
+    """
+
+    def __init__(self, method: Method, trigger: Trigger) -> None:
+        self.method, self.trigger = method, trigger
+        self.firings: list[Firing] = []
+        self._sample: Any = None
+        self._missing = dict.fromkeys(trigger.reads(), True)  # not seen yet, and nothing said about it
+
+    def step(
+        self,
+        model: nn.Module,
+        optimizer: Any,
+        metrics: Metrics | Flat | Monitor,
+        *,
+        batches: Iterable[Batch] | None = None,
+        loss: Loss | None = None,
+    ) -> Receipt | None:
+        """Ask the trigger once; if it fires, apply the method and give its receipt.
+
+        metrics: a dict, a Health, a monitor's sample, or the Monitor itself, of which each sample is looked at once.
+        """
+        given = self._given(metrics)
+        if given is not None:
+            self._warn_of_missing(given)
+        reason = self.trigger.consider(given or {})
+        if reason is None:
+            return None
+        receipt = self.method(model, optimizer, batches=batches, loss=loss)
+        # Only now: a method that refused has not been applied.
+        self.trigger.fire()
+        self.firings.append(Firing(self.trigger.step, reason))
+        return receipt
+
+    def _given(self, metrics: Metrics | Flat | Monitor) -> Metrics | None:
+        """The numbers of now; None where a monitor has taken no sample since the last look."""
+        if not isinstance(metrics, Monitor):
+            return flat(metrics)
+        if metrics.last is None or metrics.last is self._sample:
+            return None
+        self._sample = metrics.last
+        return metrics.last.flat()
+
+    def _warn_of_missing(self, metrics: Metrics) -> None:
+        for names in [names for names, open_ in self._missing.items() if open_]:
+            self._missing[names] = False
+            if all(name_in(metrics, name) is None for name in names):
+                there = ", ".join(map(str, list(metrics)[:12])) or "none"
+                warnings.warn(
+                    f"{type(self.trigger).__name__} reads {' or '.join(map(repr, names))}, which is not among the "
+                    f"metrics given ({there}): it can fire only on steps where it is",
+                    UserWarning,
+                    stacklevel=3,
+                )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The trigger's state, the firings, and the method's own state if it has one."""
+        state: dict[str, Any] = {"trigger": self.trigger.state_dict(), "firings": [asdict(f) for f in self.firings]}
+        if hasattr(self.method, "state_dict"):
+            state["method"] = self.method.state_dict()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved state."""
+        self.trigger.load_state_dict(state["trigger"])
+        self.firings = [Firing(**each) for each in state["firings"]]
+        if "method" in state and hasattr(self.method, "load_state_dict"):
+            self.method.load_state_dict(state["method"])
