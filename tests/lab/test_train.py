@@ -83,7 +83,7 @@ def test_the_loop_is_a_plain_training_loop() -> None:
     for index, task in enumerate(stream):
         assert isinstance(task.train, Examples)
         if index:
-            fire(model, targets=["auto", "head"])
+            fire(model)
         adam = torch.optim.Adam(model.parameters(), lr=1e-2, fused=True)
         order = generator(3, "order", index)
         right, total, losses = 0, 0, []
@@ -119,7 +119,7 @@ def test_rows_can_be_written_as_json_and_say_what_was_run() -> None:
     assert set(found[2]["health"]) >= {"dormant", "effective_rank", "dfi", "norm"}
     assert 0 <= found[2]["health"]["dormant"] <= 1 and found[2]["health"]["norm"] > 0
     remedy = found[2]["remedy"]
-    assert remedy["changed"] == 3 and remedy["seconds"] > 0 and remedy["function_drift"] > 0
+    assert remedy["changed"] == 2 and remedy["seconds"] > 0 and remedy["function_drift"] > 0
     assert found[1]["remedy"] is None and found[1]["old_accuracy"] is None and found[2]["old_accuracy"] is not None
     assert remedy["accuracy_before"] == found[1]["train_accuracy"]
     assert found[2]["old_accuracy_start"] == remedy["old_accuracy_after"]

@@ -19,8 +19,9 @@ from rekindle.lab.settings import Setting
 Factory = Callable[..., Any]
 F = TypeVar("F", bound=Factory)
 
-# What touches weight matrices block by block takes the setting's targets, so that all touch the same ones.
+# What touches weight matrices block by block: these leave the output layer alone unless targets say otherwise.
 _MATRIX = ("FIRE", "RandomIsometry", "Rescale", "FreshAtNorm", "SingularClip")
+_HEADS = ["auto", "head"]
 
 
 @dataclass(frozen=True)
@@ -69,10 +70,17 @@ class Arm:
 
     def within(self, setting: Setting) -> Arm:
         """The arm with the options that the setting has for it; the arm's own options win."""
-        options = {**setting.coefficients.get(self.name, {}), **self.options}
-        if self.method in _MATRIX:
-            options.setdefault("targets", setting.matrices())
-        return replace(self, options=options)
+        return replace(self, options={**setting.coefficients.get(self.name, {}), **self.options})
+
+    def with_heads(self) -> Arm:
+        """The same with the output layer among the targets, named `NAME-heads`.
+
+        >>> ARMS["random-isometry"].with_heads().options
+        {'targets': ['auto', 'head']}
+        """
+        if self.method not in _MATRIX or "targets" in self.options:
+            raise ValueError(f"arm {self.name!r} has no {self.name}-heads: only matrix methods without targets have")
+        return replace(self, name=f"{self.name}-heads", options={**self.options, "targets": _HEADS})
 
     def build(self) -> Any:
         """The method, new; None for an arm that does nothing."""
@@ -112,6 +120,42 @@ class Arm:
 
 
 _own: dict[str, Factory] = {}
+_RENAMED = {"fire-no-head": "fire"}
+
+
+def stored_form(arm: Arm) -> dict[str, Any]:
+    """The fields by which runs of an arm are found; those of before `fire` left the output layer alone, as then.
+
+    What is `fire-heads` now was called `fire`, and `fire` now was `fire-no-head`: their runs stay valid.
+    """
+    fields = arm.to_dict()
+    del fields["tuning"], fields["about"]
+    if arm.method in _MATRIX:
+        if arm.options.get("targets") == _HEADS:
+            fields["name"] = arm.name.removesuffix("-heads")
+        elif arm.name == "fire" and "targets" not in arm.options:
+            fields |= {"name": "fire-no-head", "options": {**arm.options, "targets": "auto"}}
+    return fields
+
+
+def from_stored(arm: Mapping[str, Any], setting: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of an arm as a study or run of an earlier version wrote them, under its present name.
+
+    Until then the setting said whether the output layer was among the targets (`heads`).
+
+    >>> from_stored({"name": "fire", "method": "FIRE", "options": {}}, {"heads": True})["name"]
+    'fire-heads'
+    >>> from_stored({"name": "fire", "method": "FIRE", "options": {}}, {})["name"]
+    'fire'
+    """
+    fields = dict(arm)
+    options = dict(fields.get("options") or {})
+    if setting.get("heads") and setting.get("targets", "auto") == "auto" and fields.get("method") in _MATRIX:
+        if options.get("targets", _HEADS) == _HEADS:
+            fields |= {"name": f"{fields['name']}-heads", "options": {**options, "targets": _HEADS}}
+        elif fields["name"] == "fire-no-head":
+            fields |= {"name": "fire", "options": {n: each for n, each in options.items() if n != "targets"}}
+    return fields
 
 
 def factory(name: str) -> Factory:
@@ -154,7 +198,7 @@ def register(name: str, **fields: Any) -> Callable[[F], F]:
 
 
 def arms(names: str | Arm | Iterable[str | Arm]) -> list[Arm]:
-    """The arms that these names mean, groups spread out, each once.
+    """The arms that these names mean, groups spread out, each once; NAME-heads takes the output layer along.
 
     >>> [arm.name for arm in arms(["nothing", "solvers"])]
     ['nothing', 'fire', 'fire-10', 'fire-5']
@@ -166,6 +210,10 @@ def arms(names: str | Arm | Iterable[str | Arm]) -> list[Arm]:
             continue
         inside = list(ARMS) if name == "all" else GROUPS.get(name, [name])
         for each in inside:
+            each = _RENAMED.get(each, each)
+            if each not in ARMS and each.endswith("-heads") and each.removesuffix("-heads") in ARMS:
+                found.setdefault(each, ARMS[each.removesuffix("-heads")].with_heads())
+                continue
             if each not in ARMS:
                 close = difflib.get_close_matches(each, [*ARMS, *GROUPS, "all"], 1)
                 hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join((*ARMS, *GROUPS, 'all'))}"
@@ -222,7 +270,7 @@ ARMS: dict[str, Arm] = {
         ),
         Arm("layer-norm-reset", "LayerNormReset", about="normalisation layers start again"),
         Arm("muon", optimizer="muon", optimizer_options={"lr": 1e-2}, tuning=(_HALF, {"lr": 0.25}, {"lr": 2.0})),
-        Arm("fire", "FIRE", tuning=(_HALF, *_options("scale", "nearest", "norm"))),
+        Arm("fire", "FIRE", tuning=(_HALF, *_options("scale", "nearest", "norm")), about="rekindle.fire as it is"),
         Arm("optimizer-reset", "OptimizerReset", about="the weights stay, the optimizer starts again"),
         Arm("rescale", "Rescale", about="the old directions at FIRE's norm"),
         Arm("random-isometry", "RandomIsometry", tuning=(_HALF, *_options("scale", "nearest", "norm"))),
@@ -238,7 +286,6 @@ ARMS: dict[str, Arm] = {
         Arm("fire-qk", "FIRE", {"targets": "attention.qk"}),
         Arm("fire-attention", "FIRE", {"targets": "attention"}),
         Arm("fire-mlp", "FIRE", {"targets": "mlp"}),
-        Arm("fire-no-head", "FIRE", {"targets": "auto"}),
         Arm("fire-all", "FIRE", {"targets": "all"}, about="embeddings too"),
         Arm("fire-state-fresh", "FIRE", {"optimizer_state": "fresh"}),
         Arm("fire-state-moments", "FIRE", {"optimizer_state": "moments"}),
@@ -247,12 +294,14 @@ ARMS: dict[str, Arm] = {
     )
 }
 
+ARMS["fire-heads"] = replace(ARMS["fire"].with_heads(), about="the output layer too")
+
 GROUPS: dict[str, list[str]] = {
     "main": ["nothing", "full-reset", "shrink-perturb", "dash", "redo", "l2-init", "fire"],
     "controls": ["optimizer-reset", "rescale", "random-isometry", "fresh-at-norm", "head-reset"],
     "solvers": ["fire", "fire-10", "fire-5"],
     "scales": ["fire", "fire-nearest", "fire-norm", "fire-init"],
-    "targets": ["fire", "fire-no-head", "fire-qk", "fire-attention", "fire-mlp", "fire-all"],
+    "targets": ["fire", "fire-heads", "fire-qk", "fire-attention", "fire-mlp", "fire-all"],
     "states": ["fire-state-fresh", "fire-state-moments", "fire-state-step", "fire-state-none"],
     "nearness": ["nothing", "fire", "random-isometry", "fire-nearest", "random-isometry-nearest", "full-reset"],
     "continuous": [

@@ -190,6 +190,22 @@ def coefficients(stream: str, network: str) -> dict[str, dict[str, Any]]:
     return found
 
 
+_MATRIX_ARMS = (
+    *("fire", "fire-10", "fire-5", "fire-nearest", "fire-norm", "fire-init", "fire-half"),
+    *("random-isometry", "random-isometry-nearest", "rescale", "fresh-at-norm"),
+    *("fire-state-fresh", "fire-state-moments", "fire-state-step", "fire-state-none"),
+)
+
+
+def touching(targets: list[str]) -> dict[str, dict[str, Any]]:
+    """Coefficients by which FIRE and its controls all touch the same matrices.
+
+    >>> touching(["attention.qk"])["rescale"]
+    {'targets': ['attention.qk']}
+    """
+    return {name: {"targets": targets} for name in _MATRIX_ARMS}
+
+
 def _paper() -> list[Fields]:
     vision = [
         _setting(
@@ -198,13 +214,12 @@ def _paper() -> list[Fields]:
             network,
             {"data": _DATA[network], **_LENGTH[stream]},
             batch=256,
-            # Of a ViT the paper projects the queries and keys, of the others every layer.
-            targets="attention.qk" if network == "vit" else "auto",
-            heads=network != "vit",
             last=1,
             evaluate=10_000,
             spare_first=stream == "warm-start",
-            coefficients=coefficients(stream, network),
+            # Of a ViT the paper projects the queries and keys, of the others every layer.
+            coefficients=coefficients(stream, network)
+            | touching(["attention.qk"] if network == "vit" else ["auto", "head"]),
             about=f"the paper's {stream} on {_DATA[network]}",
             **_VISION,
         )
@@ -228,8 +243,7 @@ def _paper() -> list[Fields]:
         clip=1.0,
         warmup=0.02,
         schedule="cosine",
-        targets="paper-gpt",
-        heads=False,
+        coefficients=touching(["paper-gpt"]),
         headline="test_loss",
         last=1,
         replay=1.0,

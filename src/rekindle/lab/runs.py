@@ -24,7 +24,7 @@ import torch
 
 import rekindle
 from rekindle.lab import networks, streams
-from rekindle.lab.arms import Arm, factory
+from rekindle.lab.arms import Arm, factory, from_stored, stored_form
 from rekindle.lab.settings import Setting, read_source, source_hash
 
 FORMAT = 1  # of the rows; results of another format are other results
@@ -53,7 +53,7 @@ class Run:
     @cached_property
     def identity(self) -> str:
         """A hash of the configuration that the results depend on, the content of the user's file included."""
-        return _hash({**self.first_task(), "arm": _effective(self.arm.within(self.setting))})
+        return _hash({**self.first_task(), "arm": stored_form(self.arm.within(self.setting))})
 
     @cached_property
     def code(self) -> str:
@@ -66,7 +66,8 @@ class Run:
 
     def first_task(self) -> dict[str, Any]:
         """What the first task depends on for an arm that acts at boundaries only."""
-        setting = self.setting.to_dict()
+        # `targets` and `heads` were fields once: what was run then is still the same.
+        setting = self.setting.to_dict() | {"targets": "auto", "heads": True}
         del setting["coefficients"], setting["about"]  # those of this arm are in its options
         if not setting["spare_first"]:
             del setting["spare_first"]  # came later: what was run before it is still the same
@@ -102,7 +103,8 @@ class Run:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Run:
         """A run from what `to_dict` gave."""
-        return cls(Setting.from_dict(data["setting"]), Arm.from_dict(data["arm"]), int(data["seed"]))
+        arm = Arm.from_dict(from_stored(data["arm"], data["setting"]))
+        return cls(Setting.from_dict(data["setting"]), arm, int(data["seed"]))
 
 
 class FirstTask:
@@ -142,13 +144,6 @@ class FirstTask:
         except BaseException:
             Path(beside).unlink(missing_ok=True)
             raise
-
-
-def _effective(arm: Arm) -> dict[str, Any]:
-    """What of an arm decides results; targets that a setting fills in are among its options."""
-    fields = arm.to_dict()
-    del fields["tuning"], fields["about"]
-    return fields
 
 
 def _hash(value: Any) -> str:

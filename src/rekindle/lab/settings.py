@@ -30,8 +30,6 @@ class Setting:
     recalibrate: BatchNorm statistics are estimated anew at every boundary, for every arm alike.
     spare_first: remedies that act while training (losses, steps, epochs) begin with the second task, as in the
         paper's warm start, so that all arms share the first.
-    targets, heads: which matrices the matrix methods (FIRE and its controls) touch, so that all touch the same;
-        `heads` adds the output layer.
     headline: the metric that arms are compared by, averaged over the `last` tasks.
     replay: the share of every earlier task's data that is mixed into each task.
     evaluate: how many rows an evaluation looks at, at most.
@@ -58,8 +56,6 @@ class Setting:
     new_optimizer: bool = True
     recalibrate: bool = False
     spare_first: bool = False
-    targets: str | list[str] = "auto"
-    heads: bool = True
     headline: str = "online_accuracy"
     last: int = 3
     replay: float = 0.0
@@ -86,11 +82,6 @@ class Setting:
         """Whether less is better: the headline is a loss."""
         return self.headline.endswith("loss")
 
-    def matrices(self) -> list[str]:
-        """What the matrix methods take as `targets`."""
-        asked = [self.targets] if isinstance(self.targets, str) else list(self.targets)
-        return [*asked, "head"] if self.heads else asked
-
     def make_stream(self, seed: int) -> Stream:
         """The stream that a run of this seed sees."""
         made = streams.stream(self.stream, derive(seed, "stream"), **self.stream_options)
@@ -109,7 +100,16 @@ class Setting:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Setting:
-        """A setting from what `to_dict` gave, or from a study's file."""
+        """A setting from what `to_dict` gave, or from a study's file.
+
+        `targets` and `heads`, which settings had once, become options of the matrix methods.
+        """
+        data = dict(data)
+        targets, heads = data.pop("targets", "auto"), data.pop("heads", True)
+        if (targets, heads) != ("auto", True):
+            listed = [targets] if isinstance(targets, str) else list(targets)
+            own = protocols.touching([*listed, "head"] if heads else listed)
+            data["coefficients"] = {**own, **data.get("coefficients", {})}
         known = {f.name for f in fields(cls)}
         for name in data:
             if name not in known:

@@ -19,7 +19,7 @@ from typing import Any
 
 from rekindle.extras import install
 from rekindle.lab import tuning
-from rekindle.lab.arms import ARMS, Arm, arms
+from rekindle.lab.arms import ARMS, Arm, arms, from_stored
 from rekindle.lab.execution import Event, Execution, Outcome, Watcher, described
 from rekindle.lab.execution.local import TARGET, Executor, Pool
 from rekindle.lab.execution.store import Store
@@ -233,7 +233,9 @@ class Study:
         settings = [_setting(each, source) for each in _listed(data.get("settings", []))]
         if not settings:
             raise ValueError('a study needs settings, e.g. settings: ["random-labels"]')
-        chosen = [_arm(each) for each in _listed(data.get("arms", data.get("methods", "main")))]
+        # Studies of before settings lost their field `heads` hold arms under other names.
+        older = next((each for each in _listed(data.get("settings", [])) if isinstance(each, Mapping)), {})
+        chosen = [_arm(each, older) for each in _listed(data.get("arms", data.get("methods", "main")))]
         name = data.get("name") or "-".join(setting.name.replace("/", "-") for setting in settings)
         where = folder if folder is not None else data.get("folder")
         return cls(
@@ -357,8 +359,8 @@ def _setting(value: Any, source: str | None) -> Setting:
     return made if source is None or made.source else replace(made, source=source)
 
 
-def _arm(value: Any) -> list[Arm]:
-    return arms(value) if isinstance(value, str) else [Arm.from_dict(value)]
+def _arm(value: Any, setting: Mapping[str, Any]) -> list[Arm]:
+    return arms(value) if isinstance(value, str) else [Arm.from_dict(from_stored(value, setting))]
 
 
 def _mlflow(folder: Path, name: str) -> MlflowSink:

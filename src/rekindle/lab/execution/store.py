@@ -23,6 +23,7 @@ from types import TracebackType
 from typing import Any, TypeAlias
 
 from rekindle.extras import install
+from rekindle.lab.arms import from_stored
 
 Row: TypeAlias = dict[str, Any]
 
@@ -274,7 +275,7 @@ def frame(records: Iterable[tuple[str, Record]]) -> Any:
     lines: list[dict[str, Any]] = []
     for identity, record in records:
         run = record.rows[0].get("run", {})
-        arm = run.get("arm", {})
+        arm = from_stored(run.get("arm", {}), run.get("setting", {}))
         head = {
             "setting": run.get("setting", {}).get("name"),
             "arm": arm.get("name"),
