@@ -149,6 +149,8 @@ class _Finder:
 
     def _found(self, place: Location, key: str, parameter: Tensor, original: bool) -> Found:
         refusal = unusable(parameter)
+        if original and is_sharded(parameter):
+            refusal = "parametrised and sharded (DTensor): remove the parametrisation before sharding"
         if refusal:
             return self._refused(place, key, parameter, refusal)
         weight = parametrized.read(place.owner, place.tensor) if original and not parameter.is_meta else parameter

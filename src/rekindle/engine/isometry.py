@@ -79,12 +79,17 @@ class Certificate:
 
 @dataclass(frozen=True)
 class Source:
-    """Matrices (count, out, in) that are read only when their turn comes, so that memory stays bounded."""
+    """Matrices (count, out, in) that are read only when their turn comes, so that memory stays bounded.
+
+    `numbers` are (source, matrix) that the seeds of its matrices come from: its place in the list unless told, so that
+    a part of a larger job is solved exactly as the whole job would solve it.
+    """
 
     shape: tuple[int, int, int]
     dtype: torch.dtype
     device: torch.device
     read: Callable[[], Tensor]
+    numbers: Sequence[tuple[int, int]] | None = None
 
 
 @dataclass(frozen=True)
@@ -243,7 +248,8 @@ def _solve_chunk(
 ) -> Iterator[tuple[int, Tensor, Certificate | None]]:
     """Solve sources of one shape: together if they fit into `room` matrices, else (one alone) slice by slice."""
     wides = [_wide(sources[i].read().detach()) for i in members]
-    seeds = [_seed(options.seed, i, j) for i in members for j in range(sources[i].shape[0])]
+    numbers = [sources[i].numbers or [(i, j) for j in range(sources[i].shape[0])] for i in members]
+    seeds = [_seed(options.seed, *number) for each in numbers for number in each]
     whole = wides[0] if len(wides) == 1 else torch.cat(wides)
     del wides
     if len(seeds) <= room:

@@ -11,6 +11,7 @@ import difflib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
@@ -26,7 +27,9 @@ from rekindle.projection.planning import plan as make_plan
 from rekindle.projection.recalibration import recalibrate as recalibrate_statistics
 from rekindle.projection.recalibration import training_layers
 from rekindle.projection.receipt import BlockRecord, Measuring, Meter, MethodError, Receipt, record
+from rekindle.projection.sharded import Numbers, ShardedFire
 from rekindle.projection.stores import LiveStore, Store
+from rekindle.sharding.wrappers import distributed, refuse_hidden, settle
 
 __all__ = ["LiveStore", "Store", "check_finite", "execute", "fire"]
 
@@ -87,22 +90,33 @@ def fire(
     meter = Meter()
     _check_call(model, planning)
     _check_options(strength, measure)
+    refuse_hidden(model)
+    settle(model)
     if plan is None:
         plan = make_plan(model, targets=targets, scale=scale, measure=False, trial=False, **planning)
     elif planning or targets != "auto" or scale != "paper":
         raise ValueError("plan= already holds targets, scale and the like: pass either the plan or those")
-    store = LiveStore(model, plan.selected, mirrors=mirrors, biases=biases)
     solving: dict[str, Any] = {"solver": solver, "tol": tol, "steps": steps, "complete": complete, "seed": seed}
-    plan, solved = _without_refused(plan, store, strength, solving)
-    optimizers.check(optimizer, store.parameters(entry.name for entry in plan.selected), optimizer_state)
+    team, spreads = distributed(model)
+    with team.together():
+        store = LiveStore(model, plan.selected, mirrors=mirrors, biases=biases)
+        plan, solved = _without_refused(plan, store, strength, solving)
+        optimizers.check(optimizer, store.parameters(entry.name for entry in plan.selected), optimizer_state)
+    carry_out: Callable[..., Receipt] = partial(execute, plan, store)
+    if spreads:
+        sharded = ShardedFire(team, plan, store.spreads(spreads), store.tensors(), _skipped(plan))
+        call = {**solving, "strength": strength, "biases": biases, "measure": measure}
+        sharded.check(check_finite, {**call, "optimizer_state": optimizer_state}, mirrored=bool(store.mirrors))
+        carry_out = partial(sharded.execute, execute, store)
     batches = None if batches is None else list(batches)
     before = None if batches is None else outputs(model, batches)
-    restore = _snapshot(model, optimizer, store, recalibrate is not None) if atomic else None
     watch = guard.watch(model, optimizer, also=store.mirrors) if guard is not None else None
+    settle(model)  # a forward pass leaves modules of FSDP2 unsharded
+    restore = _snapshot(model, optimizer, store, recalibrate is not None) if atomic else None
     receipt = Receipt("fire")
     try:
         try:
-            receipt = execute(plan, store, strength=strength, measure=measure, solved=solved, **solving)
+            receipt = carry_out(strength=strength, measure=measure, solved=solved, **solving)
         except MethodError as error:
             error.receipt = _finish(error.receipt, plan, store, optimizer, optimizer_state)
             raise
@@ -139,8 +153,11 @@ def execute(
     seed: int = 0,
     measure: Measuring = "cheap",
     solved: Mapping[tuple[str, Block], Solved] | None = None,
+    numbers: Mapping[tuple[str, Block], Numbers] | None = None,
 ) -> Receipt:
     """Carry out a plan on a store; the parameters are those of `fire`. `solved` holds blocks that are solved already.
+
+    numbers: (key, block) → (block, matrix) of the whole job for each matrix, where this plan is a part of a larger one.
 
     >>> from rekindle.projection.planning import plan
     >>> model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
@@ -168,7 +185,7 @@ def execute(
         )
 
     open_ = [index for index, (entry, block) in enumerate(work) if (entry.name, block) not in known]
-    solutions = _solutions(store, [work[index] for index in open_], solving)  # reads and checks every weight
+    solutions = _solutions(store, [work[index] for index in open_], solving, numbers)  # reads and checks every weight
     try:
         for index, (entry, block) in enumerate(work):
             if (entry.name, block) in known:
@@ -185,7 +202,10 @@ def execute(
 
 
 def _solutions(
-    store: Store, work: Sequence[tuple[Entry, Block]], solving: Mapping[str, Any]
+    store: Store,
+    work: Sequence[tuple[Entry, Block]],
+    solving: Mapping[str, Any],
+    numbers: Mapping[tuple[str, Block], Numbers] | None = None,
 ) -> Iterator[tuple[int, Solved]]:
     """The polar factors of these blocks as they come, all weights checked before the first of them."""
     exact = solving["solver"] in ("auto", "svd")  # the others promise no tolerance
@@ -197,7 +217,9 @@ def _solutions(
             check_finite(entry.name, weight)
         turned.append(_turned(block, weight))
         shape = (block.count, block.out, block.in_)
-        sources.append(Source(shape, weight.dtype, weight.device, _reader(store, entry, block, turned[-1])))
+        drawn = numbers.get((entry.key, block)) if numbers else None
+        read = _reader(store, entry, block, turned[-1])
+        sources.append(Source(shape, weight.dtype, weight.device, read, drawn))
     del weight
 
     def found() -> Iterator[tuple[int, Solved]]:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,11 @@ from rekindle.extras import install
 from rekindle.measures.spectra import gram, real
 from rekindle.projection.scales import Scale
 from rekindle.projection.targets import Choice, Targets, choose, describe, preset_layouts, terms
+from rekindle.sharding.assembly import Assembly, Item, inside
+from rekindle.sharding.spread import Spread
+from rekindle.sharding.team import Team
+from rekindle.sharding.units import Part
+from rekindle.sharding.wrappers import distributed
 
 if TYPE_CHECKING:
     import pandas
@@ -261,7 +266,7 @@ def plan(
     reference: nn.Module | Mapping[str, Tensor] | None = None,
     layouts: Mapping[str, Recipe] | None = None,
     measure: bool = True,
-    sharded: bool = False,
+    sharded: bool = True,
     trial: bool = True,
 ) -> Plan:
     """Decide, without changing anything, what becomes of every parameter of a model or state dict.
@@ -272,7 +277,8 @@ def plan(
     scale √(out/(in·taps)). Matrices whose norm is below `min_norm` stay (0 asks for them). `config` goes with a
     state dict: a transformers config or a model on the meta device. `reference` holds the initial weights for
     `scale="reference"`. `measure=False` leaves the DfI out. `layouts` states the layout of single weights by name.
-    `trial=False` does not try whether parametrised weights can hold their isometry.
+    `trial=False` does not try whether parametrised weights can hold their isometry. On a model with DTensor parameters
+    every process must make the call; `sharded=False` skips those parameters.
 
     >>> print(plan(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), measure=False).table(width=90))
     parameter  role   shape  matrices  scale  DfI now  action
@@ -289,15 +295,18 @@ def plan(
     if rule.rule == "reference" and reference is None:
         raise ValueError('scale="reference" needs reference=, the initial weights as a model or state dict')
     options: dict[str, Any] = {"conv": conv, "split_heads": split_heads, "heads": heads, "layouts": dict(layouts or {})}
-    found = _find(model, config, options, sharded)
-    stated = preset_layouts(found, targets)
-    if stated:
-        options["layouts"] = {**stated, **options["layouts"]}
+    team, spreads = distributed(model, copies=False) if isinstance(model, nn.Module) and sharded else (Team.solo(), {})
+    with team.together():
         found = _find(model, config, options, sharded)
-    choices = choose(found, targets, include=include, exclude=exclude)
+        stated = preset_layouts(found, targets)
+        if stated:
+            options["layouts"] = {**stated, **options["layouts"]}
+            found = _find(model, config, options, sharded)
+        choices = choose(found, targets, include=include, exclude=exclude)
     read = _reader(model)
+    looks = _looks(team, spreads, choices, read, rule, measure) if measure or min_norm > 0 else {}
     initial = None if reference is None else _by_name(reference)
-    entries = tuple(_entry(choice, rule, read, initial, min_norm, measure) for choice in choices)
+    entries = tuple(_entry(choice, rule, read, initial, min_norm, measure, looks) for choice in choices)
     drafted = Plan(entries, rule, describe(targets, include, exclude), min_norm, conv)
     if isinstance(model, nn.Module) and trial:
         entries = tuple(_tried(drafted, e, f, model) for e, f in zip(entries, found, strict=True))
@@ -307,6 +316,40 @@ def plan(
 
 
 Reader = Callable[[Found], Tensor | None]
+Look = tuple[Tensor, float | None, float | None]
+
+
+def _looks(
+    team: Team, spreads: Mapping[str, Spread], choices: Iterable[Choice], read: Reader, rule: Scale, measure: bool
+) -> dict[tuple[str, int], Look]:
+    """What `look` says of every chosen block of a sharded parameter, by (name, place of the block); collective."""
+    chosen = [choice for choice in choices if choice.reason is None and choice.found.key in spreads]
+    items = []
+    for choice in chosen:
+        weight = read(choice.found)
+        assert weight is not None
+        layouts = tuple(block.layout for block in choice.blocks)
+        items.append(Item(choice.found.name, weight, spreads[choice.found.key], layouts))
+    if not items:
+        return {}
+    assembly = Assembly(team, items)
+    norms = assembly.norms()
+    measured: dict[tuple[int, int], list[tuple[Part, Look]]] = {}
+    if measure:
+
+        def look_at(number: int, part: Part, box: Tensor) -> Look:
+            whole = chosen[number].blocks[part.block]
+            return look(inside(whole, part), box, rule.known(whole), True)
+
+        measured = assembly.measure(look_at)
+    found: dict[tuple[str, int], Look] = {}
+    for number, choice in enumerate(chosen):
+        for place in range(len(choice.blocks)):
+            parts = [result for _, result in measured.get((number, place), [])]
+            dfi = sum(part[1] or 0.0 for part in parts) if parts else None
+            free = sum(part[2] or 0.0 for part in parts) if parts else None
+            found[choice.found.name, place] = (norms[number][place], dfi, free)
+    return found
 
 
 def _find(model: Any, config: Any, options: dict[str, Any], sharded: bool) -> list[Found]:
@@ -351,7 +394,15 @@ def _computed(model: nn.Module, f: Found) -> tuple[nn.Module, str]:
     return place.owner, place.tensor
 
 
-def _entry(choice: Choice, rule: Scale, read: Reader, initial: Reader | None, min_norm: float, measure: bool) -> Entry:
+def _entry(
+    choice: Choice,
+    rule: Scale,
+    read: Reader,
+    initial: Reader | None,
+    min_norm: float,
+    measure: bool,
+    looks: Mapping[tuple[str, int], Look],
+) -> Entry:
     f = choice.found
     base = Entry(
         f.name,
@@ -378,8 +429,11 @@ def _entry(choice: Choice, rule: Scale, read: Reader, initial: Reader | None, mi
         scale = rule.known(block)
         dfi = free = None
         small = 0
-        if weight is not None and (measure or min_norm > 0):
-            norms, dfi, free = look(block, weight, scale, measure)
+        known = looks.get((f.name, i))
+        if known is None and weight is not None and (measure or min_norm > 0):
+            known = look(block, weight, scale, measure)
+        if known is not None:
+            norms, dfi, free = known
             small = int((norms < min_norm).sum())
             if small == block.count:
                 left = (*left, block.part)
@@ -457,6 +511,9 @@ def _references(f: Found, blocks: tuple[Block, ...], initial: Reader | None) -> 
     start = initial(f) if initial is not None else None
     if start is None:
         raise ValueError(f"{f.name}: the reference has no such weight; exclude it or choose another scale")
+    if is_sharded(start):
+        start = cast("Any", start).full_tensor()  # one parameter at a time
+        assert isinstance(start, Tensor)
     if tuple(start.shape) != f.shape:
         raise ValueError(f"{f.name} has shape {f.shape}, the reference has {tuple(start.shape)}")
     norms = [torch.linalg.vector_norm(b.read(start).double(), dim=(1, 2)).tolist() for b in blocks]

@@ -18,7 +18,10 @@ from torch.nn import Parameter
 from rekindle.blocks import parametrized
 from rekindle.blocks.finding import Block, find
 from rekindle.blocks.names import locate
+from rekindle.blocks.storage import is_sharded
 from rekindle.projection.planning import Entry
+from rekindle.sharding.spread import Spread
+from rekindle.sharding.wrappers import local
 
 
 class Store(Protocol):
@@ -135,7 +138,8 @@ class LiveStore:
         keys = {entry.name: entry.key for entry in entries}
         if not parameters.keys() >= set(keys.values()):
             # Planned on the bare model and carried out on a wrapped one, or the other way round.
-            keys |= {found.name: found.key for found in find(model) if found.name in keys}
+            keys |= {found.name: found.key for found in find(model, sharded=True) if found.name in keys}
+        self._keys = keys
         self._weights: dict[str, Weight] = {}
         for entry in entries:
             if keys[entry.name] not in parameters:
@@ -166,6 +170,27 @@ class LiveStore:
             copy.write(block, block.read(weight.read()))
         return None
 
+    def spreads(self, known: Mapping[str, Spread]) -> dict[str, Spread]:
+        """How the entries' weights lie over processes, by the entries' names; `known` is by parameter."""
+        return {name: known[key] for name, key in self._keys.items() if key in known and name in self._weights}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The parameters of the entries whose weight is one."""
+        plain = {name: weight for name, weight in self._weights.items() if not weight.computed}
+        return {name: getattr(weight.owner, weight.tensor) for name, weight in plain.items()}
+
+    def copy_to_mirrors(self, entry: Entry, pieces: Iterable[tuple[slice, ...]]) -> None:
+        """Give mirrors the parts of this rank's own shard that were written; a whole weight goes block by block."""
+        weight = self._weights[entry.name]
+        with torch.no_grad():
+            for copy in self._copies[entry.name]:
+                if not is_sharded(weight.read()):
+                    for block in entry.blocks:
+                        copy.write(block, block.read(weight.read()))
+                    continue
+                for piece in pieces:
+                    local(copy.read())[piece] = local(weight.read())[piece]
+
     def zero_biases(self, names: Iterable[str]) -> set[str]:
         """Zero the trainable biases of these entries, in the mirrors too; those of other blocks of a weight stay.
 
@@ -178,7 +203,7 @@ class LiveStore:
                     for each in (self._weights[name], *self._copies[name]):
                         bias = each.bias()
                         if bias is not None:
-                            bias[self._outputs[name]] = 0
+                            _zero(bias, self._outputs[name])
                             zeroed |= {key for key, parameter in self._parameters.items() if parameter is bias}
                     self.biases_zeroed += 1
         return zeroed
@@ -186,11 +211,14 @@ class LiveStore:
     def twice(self) -> dict[str, str]:
         """Entries whose memory an earlier entry has too, and the name of that one."""
         first: dict[int, str] = {}
+        shared: dict[str, str] = {}
         for name, weight in self._weights.items():
-            if not weight.computed:
-                first.setdefault(weight.read().data_ptr(), name)
-        owners = {name: first.get(weight.read().data_ptr(), name) for name, weight in self._weights.items()}
-        return {name: owner for name, owner in owners.items() if name != owner}
+            own = local(weight.read())
+            if weight.computed or not own.numel():  # an empty shard lies nowhere
+                continue
+            owner = first.setdefault(own.data_ptr(), name)
+            shared |= {name: owner} if owner != name else {}
+        return shared
 
     def trial(self, entry: Entry, value: Tensor) -> str | None:
         """Why a parametrised weight, here or in a mirror, could not hold this value; None if it can."""
@@ -248,15 +276,35 @@ class LiveStore:
             if key is None:
                 raise KeyError(f"mirror {number} ({type(mirror).__name__}) has no parameter {entry.name!r}")
             weight = _checked(Weight.at(mirror, key), entry, f"mirror {number}")
-            if weight.computed or weight.read().data_ptr() != self._weights[entry.name].read().data_ptr():
+            own = self._weights[entry.name]
+            _check_alike(entry.name, own, weight, f"mirror {number}")
+            if weight.computed or not _same_memory(weight.read(), own.read()):
                 copies.append(weight)
         return tuple(copies)
 
     def _mirror_keys(self, number: int) -> Mapping[str, str]:
         known: dict[int, Mapping[str, str]] = self.__dict__.setdefault("_mirror_names", {})
         if number not in known:
-            known[number] = {found.name: found.key for found in find(self.mirrors[number])}
+            known[number] = {found.name: found.key for found in find(self.mirrors[number], sharded=True)}
         return known[number]
+
+
+def _check_alike(name: str, own: Weight, other: Weight, where: str) -> None:
+    a, b = own.read(), other.read()
+    if is_sharded(a) != is_sharded(b) or (is_sharded(a) and Spread.of(a) != Spread.of(b)):
+        raise ValueError(f"{name!r} lies differently over processes in {where}: shard both networks the same way")
+
+
+def _zero(bias: Tensor, outputs: Any) -> None:
+    if not is_sharded(bias):
+        bias[outputs] = 0
+        return
+    chosen = torch.zeros(bias.shape, dtype=torch.bool)
+    chosen[outputs if isinstance(outputs, slice) else outputs.cpu()] = True
+    extents = Spread.of(bias).extents(torch.distributed.get_rank())[0]
+    own = local(bias)
+    mine = torch.cat([chosen[start:stop] for start, stop in extents] or [chosen[:0]]).to(own.device)
+    own.masked_fill_(mine, 0)
 
 
 def _checked(weight: Weight, entry: Entry, where: str) -> Weight:
@@ -296,7 +344,8 @@ def _sharing(weight: Weight, parameters: Mapping[str, Parameter]) -> dict[str, P
 
 def _same_memory(one: Tensor, other: Tensor) -> bool:
     try:
-        return one.data_ptr() == other.data_ptr()
+        mine, its = local(one), local(other)
+        return mine.numel() > 0 and mine.data_ptr() == its.data_ptr()  # an empty shard lies nowhere
     except RuntimeError:  # a tensor subclass without memory of its own
         return False
 

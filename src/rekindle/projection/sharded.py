@@ -1,0 +1,324 @@
+"""FIRE on a model that is spread over processes: the same plan, the same `execute`, on whole matrices at their owners.
+
+Every process calls `rekindle.fire` on its own part of the model. What can be checked is checked and agreed on before
+the first byte moves. Then each owner carries out the part of the plan that its boxes hold, with the store replaced by
+those boxes; results travel back to the shards, and records to every process.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rekindle.blocks.layouts import Block
+from rekindle.engine.isometry import Certificate
+from rekindle.projection.planning import Entry, Plan
+from rekindle.projection.receipt import BlockRecord, MethodError, Receipt, record
+from rekindle.sharding.assembly import Assembly, Item, Work, inside
+from rekindle.sharding.gram import factor
+from rekindle.sharding.owners import Parcel
+from rekindle.sharding.spread import Spread
+from rekindle.sharding.team import LostRank, Team
+from rekindle.sharding.units import interleaved
+from rekindle.sharding.wrappers import local
+
+Numbers = Sequence[tuple[int, int]]
+Execute = Callable[..., Receipt]
+_Key = tuple[int, tuple[int, ...]]  # the block's place among all of the plan, and which of its matrices
+
+
+class BoxStore:
+    """The weights of one lot: boxes of parameters, assembled on this rank. Keys are those of the lot's entries."""
+
+    def __init__(self, boxes: dict[str, Tensor]) -> None:
+        self._boxes = boxes
+
+    def read(self, entry: Entry) -> Tensor:
+        """The box."""
+        return self._boxes[entry.key]
+
+    def write(self, entry: Entry, block: Block, matrices: Tensor) -> None:
+        """Put the matrices of one block into the box."""
+        block.write(self._boxes[entry.key], matrices)
+
+
+@dataclass
+class _Lot:
+    """The plan of one lot: entries are boxes, their blocks the matrices inside."""
+
+    plan: Plan
+    store: BoxStore
+    numbers: dict[tuple[str, Block], Numbers]
+    keys: list[_Key]
+
+
+class ShardedFire:
+    """Carries out a plan on a team of processes; made by `fire` once the plan is known.
+
+    `blocks` counts the selected blocks of the whole plan, in order, as `execute` would number them.
+    """
+
+    def __init__(
+        self, team: Team, plan: Plan, spreads: dict[str, Spread], tensors: dict[str, Tensor], skipped: dict[str, str]
+    ) -> None:
+        self.team, self.plan, self.skipped = team, plan, skipped
+        self._first: dict[str, int] = {}
+        position = 0
+        for entry in plan.selected:
+            self._first[entry.name] = position
+            position += len(entry.blocks)
+        self.entries = [entry for entry in plan.selected if entry.name in spreads and not entry.parametrized]
+        names = {entry.name for entry in self.entries}
+        self.here = [entry for entry in plan.selected if entry.name not in names]
+        self._spreads, self._tensors = spreads, tensors
+
+    def check(
+        self, check_finite: Callable[[str, Tensor], None], settings: dict[str, Any], *, mirrored: bool = False
+    ) -> None:
+        """Everything that could go wrong, agreed on by all processes before the first byte moves."""
+        with self.team.together():
+            for entry in self.entries:
+                check_finite(entry.name, local(self._tensors[entry.name]))
+                if mirrored and entry.left and interleaved([block.layout for block in entry.blocks]):
+                    raise ValueError(f"{entry.name!r}: mirrors= cannot follow a part of an interleaved sharded weight")
+        self.team.same("call", sorted((key, str(value)) for key, value in settings.items()))
+        self.team.same("scale", [(e.name, e.scales, e.references) for e in self.entries])
+
+    def execute(
+        self, execute: Execute, store: Any, *, strength: float, measure: str, solved: Any = None, **solving: Any
+    ) -> Receipt:
+        """The receipt of the whole plan, on every process."""
+        gram = solving["solver"] == "auto" and measure != "full"
+        items = [
+            Item(e.name, self._tensors[e.name], self._spreads[e.name], tuple(block.layout for block in e.blocks))
+            for e in self.entries
+        ]
+        assembly = Assembly(self.team, items, gram=gram)
+        records: dict[_Key, BlockRecord] = {}
+        again: dict[tuple[int, int], int] = {}
+        notes: list[str] = []
+        written: set[tuple[int, int]] = set()
+        settings = {"targets": self.plan.targets, "scale": str(self.plan.scale), "strength": strength, **solving}
+
+        def treat(work: Work) -> None:
+            for number, parcel, gram_matrix in (each for each in work if each[1].gram):
+                made = self._by_gram(number, parcel, gram_matrix, strength, measure, solving)
+                if made is None:
+                    again[number, parcel.unit.parts[0].block] = 1
+                else:
+                    records[made[0]] = made[1]
+            lot = self._lot([each for each in work if not each[1].gram])
+            if not lot.keys:
+                return
+            try:
+                done = execute(lot.plan, lot.store, strength=strength, measure=measure, numbers=lot.numbers, **solving)
+            except MethodError as error:  # its receipt is of boxes that are thrown away
+                raise error.__cause__ if isinstance(error.__cause__, Exception) else error from None
+            records.update(zip(lot.keys, done.records, strict=True))
+            notes.extend(done.notes)
+
+        try:
+            for lot in assembly.run(treat):
+                written |= {(item, block) for item, blocks in lot for block in blocks}
+            refused = {key for each in self.team.gather(list(again)) for key in each}
+            written -= refused
+            if refused:
+                chosen = _only(refused, assembly)
+                for lot in assembly.run(treat, only=chosen, assembled=True):
+                    written |= {(item, block) for item, blocks in lot for block in blocks}
+            mine = None
+            with self.team.together():
+                if self.here:
+                    rest = replace(self.plan, entries=tuple(self.here))
+                    numbers = {(e.key, b): self._numbers(e, b) for e in self.here for b in e.blocks}
+                    mine = execute(
+                        rest, store, strength=strength, measure=measure, solved=solved, numbers=numbers, **solving
+                    )
+        except Exception as error:
+            if not written:
+                raise
+            done = [] if isinstance(error, LostRank) else self._gathered(records, notes)
+            receipt = self._receipt(done, notes, settings, None, only=written)
+            raise MethodError(f"stopped after {len(written)} of {self._blocks} blocks: {error}", receipt) from error
+        for number, entry in enumerate(self.entries):
+            store.copy_to_mirrors(entry, [piece.local for piece in assembly.pieces(number)])
+        return self._receipt(self._gathered(records, notes), notes, settings, mine)
+
+    @property
+    def _blocks(self) -> int:
+        return sum(len(entry.blocks) for entry in self.plan.selected)
+
+    def _numbers(self, entry: Entry, block: Block, matrices: Sequence[int] | None = None) -> Numbers:
+        place = self._first[entry.name] + entry.blocks.index(block)
+        return [(place, matrix) for matrix in (range(block.count) if matrices is None else matrices)]
+
+    def _lot(self, work: Work) -> _Lot:
+        boxes: dict[str, Tensor] = {}
+        numbers: dict[tuple[str, Block], Numbers] = {}
+        entries, keys = [], []
+        for count, (number, parcel, tensor) in enumerate(work):
+            entry = self.entries[number]
+            key = f"{entry.key} {count}"
+            boxes[key] = tensor
+            blocks = tuple(inside(entry.blocks[part.block], part) for part in parcel.unit.parts)
+            picked = [part.block for part in parcel.unit.parts]
+            references = tuple(
+                tuple(entry.references[part.block][i] for i in part.numbers) if entry.references else ()
+                for part in parcel.unit.parts
+            )
+            entries.append(
+                replace(
+                    entry,
+                    key=key,
+                    shape=parcel.unit.shape,
+                    blocks=blocks,
+                    scales=tuple(entry.scales[i] for i in picked),
+                    references=references if entry.references else (),
+                )
+            )
+            for part, block in zip(parcel.unit.parts, blocks, strict=True):
+                place = self._first[entry.name] + part.block
+                numbers[key, block] = [(place, matrix) for matrix in part.numbers]
+                keys.append((place, part.numbers))
+        return _Lot(replace(self.plan, entries=tuple(entries)), BoxStore(boxes), numbers, keys)
+
+    def _by_gram(
+        self, number: int, parcel: Parcel, gram: Tensor, strength: float, measure: Any, solving: dict[str, Any]
+    ) -> tuple[_Key, BlockRecord] | None:
+        """Replace the Gram matrix by what the rows are to be multiplied with; NaN turns the route down."""
+        entry = self.entries[number]
+        part = parcel.unit.parts[0]
+        block = entry.blocks[part.block]
+        found = factor(gram, solving["tol"])
+        if found is None or found.norm < self.plan.min_norm:
+            gram.fill_(math.nan)
+            return None
+        whole = [found.residual, found.norm, found.gram_norm, found.spectral_norm, found.nuclear]
+        residual, norm, gram_norm, spectral, nuclear = (torch.tensor([value], dtype=torch.float64) for value in whole)
+        count = torch.zeros(1, dtype=torch.int64)
+        certificate = Certificate(
+            residual, count + 1, count, torch.ones(1, dtype=torch.bool), norm, gram_norm, spectral, nuclear
+        )
+        scale = self.plan.scale_values(entry, block, norm=norm, nuclear=nuclear).double()
+        if float(scale.max()) > torch.finfo(entry.dtype).max:
+            raise ValueError(f"{entry.name!r} is {entry.dtype} and cannot hold a scale of {float(scale.max()):.3g}")
+        gram.copy_(found.factor).mul_(strength * float(scale))
+        gram.diagonal().add_(1 - strength)
+        root = torch.full((1,), math.sqrt(block.smaller), dtype=torch.float64)
+        nothing = torch.empty(0)
+        made = record(
+            entry.name,
+            block,
+            certificate,
+            scale,
+            strength=strength,
+            before=nothing,
+            factor_norm=root,
+            kept=torch.zeros(1, dtype=torch.bool),
+            stored=nothing,
+            written_exactly=True,
+            measuring=measure,
+        )
+        return (self._first[entry.name] + part.block, part.numbers), made
+
+    def _gathered(self, records: dict[_Key, BlockRecord], notes: list[str]) -> list[tuple[_Key, BlockRecord]]:
+        """The records of all processes, one per block; a parameter that several meshes hold counts once."""
+        both = self.team.gather((records, notes))
+        notes[:] = dict.fromkeys(note for _, each in both for note in each)
+        every: dict[_Key, BlockRecord] = {}
+        for each, _ in both:
+            for key, one in each.items():
+                every.setdefault(key, one)
+        return list(every.items())
+
+    def _receipt(
+        self,
+        found: list[tuple[_Key, BlockRecord]],
+        notes: list[str],
+        settings: dict[str, Any],
+        mine: Receipt | None,
+        only: set[tuple[int, int]] | None = None,
+    ) -> Receipt:
+        parts: dict[int, list[tuple[int, BlockRecord]]] = {}
+        for (place, numbers), one in found:
+            parts.setdefault(place, []).append((numbers[0], one))
+        if only is not None:
+            kept = {self._first[self.entries[item].name] + block for item, block in only}
+            parts = {place: each for place, each in parts.items() if place in kept}
+        merged = {place: _merged([one for _, one in sorted(each, key=lambda p: p[0])]) for place, each in parts.items()}
+        alone = mine.records if mine is not None else ()
+        for entry in self.here:
+            own = [one for one in alone if one.name == entry.name]
+            merged |= {self._first[entry.name] + i: one for i, one in enumerate(own)}
+        records = tuple(merged[place] for place in sorted(merged))
+        every = [*notes, *(mine.notes if mine is not None else ())]
+        settings = {**settings, "processes": self.team.size}
+        return Receipt("fire", records, self.skipped, settings, notes=tuple(dict.fromkeys(every)))
+
+
+def _only(refused: set[tuple[int, int]], assembly: Assembly) -> Callable[[Parcel], bool]:
+    return lambda parcel: (assembly.item(parcel), parcel.unit.parts[0].block) in refused
+
+
+def _merged(records: Sequence[BlockRecord]) -> BlockRecord:
+    """One record of a block whose matrices were solved in several places."""
+    if len(records) == 1:
+        return records[0]
+    total = sum(one.count for one in records)
+
+    def values(name: str) -> list[Any]:
+        return [getattr(one, name) for one in records if getattr(one, name) is not None]
+
+    def added(name: str) -> Any:
+        return math.fsum(values(name)) if values(name) else None
+
+    def largest(name: str) -> Any:
+        return max(values(name), default=None)
+
+    def mean(name: str) -> Any:
+        known = [(getattr(one, name), one.count) for one in records if getattr(one, name) is not None]
+        return math.fsum(v * n for v, n in known) / sum(n for _, n in known) if known else None
+
+    def root(name: str) -> Any:
+        return math.sqrt(math.fsum(v * v for v in values(name))) if values(name) else None
+
+    sfe, norm = added("sfe"), root("norm_before")
+    return replace(
+        records[0],
+        count=total,
+        scale=mean("scale"),
+        dfi_before=added("dfi_before"),
+        dfi_after=added("dfi_after"),
+        dfi_free_before=mean("dfi_free_before"),
+        dfi_free_after=mean("dfi_free_after"),
+        sfe=sfe,
+        sfe_relative=sfe / norm**2 if sfe is not None and norm else None,
+        norm_before=norm,
+        norm_after=root("norm_after"),
+        spectral_before=largest("spectral_before"),
+        spectral_after=largest("spectral_after"),
+        residual=largest("residual"),
+        residual_stored=largest("residual_stored"),
+        steps=largest("steps"),
+        completed=sum(values("completed")),
+        converged=all(values("converged")),
+        fallback=sum(one.fallback for one in records),
+        values=_joined(records),
+    )
+
+
+def _joined(records: Sequence[BlockRecord]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name in records[0].values:
+        parts = [one.values.get(name) for one in records]
+        if any(isinstance(part, list) for part in parts):
+            found[name] = [row for part in parts if isinstance(part, list) for row in part]
+        else:
+            known = [(float(part), one.count) for part, one in zip(parts, records, strict=True) if part is not None]  # type: ignore[arg-type]
+            found[name] = math.fsum(v * n for v, n in known) / sum(n for _, n in known) if known else None
+    return found

@@ -1,0 +1,25 @@
+"""Models whose parameters are spread over processes: how they lie, who solves which matrix, and moving them there.
+
+Knows tensors, index rules, DTensor and process groups; imports `engine` and `blocks` only. `spread` says what each rank
+holds, `units` cuts parameters into boxes of whole matrices, `owners` gives each box a rank, `exchange` moves them in
+packed lots, `gram` spares the moving of tall ones, `team` makes all ranks agree. Start reading at `exchange.Exchange`.
+"""
+
+from rekindle.sharding.exchange import Exchange
+from rekindle.sharding.owners import Parcel, assign
+from rekindle.sharding.spread import LayoutNotSupported, Spread
+from rekindle.sharding.team import LostRank, RankError, Team
+from rekindle.sharding.units import Unit, units
+
+__all__ = [
+    "Exchange",
+    "LayoutNotSupported",
+    "LostRank",
+    "Parcel",
+    "RankError",
+    "Spread",
+    "Team",
+    "Unit",
+    "assign",
+    "units",
+]

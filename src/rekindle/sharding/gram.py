@@ -1,0 +1,117 @@
+"""Tall matrices cut along their long side: the Gram matrices of the pieces are added up instead of moving the rows.
+
+With W = [W₁; W₂; …] the polar factor is W(WᵀW)^(-1/2), and WᵀW = ΣWᵢᵀWᵢ: each rank sends k×k numbers, gets a k×k
+factor back and multiplies its own rows. That squares the condition number, so all of it is float64 and the owner turns
+ill-conditioned matrices down (`factor` returns None); they are assembled like any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rekindle.sharding.owners import Parcel
+from rekindle.sharding.spread import Piece
+
+# σ_min/σ_max below which the route is not taken. In float64 the factor is then good to 1e-16·(1e3)² = 1e-10.
+WORST_CONDITION = 1e-3
+_ROWS = 1 << 21  # elements converted to float64 at a time
+
+
+@dataclass(frozen=True)
+class GramFactor:
+    """(WᵀW)^(-1/2) and what is known of W and of the isometry that it makes."""
+
+    factor: Tensor
+    residual: float
+    norm: float
+    gram_norm: float
+    spectral_norm: float
+    nuclear: float
+
+
+def pays(parcel: Parcel) -> bool:
+    """Whether the Gram route moves less than assembling the matrix: one 2-D matrix, cut along its long side only.
+
+    >>> from rekindle.blocks.layouts import matrices
+    >>> from rekindle.sharding.spread import Spread
+    >>> from rekindle.sharding.units import units
+    >>> def parcel(rows):
+    ...     spread = Spread((rows, 8), (2,), (0, 1), ((0, 0),))
+    ...     return Parcel(0, units([matrices("out in")((rows, 8))[0].layout], spread)[0], spread, 4)
+    >>> pays(parcel(64)), pays(parcel(16))
+    (True, False)
+    """
+    unit, spread = parcel.unit, parcel.spread
+    if len(unit.shape) != 2 or len(unit.parts) != 1 or parcel.itemsize < 4:
+        return False
+    count, out, in_ = unit.parts[0].layout.sizes
+    if count != 1 or out * in_ != unit.shape[0] * unit.shape[1] or unit.parts[0].layout.take:
+        return False
+    long = 0 if unit.shape[0] >= unit.shape[1] else 1
+    if not spread.splits or any(dim != long for dim, _ in spread.splits) or spread.holders(unit.box):
+        return False
+    pieces = sum(bool(spread.held(rank, unit.box)) for rank in spread.ranks if spread.sends(rank, spread.ranks[0]))
+    whole = unit.shape[0] * unit.shape[1] * parcel.itemsize
+    short = 8 * unit.shape[1 - long] ** 2
+    # One piece is at the owner already; copies of a piece get the result too, in both routes.
+    return (pieces - 1) * short < whole * (pieces - 1) / pieces
+
+
+def gram_of(local: Tensor, pieces: Sequence[Piece], shape: Sequence[int]) -> Tensor:
+    """The Gram matrix, on the short side, of a rank's own pieces of a matrix of `shape`; float64.
+
+    >>> gram_of(torch.ones(3, 2), [Piece((slice(0, 3), slice(0, 2)), (slice(0, 3), slice(0, 2)), (3, 2))], (6, 2))
+    tensor([[3., 3.],
+            [3., 3.]], dtype=torch.float64)
+    """
+    tall = shape[0] >= shape[1]
+    side = min(shape)
+    total = torch.zeros(side, side, dtype=torch.float64, device=local.device)
+    for piece in pieces:
+        rows = local[piece.local] if tall else local[piece.local].mT
+        for part in torch.split(rows, max(1, _ROWS // side)):
+            wide = part.double()
+            total.addmm_(wide.mT, wide)
+    return total
+
+
+def factor(gram: Tensor, tol: float) -> GramFactor | None:
+    """G^(-1/2) with its certificate; None if G is too ill-conditioned or the result misses `tol`.
+
+    >>> found = factor(4 * torch.eye(2, dtype=torch.float64), 1e-6)
+    >>> found.factor.tolist(), found.nuclear
+    ([[0.5, 0.0], [0.0, 0.5]], 4.0)
+    >>> factor(torch.diag(torch.tensor([1.0, 1e-9], dtype=torch.float64)), 1e-6) is None
+    True
+    """
+    values, vectors = torch.linalg.eigh(gram)
+    if not bool(values[0] > WORST_CONDITION**2 * values[-1]):
+        return None
+    root = values.sqrt()
+    inverse = (vectors / root) @ vectors.mT
+    off = inverse @ gram @ inverse
+    off.diagonal().sub_(1)
+    residual = float(off.square().sum()) / len(values)
+    if not residual <= max(tol, 1e-13):
+        return None
+    return GramFactor(
+        inverse,
+        residual,
+        float(values.sum().sqrt()),
+        float(values.square().sum().sqrt()),
+        float(root[-1]),
+        float(root.sum()),
+    )
+
+
+def apply_factor(local: Tensor, pieces: Sequence[Piece], shape: Sequence[int], change: Tensor) -> None:
+    """Multiply a rank's own pieces by the k×k matrix that came back, in place."""
+    tall = shape[0] >= shape[1]
+    for piece in pieces:
+        rows = local[piece.local] if tall else local[piece.local].mT
+        for part in torch.split(rows, max(1, _ROWS // min(shape))):
+            part.copy_(part.double() @ change)

@@ -1,0 +1,43 @@
+"""The norm of every matrix of a block, from shards: each rank adds up what it holds, and the sums are added up."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rekindle.blocks.layouts import Layout
+from rekindle.sharding.spread import Range
+from rekindle.sharding.units import factors, sizes
+
+
+def square_sums(layout: Layout, local: Tensor, extents: tuple[tuple[Range, ...], ...]) -> Tensor:
+    """Σw² over a rank's own numbers, for each of the block's matrices; float64, (count,).
+
+    >>> rule = Layout((2, 4), (2, 2, 2), (1,), (0,), (2,))
+    >>> square_sums(rule, torch.ones(1, 4), (((1, 2),), ((0, 4),)))
+    tensor([2., 2.], dtype=torch.float64)
+    """
+    taken_sizes = sizes(layout)
+    total = local.detach().double().square()
+    taken = {factor: (start, length) for factor, start, length in layout.take}
+    order: list[int] = []
+    for dim, mine in enumerate(factors(layout)):
+        index = torch.cat([torch.arange(low, high) for low, high in extents[dim]] or [torch.empty(0, dtype=torch.long)])
+        number, inside, count = torch.zeros_like(index), torch.ones_like(index, dtype=torch.bool), 1
+        stride = layout.shape[dim]
+        for factor in mine:
+            stride //= layout.split[factor]
+            value = index // stride % layout.split[factor]
+            start, length = taken.get(factor, (0, layout.split[factor]))
+            inside &= (value >= start) & (value < start + length)
+            if factor in layout.count:
+                number = number * length + (value - start)
+                count *= length
+                order.append(factor)
+        shape = list(total.shape)
+        shape[dim] = count
+        summed = total.new_zeros(shape)
+        keep = inside.nonzero().flatten().to(total.device)
+        summed.index_add_(dim, number.to(total.device)[keep], total.index_select(dim, keep))
+        total = summed
+    return total.reshape([taken_sizes[f] for f in order]).permute([order.index(f) for f in layout.count]).flatten()

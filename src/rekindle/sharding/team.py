@@ -1,0 +1,177 @@
+"""The processes that hold one model together: who they are, and how they agree.
+
+Every step that talks to others is preceded by an agreement, so that a rank that fails makes all ranks raise the same
+error and none waits for a message that never comes. With one process everything here is a no-op.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# Errors that cross the processes keep their type where it is one of these, so that callers may catch them as usual.
+_KEPT: Mapping[str, type[Exception]] = {
+    kind.__name__: kind for kind in (ValueError, TypeError, KeyError, RuntimeError, NotImplementedError, IndexError)
+}
+
+
+class RankError(RuntimeError):
+    """Another process failed in a way that has no common type; the message names its rank."""
+
+
+class LostRank(RuntimeError):
+    """A process of the team is gone, or did not answer within the time-out of its process group."""
+
+
+@dataclass(frozen=True)
+class Team:
+    """Global ranks in ascending order, this process's own rank, and the process group that joins them.
+
+    >>> solo = Team.solo()
+    >>> solo.size, solo.gather("x"), solo.agree(None)
+    (1, ['x'], None)
+    """
+
+    ranks: tuple[int, ...]
+    rank: int
+    group: Any = None
+    device: str = "cpu"
+
+    @classmethod
+    def solo(cls) -> Team:
+        """This process alone."""
+        return cls((0,), 0)
+
+    @classmethod
+    def of(cls, ranks: Iterable[int], device: str = "cpu") -> Team:
+        """The team of these global ranks; all of them must call this together."""
+        members = tuple(sorted(set(ranks)))
+        here = dist.get_rank()
+        if len(members) == 1:
+            return cls(members, here)
+        return cls(members, here, _group(members), device)
+
+    @property
+    def size(self) -> int:
+        """The number of processes."""
+        return len(self.ranks)
+
+    @property
+    def place(self) -> int:
+        """This process's index in the group."""
+        return self.ranks.index(self.rank)
+
+    def gather(self, value: Any) -> list[Any]:
+        """The (picklable) values of all processes, in the order of ranks."""
+        if self.size == 1:
+            return [value]
+        found: list[Any] = [None] * self.size
+        with self.waiting("exchanging results"):
+            dist.all_gather_object(found, value, group=self.group)
+        return found
+
+    def sum(self, values: Tensor) -> Tensor:
+        """The sum of a small tensor over all processes."""
+        if self.size == 1:
+            return values
+        total = values.to(self.device)
+        with self.waiting("adding up"):
+            dist.all_reduce(total, group=self.group)
+        return total.to(values.device)
+
+    def agree(self, error: Exception | None) -> None:
+        """Raise the same error on every process if any of them has one; every process must call this.
+
+        >>> Team.solo().agree(ValueError("x is not finite"))
+        Traceback (most recent call last):
+        ...
+        ValueError: x is not finite
+        """
+        if self.size == 1:
+            if error is not None:
+                raise error
+            return
+        flag = torch.tensor([int(error is not None)], device=self.device)
+        with self.waiting("agreeing that all processes are well"):
+            dist.all_reduce(flag, op=dist.ReduceOp.SUM, group=self.group)
+        if int(flag):
+            self._raise(error)
+
+    def _raise(self, error: Exception | None) -> None:
+        mine = None if error is None else (type(error).__name__, _text(error))
+        reports = self.gather(mine)
+        failed = [(rank, *report) for rank, report in zip(self.ranks, reports, strict=True) if report is not None]
+        rank, kind, text = failed[0]
+        same = len(failed) == self.size and len({report[1:] for report in failed}) == 1
+        where = "" if same else f"rank {rank}: "
+        more = f" (and {len(failed) - 1} other ranks failed)" if len(failed) > 1 and not same else ""
+        message = f"{where}{text}{more}"
+        found = _KEPT.get(kind)
+        raise (found(message) if found else RankError(f"{where}{kind}: {text}{more}")) from error
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Whatever is raised inside by any process is raised by all; inside there must be no communication.
+
+        >>> with Team.solo().together():
+        ...     pass
+        """
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as caught:
+            error = caught
+        self.agree(error)
+
+    def same(self, what: str, items: Sequence[Any]) -> None:
+        """Raise on every process unless all hold the same items; the error names the first that differs."""
+        if self.size == 1:
+            return
+        digest = hashlib.sha256(repr(list(items)).encode()).hexdigest()
+        digests = self.gather(digest)
+        if len(set(digests)) == 1:
+            return
+        lists = self.gather([str(item) for item in items])
+        first = lists[0]
+        for rank, other in zip(self.ranks, lists, strict=True):
+            if other == first:
+                continue
+            length = max(len(first), len(other))
+            padded = [[*each, *["nothing"] * (length - len(each))] for each in (first, other)]
+            a, b = next((x, y) for x, y in zip(*padded, strict=True) if x != y)
+            raise ValueError(
+                f"the {what} of rank {rank} differs from that of rank {self.ranks[0]}: {b[:200]} against {a[:200]}; "
+                "every process must make the same call on the same model"
+            )
+
+    @contextmanager
+    def waiting(self, doing: str) -> Iterator[None]:
+        """Name what was going on when a process was lost."""
+        try:
+            yield
+        except (RuntimeError, ValueError) as error:  # gloo and nccl raise RuntimeError and its subclasses
+            raise LostRank(f"rank {self.rank} lost its peers while {doing}: {_text(error)}") from error
+
+
+_GROUPS: dict[tuple[int, ...], Any] = {}
+
+
+def _group(ranks: tuple[int, ...]) -> Any:
+    if ranks == tuple(range(dist.get_world_size())):
+        return dist.group.WORLD
+    known = _GROUPS.get(ranks)
+    if known is None or known not in dist.distributed_c10d._world.pg_map:
+        # Only the members take part: pipeline stages fire on their own.
+        known = _GROUPS[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+    return known
+
+
+def _text(error: Exception) -> str:
+    return str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)

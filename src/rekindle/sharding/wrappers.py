@@ -1,0 +1,126 @@
+"""What wraps a model in distributed training, and what has to happen before its parameters are read.
+
+FSDP2 keeps some modules unsharded after a forward pass: what is written to them then is thrown away at the next
+reshard, so `settle` reshards them first. Wrappers that hide their parameters are refused by name, with the way out.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from rekindle.blocks.storage import is_sharded
+from rekindle.sharding.spread import LayoutNotSupported, Spread
+from rekindle.sharding.team import Team
+
+
+def settle(model: nn.Module) -> int:
+    """Reshard every FSDP2 module, so that parameters are what the optimizer holds; returns how many there are.
+
+    >>> settle(nn.Linear(2, 2))
+    0
+    """
+    found = 0
+    for module in model.modules():
+        if _is(module, "FSDPModule"):
+            module.reshard()  # type: ignore[operator]
+            found += 1
+    return found
+
+
+def refuse_hidden(model: nn.Module) -> None:
+    """Raise if a wrapper hides the parameters: FSDP1 outside of `summon_full_params`, DeepSpeed ZeRO-3.
+
+    >>> refuse_hidden(nn.Linear(2, 2))
+    """
+    for name, module in model.named_modules():
+        if _is(module, "FullyShardedDataParallel") and not _summoned(module):
+            raise LayoutNotSupported(
+                f"{name or 'the model'} is wrapped by FSDP1, which flattens its parameters. Use fully_shard (FSDP2), "
+                "or `with FullyShardedDataParallel.summon_full_params(model, writeback=True): rekindle.fire(model, "
+                "optimizer)` with use_orig_params=True, on every rank"
+            )
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "ds_id") and not parameter.numel():
+            raise LayoutNotSupported(
+                f"{name!r} is partitioned by DeepSpeed ZeRO-3. Use `with deepspeed.zero.GatheredParameters("
+                "list(model.parameters()), modifier_rank=0): rekindle.fire(model)` on every rank, then "
+                "rekindle.optimizers.reset for the optimizer"
+            )
+
+
+def spreads(model: nn.Module) -> dict[str, Spread]:
+    """How every distributed parameter lies, by its name in `named_parameters()`; empty for an ordinary model.
+
+    Under DistributedDataParallel every parameter is a copy on each rank of its process group.
+
+    >>> spreads(nn.Linear(2, 2))
+    {}
+    """
+    found = _sharded(model)
+    named = dict(model.named_parameters(remove_duplicate=False))
+    for path, module in model.named_modules():
+        if _is(module, "DistributedDataParallel"):
+            ranks = _ranks(module.process_group)
+            prefix = f"{path}." if path else ""
+            for name, parameter in named.items():
+                if name.startswith(prefix) and name not in found and len(ranks) > 1 and parameter.numel():
+                    found[name] = Spread.replicated(tuple(parameter.shape), ranks)
+    return found
+
+
+def distributed(model: nn.Module, *, copies: bool = True) -> tuple[Team, dict[str, Spread]]:
+    """The processes that hold this model together, and how each distributed parameter lies, by its name.
+
+    copies: also the parameters that DistributedDataParallel keeps equal; without them only DTensors count.
+
+    >>> team, found = distributed(nn.Linear(2, 2))
+    >>> team.size, found
+    (1, {})
+    """
+    found = spreads(model) if copies else _sharded(model)
+    if not found:
+        return Team.solo(), {}
+    first = dict(model.named_parameters(remove_duplicate=False))[next(iter(found))]
+    return Team.of((rank for spread in found.values() for rank in spread.ranks), device_of(first)), found
+
+
+def _sharded(model: nn.Module) -> dict[str, Spread]:
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: Spread.of(parameter, name) for name, parameter in named if is_sharded(parameter)}
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's own numbers of a tensor, sharing its memory; the tensor itself if it is not distributed.
+
+    >>> local(nn.Linear(2, 2).weight).requires_grad
+    False
+    """
+    plain = tensor.detach()
+    if not is_sharded(plain):
+        return plain
+    own: Any = plain
+    shard: Tensor = own.to_local()
+    return shard.wait() if hasattr(shard, "wait") else shard
+
+
+def device_of(tensor: Tensor) -> str:
+    """The kind of device that the tensor's process group talks from."""
+    mesh = getattr(tensor, "device_mesh", None)
+    return str(mesh.device_type) if mesh is not None else tensor.device.type
+
+
+def _is(module: nn.Module, name: str) -> bool:
+    # By name: importing the wrappers costs a second that most users never need.
+    return any(kind.__name__ == name for kind in type(module).__mro__)
+
+
+def _summoned(module: Any) -> bool:
+    return getattr(getattr(module, "training_state", None), "name", "") == "SUMMON_FULL_PARAMS"
+
+
+def _ranks(group: Any) -> tuple[int, ...]:
+    import torch.distributed as dist
+
+    return tuple(sorted(dist.get_process_group_ranks(group)))
