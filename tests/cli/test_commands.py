@@ -14,8 +14,8 @@ from torch import nn
 import rekindle
 from command_line import checkpoint, one_line, run, weights
 from rekindle.blocks.layouts import matrices
-from rekindle.cli import comparison
-from rekindle.cli.examination import POINTS
+from rekindle.cli import weights as stored
+from rekindle.cli.weights import POINTS
 from rekindle.projection.planning import plan as make_plan
 
 __all__ = ["checkpoint"]  # a fixture
@@ -253,7 +253,7 @@ def test_subspace_angles_agree_with_scipy(shape: tuple[int, int]) -> None:
     generator = torch.Generator().manual_seed(1)
     a = torch.randn(*shape, generator=generator, dtype=torch.float64)
     b = a + 0.3 * torch.randn(*shape, generator=generator, dtype=torch.float64)
-    found = comparison.change("w", matrices("out in")(shape)[0], a[None], b[None])
+    found = stored.change("w", matrices("out in")(shape)[0], a[None], b[None])
     span = min(shape) // 8
     assert found.span == span
     (ua, _, va), (ub, _, vb) = (np.linalg.svd(each.numpy(), full_matrices=False) for each in (a, b))

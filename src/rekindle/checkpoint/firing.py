@@ -185,8 +185,8 @@ class _Job:
             journal.mark_finished(staging.partial)
             staging.publish()
         except BaseException:
-            if staging.locked and not self.resume:
-                staging.clear()
+            if not self.resume:
+                staging.discard()
             raise
         finally:
             staging.release()

@@ -56,6 +56,15 @@ class Staging:
             self._lock.close()
             self._lock = None
 
+    def discard(self) -> None:
+        """Remove what a job that failed has left, also where Ctrl-C came between making the lock and holding it."""
+        if not self.locked:
+            try:
+                self.lock()
+            except CheckpointError:
+                return  # another job's, which is at work
+        self.clear()
+
     def clear(self, *, journal: bool = True) -> None:
         """Remove what this job, or a killed one before it, has left."""
         remove(self.partial)

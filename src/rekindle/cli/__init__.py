@@ -1,20 +1,42 @@
-"""The command line: `rekindle inspect | plan | fire | compare | polar | report | doctor | demo | lab`."""
+"""The command line: `rekindle inspect | plan | fire | compare | polar | report | doctor | demo | lab`.
+
+Commands live in files of their names; `options` has what they share, `terminal` how they print, `weights` what
+`inspect` and `compare` measure, `studies` what the commands of the laboratory share. torch and the laboratory are
+imported when work begins, so that help and completion answer at once. Start with `app`.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
 
 from rekindle.extras import install
 
 
 def main() -> None:
-    """Run the command line; without typer and rich, say how to get them."""
+    """Run the command line; without typer and rich, say how to get them. Ctrl-C is one line at any moment."""
     try:
-        import rich  # noqa: F401
-        import typer  # noqa: F401
-    except ImportError as error:
-        sys.stderr.write(f"the command line needs {error.name}: {install('cli')}\n")
-        raise SystemExit(2) from None
-    from rekindle.cli.app import app
+        try:
+            import rich  # noqa: F401
+            import typer  # noqa: F401
+        except ImportError as error:
+            sys.stderr.write(f"the command line needs {error.name}: {install('cli')}\n")
+            raise SystemExit(2) from None
+        from rekindle.cli.app import app
 
-    app(prog_name="rekindle")
+        app(prog_name="rekindle")
+    except KeyboardInterrupt:
+        sys.stderr.write("stopped\n")
+        raise SystemExit(130) from None
+    except BrokenPipeError:
+        raise SystemExit(0) from None
+    finally:
+        _flush()
+
+
+def _flush() -> None:
+    """What is left in the buffers goes out now; a reader that has gone (`… | head`) is no error."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

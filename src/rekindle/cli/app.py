@@ -11,13 +11,11 @@ import typer
 
 import rekindle
 from rekindle.cli import lab
-from rekindle.cli.compare import compare
 from rekindle.cli.demo import demo
 from rekindle.cli.doctor import doctor
-from rekindle.cli.fire import fire
-from rekindle.cli.inspect import inspect
+from rekindle.cli.fire import fire, plan
+from rekindle.cli.inspect import compare, inspect
 from rekindle.cli.page import report
-from rekindle.cli.planning import plan
 from rekindle.cli.polar import polar
 
 _HELP = """Tell whether a network has lost its plasticity, and give it back.
@@ -28,7 +26,7 @@ A checkpoint goes in, a checkpoint comes out; no script is needed:
 
   [bold]rekindle plan[/] ./my-model [dim]· what would be done, and why not[/]
 
-  [bold]rekindle fire[/] ./my-model -o ./rekindled [dim]· project onto isometries, certified[/]
+  [bold]rekindle fire[/] ./my-model -o ./rekindled [dim]· project onto isometries, checked[/]
 
   [bold]rekindle compare[/] ./my-model ./rekindled --html report.html [dim]· what changed[/]
 
@@ -38,7 +36,7 @@ Or see it first, and compare remedies on streams of your own:
 
   [bold]rekindle lab run[/] random-labels --seeds 5 [dim]· the laboratory[/]
 
-Exit codes: 0 fine, 1 findings (with --fail-on), 2 bad input. Results go to stdout, messages to stderr.
+Exit codes: 0 fine, 1 findings (with --fail-on), 2 bad input, 130 stopped. Results go to stdout, messages to stderr.
 """
 
 app = typer.Typer(

@@ -10,8 +10,9 @@ from typing import Annotated
 import typer
 
 from rekindle.cli import options
-from rekindle.cli.studies import conducted, described, needing_extras, print_tables, write_page
-from rekindle.cli.terminal import FINDINGS, say, show_json, speaking, write_text
+from rekindle.cli.page import write_page
+from rekindle.cli.studies import conducted, described, needing_extras, print_tables
+from rekindle.cli.terminal import FINDINGS, reported, say, show_json, write_text
 
 GROUP, SEEDS = "main", 3
 # A little shorter than the setting itself, so that three seeds of seven arms take a minute and a half on two cores.
@@ -22,11 +23,13 @@ ABOUT = (
 )
 
 
-@speaking
+@reported
 def demo(
     seeds: Annotated[int, typer.Option("--seeds", "-n", min=1, help="Runs of every arm.")] = SEEDS,
-    methods: Annotated[str, typer.Option("--methods", "-m", help="Arms and groups, with commas.")] = GROUP,
-    workers: Annotated[int | None, typer.Option(help="Runs at once.", show_default="one a core")] = None,
+    methods: Annotated[
+        str, typer.Option("--methods", "-m", help="Arms and groups, with commas.", autocompletion=options.complete_arms)
+    ] = GROUP,
+    workers: Annotated[int | None, typer.Option(help="Runs at once.", show_default="one per core")] = None,
     html: Annotated[Path, typer.Option(metavar="FILE", help="The page; overwritten.")] = Path("results/demo.html"),
     picture: Annotated[
         Path | None, typer.Option(metavar="FILE.svg", help="Also write the curves.", show_default=False)
@@ -37,7 +40,7 @@ def demo(
 
     One network learns handwritten digits with new random labels, again and again: every task is as hard as the one
     before, and only the ability to learn can change. All arms see the same data from the same start. Then the page
-    with the curves is written, and what was seen is said.
+    with the curves is written, and what the numbers mean is said.
 
     [bold]Examples[/]
 

@@ -2,43 +2,45 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import importlib.util
 import os
+import pkgutil
 import platform
 import sys
 import time
 from typing import Any
 
-import torch
 import typer
 
 import rekindle
 from rekindle.cli import options
-from rekindle.cli.terminal import FINDINGS, show, show_json, speaking
+from rekindle.cli.terminal import FINDINGS, reported, show, show_json
 from rekindle.engine import cpu
-from rekindle.engine.isometry import polar
 from rekindle.extras import install
+from rekindle.report.words import listed
 
 _NEEDED = ("torch", "numpy", "safetensors")
-# Module → the extra that brings it, and what for.
-_OPTIONAL = {
-    "typer": ("cli", "the command line"),
-    "rich": ("cli", "the command line"),
-    "pandas": ("report", "to_frame()"),
-    "transformers": ("transformers", "config.json of checkpoints, Trainer callback"),
-    "accelerate": ("transformers", "wrapped optimizers"),
-    "lightning": ("lightning", "Lightning callback"),
-    "tensorboard": ("sinks", "logging"),
-    "wandb": ("sinks", "logging"),
-    "mlflow": ("sinks", "logging"),
-    "sklearn": ("lab", "the laboratory's data"),
-    "scipy": ("lab", "the laboratory's statistics"),
-}
+# Module → the extra that brings it, and what for. Callbacks are listed by what there is in rekindle.integrations.
+_OPTIONAL = """
+typer        | cli          | the command line
+rich         | cli          | the command line
+jinja2       | cli          | pages
+pandas       | report       | to_frame()
+transformers | transformers | config.json of checkpoints
+accelerate   | transformers | wrapped optimizers
+tensorboard  | sinks        | logging
+wandb        | sinks        | logging
+mlflow       | sinks        | logging
+sklearn      | lab          | the laboratory's data
+scipy        | lab          | the laboratory's statistics
+ray          | ray          | studies on a cluster
+"""
 _DISTRIBUTIONS = {"sklearn": "scikit-learn", "mlflow": "mlflow-skinny"}
 
 
-@speaking
+@reported
 def doctor(json: options.Json = False) -> None:
     """Show versions, threads, devices, what is installed and what is missing; solve one matrix to be sure.
 
@@ -63,12 +65,15 @@ def examined() -> dict[str, Any]:
     >>> examined()["check"]["ok"]
     True
     """
+    import torch
+
     return {
         "rekindle": rekindle.__version__,
         "python": f"{platform.python_version()} ({sys.executable})",
         "platform": platform.platform(),
         "needed": {name: _version(name) for name in _NEEDED},
-        "optional": {name: _version(name) for name in _OPTIONAL},
+        "optional": {name: _version(name) for name, *_ in listed(_OPTIONAL)},
+        "integrations": _integrations(),
         "threads": torch.get_num_threads(),
         "cores": os.cpu_count(),
         "devices": _devices(),
@@ -88,7 +93,25 @@ def _version(module: str) -> str | None:
     return "unknown version"
 
 
+def _integrations() -> dict[str, str | None]:
+    """Every module of rekindle.integrations, and what keeps it from being imported."""
+    spec = importlib.util.find_spec("rekindle.integrations")
+    if spec is None or not spec.submodule_search_locations:
+        return {}
+    found: dict[str, str | None] = {}
+    for module in pkgutil.iter_modules(spec.submodule_search_locations):
+        if not module.name.startswith("_"):
+            try:
+                importlib.import_module(f"rekindle.integrations.{module.name}")
+                found[module.name] = None
+            except Exception as error:  # a broken package of others must not break the doctor
+                found[module.name] = " ".join(str(error).split())
+    return found
+
+
 def _devices() -> list[str]:
+    import torch
+
     found = ["cpu"]
     if torch.cuda.is_available():
         found += [f"cuda:{i} {torch.cuda.get_device_name(i)}" for i in range(torch.cuda.device_count())]
@@ -99,6 +122,10 @@ def _devices() -> list[str]:
 
 def _check() -> dict[str, Any]:
     """The polar factor of one Gaussian 256² matrix."""
+    import torch
+
+    from rekindle.engine.isometry import polar
+
     matrix = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
     start = time.perf_counter()
     _, certificate = polar(matrix, certificate=True)
@@ -118,10 +145,10 @@ def _text(facts: dict[str, Any]) -> str:
         f"bfloat16 products: {facts['cpu']['bfloat16_fault'] or 'work'}",
         *(f"{name:<13} {version}" for name, version in facts["needed"].items()),
     ]
-    for name, version in facts["optional"].items():
-        extra, use = _OPTIONAL[name]
+    for name, extra, use in listed(_OPTIONAL):
         advice = f"missing, for {use}: {install(extra)}"
-        lines.append(f"{name:<13} {version or advice}")
+        lines.append(f"{name:<13} {facts['optional'][name] or advice}")
+    lines += [f"callbacks for {name}: {why or 'ok'}" for name, why in facts["integrations"].items()]
     word = "ok" if check["ok"] else "FAILED"
     lines.append(f"check: 256² polar factor {word}, residual {check['residual']:.1e}, {check['seconds'] * 1e3:.0f} ms")
     return "\n".join(lines)

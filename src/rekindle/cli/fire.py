@@ -1,24 +1,112 @@
-"""`rekindle fire`: project the matrices of a checkpoint and write a new one."""
+"""`rekindle plan`: the dry run on a checkpoint; `rekindle fire`: project its matrices and write a new one."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+from rich.markup import escape
 
-from rekindle.checkpoint import fire_file, open_checkpoint
 from rekindle.cli import options
-from rekindle.cli.inspect import examined
-from rekindle.cli.page import write_page
-from rekindle.cli.planning import draw
-from rekindle.cli.provenance import made
-from rekindle.cli.terminal import progress, refuse_existing, say, show, show_json, speaking, width
-from rekindle.engine.isometry import Solver
-from rekindle.projection.receipt import Receipt
+from rekindle.cli.inspect import MOVED, examined
+from rekindle.cli.page import made, write_page
+from rekindle.cli.terminal import (
+    as_json,
+    progress,
+    refuse_existing,
+    reported,
+    say,
+    show,
+    show_json,
+    width,
+    write_text,
+)
+from rekindle.report.words import printable
+
+if TYPE_CHECKING:
+    from rekindle.checkpoint import Checkpoint
+    from rekindle.projection.planning import Entry, Plan
+    from rekindle.projection.receipt import Receipt
+
+_SAFETENSORS, _TORCH = (".safetensors",), (".pt", ".pth", ".bin", ".ckpt")
 
 
-@speaking
+@reported
+def plan(
+    path: options.Source,
+    targets: options.Targets = None,
+    scale: options.ScaleRule = "paper",
+    include: options.Include = None,
+    exclude: options.Exclude = None,
+    heads: options.Heads = None,
+    conv: options.ConvRule = "taps",
+    split_heads: options.SplitHeads = False,
+    config: options.Config = None,
+    model: options.Model = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="PLAN.json", help="Keep the plan for fire --plan.", show_default=False),
+    ] = None,
+    json: options.Json = False,
+    force: options.Force = False,
+) -> None:
+    """Show what fire would do to every tensor of a checkpoint, and why it leaves the others alone.
+
+    [bold]Examples[/]
+
+      rekindle plan ./my-model
+
+      rekindle plan ./my-model --targets attention.qk --scale nearest
+
+      rekindle plan resnet.pth --model torchvision.models:resnet18 -o plan.json
+    """
+    if output is not None:
+        refuse_existing(output, force)
+    from rekindle.checkpoint import open_checkpoint
+
+    asked = options.planning(targets, include, exclude, heads, scale, conv, split_heads)
+    with open_checkpoint(path) as checkpoint:
+        drawn = draw(checkpoint, options.architecture(config, model), asked)
+    if output is not None:
+        write_text(output, as_json(drawn.to_dict()), force)
+        say(f"plan: {output}")
+    if json:
+        show_json(drawn.to_dict())
+    else:
+        show(drawn.table(width()))
+
+
+def draw(checkpoint: Checkpoint, config: Any, asked: Mapping[str, Any]) -> Plan:
+    """The plan of a checkpoint with the DfI of what it projects, measured one tensor at a time."""
+    import torch
+
+    drawn = checkpoint.plan(config=config, measure=False, **asked)
+    if checkpoint.config_note:
+        say(f"[yellow]note:[/] {escape(printable(checkpoint.config_note))}")
+    total = sum(torch.Size(entry.shape).numel() for entry in drawn.selected)
+    with progress(f"planning {checkpoint.path.name}", total) as advance:
+        entries = tuple(_measured(drawn, entry, checkpoint, advance) for entry in drawn.entries)
+    return replace(drawn, entries=entries)
+
+
+def _measured(drawn: Plan, entry: Entry, checkpoint: Checkpoint, advance: Callable[[float], None]) -> Entry:
+    from rekindle.projection.planning import look
+
+    if entry.reason is not None:
+        return entry
+    weight = checkpoint.read(entry.key)
+    seen = [look(block, weight, scale, True) for block, scale in zip(entry.blocks, entry.scales, strict=True)]
+    advance(weight.numel())
+    small = tuple(int((norms < drawn.min_norm).sum()) for norms, _, _ in seen)
+    if all(few == block.count for few, block in zip(small, entry.blocks, strict=True)):
+        return replace(entry, reason=f"norm below min_norm ({drawn.min_norm:g}): a zero weight is taken as intended")
+    return replace(entry, dfi=tuple(dfi for _, dfi, _ in seen), dfi_free=tuple(free for *_, free in seen), small=small)
+
+
+@reported
 def fire(
     path: options.Source,
     output: Annotated[
@@ -36,7 +124,9 @@ def fire(
     plan: options.PlanFile = None,
     config: options.Config = None,
     model: options.Model = None,
-    solver: Annotated[Solver, typer.Option(help="auto is exact and certified; paper is the released recipe.")] = "auto",
+    solver: Annotated[
+        options.Solver, typer.Option(help="auto is exact and checked numerically; paper is the released recipe.")
+    ] = "auto",
     tol: Annotated[float, typer.Option(help="Largest DfI per dimension of a factor.")] = 1e-6,
     steps: Annotated[int | None, typer.Option(help="A fixed number of solver steps.", show_default=False)] = None,
     dtype: Annotated[
@@ -66,11 +156,13 @@ def fire(
 
       rekindle fire resnet.pth -o new.pth --plan plan.json
     """
+    from rekindle.checkpoint import open_checkpoint
+
     target = _target(path, output, in_place)
     if html is not None:
         refuse_existing(html, force)
     asked = options.planning(targets, include, exclude, heads, scale, conv, split_heads)
-    planned, described_by = options.loaded_plan(plan), options.skeleton(config, model)
+    planned, described_by = options.loaded_plan(plan), options.architecture(config, model)
     data: dict[str, Any] = {}
     if html is not None:
         # Before the first write: an in-place job leaves nothing to measure afterwards.
@@ -109,6 +201,7 @@ def fire(
     else:
         show(receipt.table(width()))
     say(f"written: {target}")
+    say(f"[yellow]note:[/] {MOVED}")
 
 
 def _target(path: Path, output: Path | None, in_place: bool) -> Path:
@@ -116,10 +209,34 @@ def _target(path: Path, output: Path | None, in_place: bool) -> Path:
         raise ValueError("where to? -o OUT names the new checkpoint, --in-place replaces this one")
     if output is not None and in_place:
         raise ValueError("-o and --in-place exclude each other")
+    if output is not None and path.exists():
+        _check_extension(path, output)
     return path if output is None else output
 
 
+def _check_extension(path: Path, output: Path) -> None:
+    """The output has the format of the input: a name that says otherwise would mislead whoever opens it."""
+    known = (*_SAFETENSORS, *_TORCH)
+    if path.is_dir():
+        if output.suffix in known:
+            raise ValueError(
+                f"{path} is a folder, and so is its output: {output.name} would be a folder named as a file"
+            )
+        return
+    from rekindle.checkpoint import open_checkpoint
+
+    with open_checkpoint(path) as checkpoint:
+        safe = checkpoint.format.startswith("safetensors")
+    wrong = _TORCH if safe else _SAFETENSORS
+    if output.suffix in wrong:
+        kind = "safetensors" if safe else "torch"
+        better = output.with_suffix(path.suffix).name
+        raise ValueError(f"{path.name} is a {kind} file and the output has the same format: name it {better}")
+
+
 def _run(path: Path, target: Path | None, **asked: Any) -> Receipt:
+    from rekindle.checkpoint import fire_file
+
     with progress(f"firing {path.name}", 1.0) as advance:
         seen = 0.0
 

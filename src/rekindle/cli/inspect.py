@@ -1,34 +1,59 @@
-"""`rekindle inspect`: the health of every matrix of a checkpoint."""
+"""`rekindle inspect`: the health of a checkpoint; `rekindle compare`: what changed between two."""
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
 
-from rekindle.checkpoint import Checkpoint, open_checkpoint
 from rekindle.cli import options
-from rekindle.cli.examination import Examination, Layer, examine, layers_of
-from rekindle.cli.page import write_page
-from rekindle.cli.provenance import described, made
-from rekindle.cli.terminal import FINDINGS, progress, refuse_existing, say, show, show_json, speaking, width
-from rekindle.diagnosis.text import described as health_text
-from rekindle.diagnosis.verdict import LEVELS
-from rekindle.projection.planning import Plan
+from rekindle.cli.page import described, made, write_page
+from rekindle.cli.terminal import FINDINGS, progress, refuse_existing, reported, say, show, show_json, width
 from rekindle.report.words import printable
 
+if TYPE_CHECKING:
+    from torch import Tensor
 
-@speaking
+    from rekindle.checkpoint import Checkpoint
+    from rekindle.cli.weights import BlockChange, FileHealth, MoreSigns, StoredTensor
+    from rekindle.diagnosis.examination import Health
+    from rekindle.projection.planning import Plan
+
+MOVED = "the function has changed: train the network before it is used"
+_HEADINGS = ("layer", "role", "shape", "drift", "SFE", "DfI/k A", "→ B", "eff. rank A", "→ B", "frame", "∠ out", "∠ in")
+
+
+@reported
 def inspect(
     path: options.Source,
     config: options.Config = None,
     model: options.Model = None,
     plan: options.PlanFile = None,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE.py:NAME",
+            help="Batches of yours (or a function that gives them): activity is measured too. Needs --model.",
+            show_default=False,
+        ),
+    ] = None,
+    loss: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME|FILE.py:NAME",
+            help="cross_entropy, mse, model (its own), or a loss(model, batch) of yours: gradients are measured too.",
+            show_default=False,
+            autocompletion=options.completing(options.LOSSES),
+        ),
+    ] = None,
     reference: Annotated[
         Path | None,
-        typer.Option(help="An earlier checkpoint of the same model: makes the verdict sure.", show_default=False),
+        typer.Option(help="An earlier checkpoint of the same model: raises the confidence.", show_default=False),
     ] = None,
     cheap: options.Cheap = False,
     fail_on: options.FailOn = "never",
@@ -39,7 +64,8 @@ def inspect(
     """Tell how healthy every weight matrix of a checkpoint is, and give a verdict.
 
     Spectra, ranks, deviation from isometry (DfI), zero and similar neurons, from the weights alone and one tensor in
-    memory at a time. Nothing is changed.
+    memory at a time. With --model and --data also what the neurons do: dormancy, feature ranks, gradients. Nothing is
+    changed.
 
     [bold]Examples[/]
 
@@ -47,35 +73,47 @@ def inspect(
 
       rekindle inspect ./my-model --html report.html
 
+      rekindle inspect model.pt --model my_model.py:build --data my_data.py:batches --loss cross_entropy
+
       rekindle inspect last.ckpt --reference first.ckpt --fail-on act
     """
     if html is not None:
         refuse_existing(html, force)
-    described_by, planned = options.skeleton(config, model), options.loaded_plan(plan)
-    found, data = examined(path, described_by, planned, cheap=cheap)
-    health = found.health
+    if (data or loss) and not model:
+        raise ValueError("--data and --loss need --model FILE.py:NAME, the model that runs on the batches")
+    if loss and not data:
+        raise ValueError("--loss needs --data FILE.py:NAME: gradients need batches")
+    described_by, planned = options.architecture(config, model), options.loaded_plan(plan)
+    found, facts = examined(path, described_by, planned, cheap=cheap)
+    health = found.health if data is None else _at_work(path, str(model), data, loss, cheap)
     if reference is not None:
-        earlier, _ = examined(reference, described_by, planned, cheap=cheap)
-        health = health.against(earlier.health)
-        data["reference"] = str(reference)
-    data |= made("inspect") | {
-        "health": health.to_dict(),
-        "spectra": {k: {"before": v} for k, v in found.spectra.items()},
-    }
+        if data is None:
+            earlier = examined(reference, described_by, planned, cheap=cheap)[0].health
+        else:
+            earlier = _at_work(reference, str(model), data, loss, cheap)
+        health = health.against(earlier)
+        facts["reference"] = str(reference)
+    spectra = {name: {"before": curve} for name, curve in found.spectra.items()}
+    following = _next(path, health, model, data)
+    facts |= made("inspect") | {"health": health.to_dict(), "spectra": spectra, "next": following}
     if html is not None:
-        write_page(html, data, force)
+        write_page(html, facts, force)
     if json:
-        show_json(data)
+        show_json(facts)
     else:
-        show(health_text(health, width()))
-    if fail_on != "never" and health.verdict.level >= LEVELS.index(fail_on):
-        raise typer.Exit(FINDINGS)
+        from rekindle.diagnosis.text import described as health_text
+
+        show(f"{health_text(health, width())}\nnext: {following}")
+    _exit_on(fail_on, health)
 
 
 def examined(
     path: Path, config: Any, plan: Plan | None, *, cheap: bool = False, what: str = "measuring"
-) -> tuple[Examination, dict[str, Any]]:
-    """The examination of one file with its progress on the terminal, and what the file is."""
+) -> tuple[FileHealth, dict[str, Any]]:
+    """The health of one file with its progress on the terminal, and what the file is."""
+    from rekindle.checkpoint import open_checkpoint
+    from rekindle.cli.weights import examine
+
     with open_checkpoint(path) as checkpoint:
         layers = usable(checkpoint, config, plan)
         with progress(f"{what} {path.name}", sum(layer.numbers for layer in layers)) as advance:
@@ -83,8 +121,10 @@ def examined(
         return found, {"source": described(checkpoint)}
 
 
-def usable(checkpoint: Checkpoint, config: Any, plan: Plan | None) -> list[Layer]:
-    """The layers of a file; a file without a single matrix that is sure is an error that says how to help."""
+def usable(checkpoint: Checkpoint, config: Any, plan: Plan | None) -> list[StoredTensor]:
+    """The tensors of a file; a file without a single matrix that is sure is an error that says how to help."""
+    from rekindle.cli.weights import layers_of
+
     layers, note = layers_of(checkpoint, config, plan)
     if note:
         say(f"[yellow]note:[/] {escape(printable(note))}")
@@ -99,3 +139,155 @@ def usable(checkpoint: Checkpoint, config: Any, plan: Plan | None) -> list[Layer
     if unsure:
         say(f"[yellow]note:[/] {unsure} tensors are left out; --config, --model or --plan tell how they are used")
     return layers
+
+
+def _at_work(path: Path, model: str, data: str, loss: str | None, cheap: bool) -> Health:
+    """The health of the live model with the file's weights on the user's batches."""
+    from rekindle.checkpoint import open_checkpoint
+    from rekindle.diagnosis.examination import health
+
+    live = options.built(model)
+    with open_checkpoint(path) as checkpoint:
+        state = {name: checkpoint.read(name) for name in checkpoint.names}
+        try:
+            live.load_state_dict(state)
+        except RuntimeError as error:
+            first = " ".join(str(error).split())[:300]
+            raise ValueError(f"{path} does not fit --model {model}: {first}") from None
+    return health(live, options.batches(data), loss=options.loss(loss), mode="cheap" if cheap else "full")
+
+
+def _next(path: Path, health: Health, model: str | None, data: str | None) -> str:
+    """The command that follows from the verdict."""
+    file = shlex.quote(str(path))
+    more = f" --model {shlex.quote(model)}" if model else ""
+    if health.verdict != "healthy":
+        return f"rekindle plan {file}{more}"
+    if data is None:
+        return f"rekindle inspect {file} --model {shlex.quote(model or 'my_model.py:build')} --data my_data.py:batches"
+    return "nothing to do; inspect again after more training, with --reference " + file
+
+
+def _exit_on(fail_on: str, health: Health) -> None:
+    from rekindle.diagnosis.verdict import LEVELS
+
+    if fail_on != "never" and health.verdict.level >= LEVELS.index(fail_on):
+        raise typer.Exit(FINDINGS)
+
+
+@reported
+def compare(
+    first: Annotated[Path, typer.Argument(metavar="A", help="The earlier checkpoint.", show_default=False)],
+    second: Annotated[Path, typer.Argument(metavar="B", help="The later one.", show_default=False)],
+    config: options.Config = None,
+    model: options.Model = None,
+    plan: options.PlanFile = None,
+    cheap: options.Cheap = False,
+    fail_on: options.FailOn = "never",
+    json: options.Json = False,
+    html: options.Html = None,
+    force: options.Force = False,
+) -> None:
+    """Tell what changed between two checkpoints, layer by layer, and which shows more signs of lost plasticity.
+
+    Drift ‖B−A‖/‖A‖, SFE with the DfI of both, effective ranks, angles between leading singular directions, and the
+    verdict on B with A as its reference.
+
+    [bold]Examples[/]
+
+      rekindle compare step-1000.ckpt step-90000.ckpt
+
+      rekindle compare model.safetensors rekindled.safetensors --html report.html
+    """
+    from rekindle.checkpoint import open_checkpoint
+    from rekindle.cli.weights import changes, examine, more_signs
+
+    if html is not None:
+        refuse_existing(html, force)
+    described_by, planned = options.architecture(config, model), options.loaded_plan(plan)
+    healths, spectra = [], []
+    with open_checkpoint(first) as a, open_checkpoint(second) as b:
+        listed = [usable(checkpoint, described_by, planned) for checkpoint in (a, b)]
+        work = [sum(layer.numbers for layer in layers) for layers in listed]
+        with progress(f"comparing {first.name} and {second.name}", 2 * work[0] + work[1]) as advance:
+            for checkpoint, layers in zip((a, b), listed, strict=True):
+                found = examine(checkpoint, layers, mode="cheap" if cheap else "full", advance=advance)
+                healths.append(found.health)
+                spectra.append(found.spectra)
+            moved = changes(a, b, listed[0], angles=not cheap, advance=advance)
+        files = {"source": described(a), "target": described(b)}
+        different = differences(a.meta_tensors(), b.meta_tensors())
+    if not moved:
+        raise ValueError(f"{first} and {second} share no matrix of the same name and shape: not the same model")
+    signs = more_signs(*healths)
+    now = healths[1].against(healths[0])
+    data = made("compare") | files
+    data |= {
+        "health": healths[0].to_dict(),
+        "after": now.to_dict(),
+        "changes": [asdict(change) for change in moved],
+        "tired": asdict(signs),
+        "differences": different,
+        "spectra": {
+            name: {"before": spectra[0].get(name), "after": spectra[1].get(name)}
+            for name in {**spectra[0], **spectra[1]}
+        },
+    }
+    if html is not None:
+        write_page(html, data, force)
+    if json:
+        show_json(data)
+    else:
+        show(text(moved, healths, signs, different, now, width()))
+    _exit_on(fail_on, now)
+
+
+def differences(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> dict[str, list[str]]:
+    """Which tensors only one file has, and which differ in shape or dtype."""
+    both = [name for name in first if name in second]
+    return {
+        "only_A": [name for name in first if name not in second],
+        "only_B": [name for name in second if name not in first],
+        "shape": [name for name in both if first[name].shape != second[name].shape],
+        "dtype": [name for name in both if first[name].dtype != second[name].dtype],
+    }
+
+
+def text(
+    moved: Sequence[BlockChange],
+    healths: Sequence[Health],
+    signs: MoreSigns,
+    different: Mapping[str, list[str]],
+    now: Health,
+    columns: int,
+) -> str:
+    """The comparison for a terminal: a line per layer, then what follows from them."""
+    from rekindle.tables import table
+
+    rows = [_cells(change, healths) for change in moved if not change.same]
+    same = sum(change.same for change in moved)
+    drop = (1, *range(len(_HEADINGS) - 1, 4, -1))
+    lines = table(_HEADINGS, rows, columns, left=(0, 1, 2), drop=drop) if rows else []
+    drifts = [change.drift for change in moved if change.drift is not None]
+    lines += ["", f"{len(moved) - same} of {len(moved)} blocks changed, {same} are the same to the bit"]
+    if drifts:
+        lines.append(f"drift: mean {sum(drifts) / len(drifts):.3g}, largest {max(drifts):.3g}")
+    if rows:
+        lines.append(f"if nothing was trained between A and B, {MOVED}")
+    words = {"only_A": "only in A", "only_B": "only in B", "shape": "other shape", "dtype": "other dtype"}
+    lines += [f"{words[kind]}: {len(names)} ({', '.join(names[:4])}…)" for kind, names in different.items() if names]
+    lines += [f"! {line}" for line in now.verdict.lines()]
+    word = now.verdict if now.verdict != "healthy" else "no sign in the weights"
+    lines += [signs.text, f"verdict: {word} for B against A ({now.verdict.rule}); activity not measured"]
+    return "\n".join(lines)
+
+
+def _cells(change: BlockChange, healths: Sequence[Health]) -> list[str]:
+    first, second = (health.weights.get(change.name, {}) for health in healths)
+    numbers: list[Any] = [change.drift, change.sfe]
+    for measure in ("dfi_per_dimension", "effective_rank"):
+        numbers += [first.get(measure), second.get(measure)]
+    numbers += [change.frame, change.angle_out, change.angle_in]
+    cells = ["" if number is None else f"{number:.3g}" for number in numbers]
+    cells[-2:] = [cell and f"{cell}°" for cell in cells[-2:]]
+    return [change.name, change.role, change.shape, *cells]

@@ -9,6 +9,7 @@ import typer
 from rich.markup import escape
 
 from rekindle.cli import options
+from rekindle.cli.page import write_page
 from rekindle.cli.studies import (
     described,
     kept_command,
@@ -17,9 +18,8 @@ from rekindle.cli.studies import (
     opened,
     perform,
     present,
-    write_page,
 )
-from rekindle.cli.terminal import progress, refuse_existing, say, show_json, speaking, width, write_text
+from rekindle.cli.terminal import progress, refuse_existing, reported, say, show_json, width, write_text
 from rekindle.report.words import printable, size
 
 Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder of a study.", show_default=False)]
@@ -31,6 +31,7 @@ Methods = Annotated[
         metavar="ARMS",
         help="Arms and groups, with commas: all, main, controls, scales, fire,nothing… `rekindle lab list` has them.",
         show_default="main, or what the file says",
+        autocompletion=options.complete_arms,
     ),
 ]
 Seeds = Annotated[
@@ -38,14 +39,14 @@ Seeds = Annotated[
 ]
 Tune = Annotated[bool, typer.Option("--tune", help="Also show every arm tuned by the same small budget.")]
 On = Annotated[str, typer.Option("--on", help="local, ray (of this machine), or the address of a Ray cluster.")]
-Workers = Annotated[int | None, typer.Option(help="Runs at once.", show_default="one a core")]
+Workers = Annotated[int | None, typer.Option(help="Runs at once.", show_default="one per core")]
 Sinks = Annotated[
     list[str] | None,
     typer.Option("--sink", help="Also send results to tensorboard, wandb (offline) or mlflow.", show_default=False),
 ]
 
 
-@speaking
+@reported
 def lab_list(json: options.Json = False) -> None:
     """Show the settings, the arms and their groups, and the data sets with where they are or how to get them.
 
@@ -65,7 +66,7 @@ def lab_list(json: options.Json = False) -> None:
         typer.echo(listed(found, width()))
 
 
-@speaking
+@reported
 def run(
     names: Annotated[
         list[str],
@@ -73,6 +74,7 @@ def run(
             metavar="NAME|FILE...",
             help="Settings by name, or one study as a .yaml or .py file (a .py file is run).",
             show_default=False,
+            autocompletion=options.complete_settings,
         ),
     ],
     methods: Methods = None,
@@ -116,7 +118,7 @@ def run(
         perform(study, on, workers, sink or (), html, json, force)
 
 
-@speaking
+@reported
 def resume(
     folder: Folder,
     on: On = "local",
@@ -138,9 +140,9 @@ def resume(
         perform(opened(folder), on, workers, sink or (), html, json, force)
 
 
-@speaking
+@reported
 def lab_show(folder: Folder, json: options.Json = False) -> None:
-    """Show the table of a study, finished or not: means with intervals, differences, what was seen.
+    """Show the table of a study, finished or not: means with intervals, differences, what they mean.
 
     [bold]Examples[/]
 
@@ -153,7 +155,7 @@ def lab_show(folder: Folder, json: options.Json = False) -> None:
         present(described(study.results(), kept_command(study)), json)
 
 
-@speaking
+@reported
 def lab_report(
     folder: Folder,
     html: options.Html = None,
@@ -195,16 +197,25 @@ def lab_report(
             say(f"document: {markdown}, with {len(written.pictures)} pictures beside it")
 
 
-@speaking
+@reported
 def lab_compare(
-    arm: Annotated[str, typer.Argument(help="The arm, such as fire.", show_default=False)],
-    other: Annotated[str, typer.Argument(help="What it is held against, such as random-isometry.", show_default=False)],
+    arm: Annotated[
+        str, typer.Argument(help="The arm, such as fire.", show_default=False, autocompletion=options.complete_arms)
+    ],
+    other: Annotated[
+        str,
+        typer.Argument(
+            help="What it is compared with, such as random-isometry.",
+            show_default=False,
+            autocompletion=options.complete_arms,
+        ),
+    ],
     folders: Annotated[
         list[Path], typer.Argument(metavar="FOLDER...", help="The folders of studies.", show_default=False)
     ],
     json: options.Json = False,
 ) -> None:
-    """Hold two arms against each other in everything that is measured, over one study or several, as Markdown.
+    """Compare two arms in everything that is measured, over one study or several, as Markdown.
 
     [bold]Examples[/]
 
@@ -234,9 +245,16 @@ def lab_compare(
             typer.echo("\n".join(map(printable, pair_table(pairs))))
 
 
-@speaking
+@reported
 def fetch(
-    name: Annotated[str, typer.Argument(help="A data set; `rekindle lab list` has their names.", show_default=False)],
+    name: Annotated[
+        str,
+        typer.Argument(
+            help="A data set; `rekindle lab list` has their names.",
+            show_default=False,
+            autocompletion=options.complete_data,
+        ),
+    ],
     folder: Annotated[
         Path | None, typer.Option(help="Where it goes.", show_default="$REKINDLE_DATA or the user's cache")
     ] = None,
@@ -255,13 +273,13 @@ def fetch(
 
         with progress(f"fetching {name} ({size(expected)})", float(max(expected, 1))) as advance:
 
-            def told(done: int, total: int) -> None:
+            def advanced(done: int, total: int) -> None:
                 nonlocal so_far
                 advance(float(done - so_far))
                 so_far = done
 
             try:
-                path = fetching.fetch(name, folder, progress=told, notice=lambda line: say(escape(printable(line))))
+                path = fetching.fetch(name, folder, progress=advanced, notice=lambda line: say(escape(printable(line))))
             except (fetching.Missing, fetching.FetchError) as error:
                 raise ValueError(str(error)) from error
         typer.echo(printable(str(path)))

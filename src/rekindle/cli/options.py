@@ -1,17 +1,43 @@
-"""Options that several commands share, and what they stand for."""
+"""Options that several commands share, what shells complete them with, and what they stand for.
+
+Nothing here imports torch before an option is used.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import importlib
+import importlib.util
 import json
+import os
+import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import torch
 import typer
-from torch import nn
 
-from rekindle.projection.planning import Plan
+if TYPE_CHECKING:
+    from torch import nn
+
+    from rekindle.projection.planning import Plan
+
+TARGETS = (
+    *("auto", "all", "attention", "attention.qk", "mlp", "conv", "paper-cnn", "paper-vit", "paper-gpt"),
+    *("query", "key", "value", "attention-output", "mlp-in", "mlp-gate", "mlp-out", "depthwise", "head", "embedding"),
+)
+SCALES = ("paper", "nearest", "norm", "fan_in", "init:kaiming", "init:xavier", "init:lecun", "init:normal(0.02)")
+LOSSES = ("cross_entropy", "mse", "model")
+
+
+def completing(values: Iterable[str]) -> Callable[[str], list[str]]:
+    """What a shell offers for a word that has been begun.
+
+    >>> completing(["paper", "nearest"])("pa")
+    ['paper']
+    """
+    return lambda incomplete: [value for value in values if value.startswith(incomplete)]
+
 
 Source = Annotated[
     Path,
@@ -28,9 +54,9 @@ Config = Annotated[
 Model = Annotated[
     str | None,
     typer.Option(
-        metavar="MODULE:NAME",
-        help="A class or function of yours that builds the model (without weights): it shows how tensors are used. "
-        "Imports and runs that code.",
+        metavar="FILE.py:NAME",
+        help="A class or function of yours that builds the model, in a file or a module (package.module:Name): it "
+        "shows how tensors are used. Imports and runs that code.",
         show_default=False,
     ),
 ]
@@ -58,27 +84,44 @@ Targets = Annotated[
         help="What to project: auto, all, attention, attention.qk, mlp, conv, paper-cnn, paper-vit, paper-gpt, a role, "
         "a name or a glob. Repeat for several.  [default: auto]",
         show_default=False,
+        autocompletion=completing(TARGETS),
     ),
 ]
-Include = Annotated[list[str] | None, typer.Option(help="Add names, globs or roles.", show_default=False)]
-Exclude = Annotated[list[str] | None, typer.Option(help="Leave out names, globs or roles.", show_default=False)]
+Include = Annotated[
+    list[str] | None,
+    typer.Option(help="Add names, globs or roles.", show_default=False, autocompletion=completing(TARGETS)),
+]
+Exclude = Annotated[
+    list[str] | None,
+    typer.Option(help="Leave out names, globs or roles.", show_default=False, autocompletion=completing(TARGETS)),
+]
 Heads = Annotated[
     list[str] | None, typer.Option(help="Which weights are the output head, instead of a guess.", show_default=False)
 ]
 ScaleRule = Annotated[
     str,
-    typer.Option("--scale", "-s", help="paper, nearest, norm, fan_in, init:kaiming, init:normal(0.02), … or a number."),
+    typer.Option(
+        "--scale",
+        "-s",
+        help="paper, nearest, norm, fan_in, init:kaiming, init:normal(0.02), … or a number.",
+        autocompletion=completing(SCALES),
+    ),
 ]
 ConvRule = Annotated[
-    Literal["taps", "flat"], typer.Option(help="A convolution as one matrix a tap, or as one flat matrix.")
+    Literal["taps", "flat"], typer.Option(help="A convolution as one matrix per tap, or as one flat matrix.")
 ]
 SplitHeads = Annotated[bool, typer.Option("--split-heads", help="Project each attention head on its own.")]
+# As rekindle.engine has it, which would import torch; a test holds the two together.
+Solver = Literal["auto", "fast", "paper", "svd"]
 
 
-def skeleton(config: Path | None, model: str | None) -> Any:
+# What options stand for
+
+
+def architecture(config: Path | None, model: str | None) -> Any:
     """What says how tensors are used: the model on the meta device, the config as a dict, or None for the file's own.
 
-    >>> skeleton(None, "torch.nn:Identity")
+    >>> architecture(None, "torch.nn:Identity")
     Identity()
     """
     if config is not None and model is not None:
@@ -92,24 +135,93 @@ def skeleton(config: Path | None, model: str | None) -> Any:
         if not isinstance(found, dict):
             raise ValueError(f"{path} holds no JSON object")
         return found
-    return _built(model) if model is not None else None
+    return built(model, meta=True) if model is not None else None
 
 
-def _built(model: str) -> nn.Module:
-    module, _, name = model.partition(":")
+def built(model: str, *, meta: bool = False) -> nn.Module:
+    """The model that a user's function or class makes; on the meta device it has shapes and no numbers."""
+    import torch
+
+    build = named(model, "--model", "my_model.py:build")
+    with torch.device("meta" if meta else "cpu"):
+        made = build if isinstance(build, torch.nn.Module) else build()
+    if not isinstance(made, torch.nn.Module):
+        raise ValueError(f"--model {model}: gave a {type(made).__name__}, no torch.nn.Module")
+    return made
+
+
+def batches(data: str) -> Any:
+    """The batches that a user's name stands for: a function is called, anything else is taken as it is."""
+    found = named(data, "--data", "my_data.py:batches")
+    made = found() if callable(found) and not hasattr(found, "__iter__") else found
+    if not hasattr(made, "__iter__"):
+        raise ValueError(f"--data {data}: gave a {type(made).__name__}, which holds no batches")
+    return made if iter(made) is not made else list(made)
+
+
+def loss(name: str | None) -> Any:
+    """A loss(model, batch): one of `LOSSES`, or a user's own function.
+
+    >>> loss(None) is None, loss("model").__name__
+    (True, '_own_loss')
+    """
+    if name is None:
+        return None
+    if name == "model":
+        return _own_loss
+    if name in LOSSES:
+        from torch.nn import functional
+
+        measured = functional.cross_entropy if name == "cross_entropy" else functional.mse_loss
+        return lambda model, batch: measured(model(batch[0]), batch[1])
+    return named(name, "--loss", f"one of {', '.join(LOSSES)}, or my_loss.py:loss")
+
+
+def _own_loss(model: nn.Module, batch: Any) -> Any:
+    """What a transformers model computes itself."""
+    return model(**batch).loss
+
+
+def named(reference: str, option: str, example: str) -> Any:
+    """What a user's "file.py:name" or "package.module:name" stands for; errors inside that code are the user's.
+
+    >>> named("math:pi", "--model", "m.py:build")
+    3.141592653589793
+    """
+    module, _, name = reference.rpartition(":")
     if not module or not name:
-        raise ValueError(f"--model {model!r}: write it as MODULE:NAME, such as torchvision.models:resnet18")
+        raise ValueError(f"{option} {reference!r}: write it as FILE.py:NAME or MODULE:NAME, such as {example}")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # as `python -m` has it
+    file = Path(module)
     try:
-        build: Any = importlib.import_module(module)
-        for part in name.split("."):
-            build = getattr(build, part)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"--model {model}: {error}") from error
-    with torch.device("meta"):
-        built = build()
-    if not isinstance(built, nn.Module):
-        raise ValueError(f"--model {model}: gave a {type(built).__name__}, no torch.nn.Module")
-    return built
+        if file.suffix == ".py":
+            if not file.is_file():
+                raise ValueError(f"{option} {reference}: there is no file {file}")
+            found = _run(file)
+        else:
+            found = importlib.import_module(module)
+    except ImportError as error:
+        if getattr(error, "name", None) in (module, module.partition(".")[0]):
+            raise ValueError(f"{option} {reference}: there is no module {error.name!r} here") from error
+        raise ValueError(f"{option} {reference}: {module} cannot be imported: {error}") from error
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise ValueError(f"{option} {reference}: {module} has no {part!r}")
+        found = getattr(found, part)
+    return found
+
+
+def _run(file: Path) -> Any:
+    # Its own folder comes first, as if it had been started from there.
+    sys.path.insert(0, str(file.resolve().parent))
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"{file} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[file.stem] = module
+    spec.loader.exec_module(module)
+    return module
 
 
 def loaded_plan(path: Path | None) -> Plan | None:
@@ -120,6 +232,8 @@ def loaded_plan(path: Path | None) -> Plan | None:
     """
     if path is None:
         return None
+    from rekindle.projection.planning import Plan
+
     try:
         return Plan.load(path)
     except OSError:
@@ -151,3 +265,49 @@ def planning(
         "conv": conv,
         "split_heads": split_heads,
     }
+
+
+# Names of the laboratory
+
+
+def laboratory_names(kind: Literal["settings", "arms", "data"]) -> list[str]:
+    """Settings, arms with their groups, or data sets by name.
+
+    Importing them takes seconds, so they are kept in the user's cache, by the content of the laboratory's files.
+    """
+    folder = Path(__file__).parents[1] / "lab"
+    stamp = hashlib.sha256()
+    for file in sorted(folder.rglob("*.py")):
+        stamp.update(f"{file} {file.stat().st_mtime_ns}".encode())
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    path = cache / "rekindle" / f"names-{stamp.hexdigest()[:16]}.json"
+    try:
+        known: dict[str, list[str]] = json.loads(path.read_text())
+    except (OSError, ValueError):
+        from rekindle.lab.catalogue import catalogue
+
+        found = catalogue()
+        known = {"settings": list(found["settings"]), "arms": [*found["arms"], *found["groups"], "all"]}
+        known["data"] = list(found["data"])
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(known))
+        except OSError:
+            pass  # a cache that cannot be written is done without
+    return known[kind]
+
+
+def complete_settings(incomplete: str) -> list[str]:
+    """Settings by name; where none fits, the shell offers files."""
+    return completing(laboratory_names("settings"))(incomplete)
+
+
+def complete_arms(incomplete: str) -> list[str]:
+    """The last of several arms with commas."""
+    before, comma, last = incomplete.rpartition(",")
+    return [f"{before}{comma}{each}" for each in completing(laboratory_names("arms"))(last)]
+
+
+def complete_data(incomplete: str) -> list[str]:
+    """Data sets by name."""
+    return completing(laboratory_names("data"))(incomplete)

@@ -1,28 +1,78 @@
-"""Writing the page, and `rekindle report`, which makes it from results that were kept as JSON."""
+"""`rekindle report`: the page from results that were kept as JSON; writing pages, and where results come from."""
 
 from __future__ import annotations
 
 import json
+import platform
+import shlex
+import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+import rekindle
 from rekindle.cli import options
-from rekindle.cli.provenance import made
-from rekindle.cli.terminal import refuse_existing, say, speaking, write_text
-from rekindle.report import render
+from rekindle.cli.terminal import refuse_existing, reported, say, write_text
+
+if TYPE_CHECKING:
+    from rekindle.checkpoint import Checkpoint
+
+
+def made(command: str) -> dict[str, Any]:
+    """Where a result comes from: the command line and the versions.
+
+    >>> made("inspect")["command"]
+    'inspect'
+    """
+    import numpy
+    import torch
+
+    return {
+        "rekindle": rekindle.__version__,
+        "command": command,
+        "made": {
+            "line": " ".join(map(shlex.quote, ["rekindle", *sys.argv[1:]])),
+            "versions": {
+                "rekindle": rekindle.__version__,
+                "torch": torch.__version__,
+                "numpy": numpy.__version__,
+                "python": platform.python_version(),
+            },
+            "platform": platform.platform(),
+            "threads": torch.get_num_threads(),
+        },
+    }
+
+
+def described(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What was read."""
+    tensors, path = checkpoint.meta_tensors(), Path(checkpoint.path)
+    return {
+        "path": str(path),
+        "name": path.resolve().name,
+        "format": checkpoint.format,
+        "tensors": len(checkpoint.names),
+        "numbers": sum(tensor.numel() for tensor in tensors.values()),
+        "bytes": sum(file.stat().st_size for file in checkpoint.files()),
+        "dtypes": sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()}),
+    }
 
 
 def write_page(path: Path, data: Mapping[str, Any], force: bool) -> None:
     """The page of a result, written whole or not at all."""
+    if data.get("command") == "lab":
+        from rekindle.lab.views.page import render
+    else:
+        from rekindle.report import render
+
     text = render(data)
     write_text(path, text, force)
     say(f"page: {path} ({len(text.encode()) / 1e6:.2g} MB)")
 
 
-@speaking
+@reported
 def report(
     results: Annotated[
         list[Path],

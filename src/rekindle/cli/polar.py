@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import numpy
-import torch
 import typer
 
 from rekindle.cli import options
-from rekindle.cli.terminal import refuse_existing, replacing, show, show_json, speaking
-from rekindle.engine.isometry import Solver
-from rekindle.engine.isometry import polar as polar_factor
+from rekindle.cli.terminal import refuse_existing, replacing, reported, show, show_json
+
+if TYPE_CHECKING:
+    import torch
 
 
-@speaking
+@reported
 def polar(
     file: Annotated[Path, typer.Argument(metavar="FILE.npy", help="A matrix, or a stack of them.", show_default=False)],
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="OUT.npy", help="Where to write it.", show_default=False)
     ] = None,
     solver: Annotated[
-        Solver,
+        options.Solver,
         typer.Option(help="How it is computed; auto is exact."),
     ] = "auto",
     tol: Annotated[float, typer.Option(help="Largest DfI per dimension.")] = 1e-6,
@@ -37,6 +36,10 @@ def polar(
 
       rekindle polar weight.npy --json
     """
+    import numpy
+
+    from rekindle.engine.isometry import polar as polar_factor
+
     if output is not None:
         refuse_existing(output, force)
     matrices = _read(file)
@@ -69,6 +72,9 @@ def polar(
 
 
 def _read(file: Path) -> torch.Tensor:
+    import numpy
+    import torch
+
     try:
         array = numpy.load(file, allow_pickle=False)
     except (ValueError, EOFError) as error:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import typer
 from rich.markup import escape
 
-from rekindle.cli.provenance import made
-from rekindle.cli.terminal import FINDINGS, say, show_json, width, write_text
+from rekindle.cli.page import made, write_page
+from rekindle.cli.terminal import FINDINGS, INTERRUPTED, say, show_json, show_rich, width, write_text
 from rekindle.extras import install
 from rekindle.report.words import printable
 
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from rekindle.lab.results import Comparison, Results
     from rekindle.lab.study import Study
 
-INTERRUPTED = 130
 COMMANDS = "commands.txt"
 
 
@@ -63,15 +62,6 @@ def described(results: Results, command: str) -> dict[str, Any]:
     """The results as a dict with the command that they come from, for JSON and pages."""
     data = made("lab") | results.to_dict()
     return data | {"study": {**data["study"], "command": command}}
-
-
-def write_page(path: Path, data: dict[str, Any], force: bool) -> None:
-    """The page of a study, written whole or not at all."""
-    from rekindle.lab.views.page import render
-
-    page = render(data)
-    write_text(path, page, force)
-    say(f"page: {path} ({len(page.encode()) / 1e6:.2g} MB)")
 
 
 def perform(study: Study, on: str, workers: int | None, sinks: Any, html: Path | None, json: bool, force: bool) -> None:
@@ -119,12 +109,10 @@ def present(data: dict[str, Any], json: bool) -> None:
 
 
 def print_tables(found: list[Comparison]) -> None:
-    """The tables and what was seen, on stdout."""
-    from rich.console import Console
-
+    """The tables and what the numbers mean, on stdout."""
     from rekindle.lab.views.terminal import tables
 
-    Console(width=width(), highlight=False).print(tables(found, width()))
+    show_rich(tables(found, width()))
 
 
 def _find_data(study: Study) -> None:

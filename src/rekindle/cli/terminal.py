@@ -1,6 +1,6 @@
-"""How commands speak: results on stdout, messages and progress on stderr, exit codes 0, 1 and 2.
+"""Terminal output: results on stdout, messages and progress on stderr, exit codes 0, 1, 2 and 130.
 
-Colours follow rich: off where there is no terminal and under NO_COLOR.
+Colors follow rich: off where there is no terminal and under NO_COLOR. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -24,16 +24,14 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from rekindle.checkpoint import CheckpointError
-from rekindle.projection.receipt import MethodError
 from rekindle.report.words import printable
 
-FINDINGS, BAD_INPUT = 1, 2
-_COLOURS = {"healthy": "green", "watch": "yellow", "act": "red"}
+FINDINGS, BAD_INPUT, INTERRUPTED = 1, 2, 130
+_COLORS = {"healthy": "green", "watch": "yellow", "act": "red"}
 _PATIENCE = 2.0  # seconds without a progress bar
 _WIDE = 220  # columns where no terminal limits them: full layer names fit
 
-# The library speaks of arguments; here they are options.
+# The library's hints name arguments; here they are options.
 _AS_OPTIONS = {
     "pass config= or a plan saved from the live model": "give --config, --model or --plan",
     "pass reference= an earlier Health or a fresh model": "give --reference, an earlier checkpoint",
@@ -44,8 +42,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def speaking(command: Callable[P, R]) -> Callable[P, R]:
-    """Turn what can go wrong into one clear line on stderr and exit code 2; Ctrl-C is typer's (130)."""
+def reported(command: Callable[P, R]) -> Callable[P, R]:
+    """A command that turns what goes wrong into one line on stderr: exit code 2 for bad input, 130 for Ctrl-C."""
 
     @functools.wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -53,9 +51,15 @@ def speaking(command: Callable[P, R]) -> Callable[P, R]:
             # Whatever torch thinks about a strange pickle, the file is read or refused in our own words.
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", category=UserWarning, module="torch")
-                return command(*args, **kwargs)
+                done = command(*args, **kwargs)
+                sys.stdout.flush()
+                return done
         except BrokenPipeError:
-            raise
+            closed_pipe()
+            raise typer.Exit(0) from None
+        except KeyboardInterrupt:
+            say("stopped")
+            raise typer.Exit(INTERRUPTED) from None
         except Exception as error:
             if isinstance(error, typer.Exit | typer.Abort | typer.BadParameter) or "REKINDLE_TRACEBACK" in os.environ:
                 raise
@@ -65,13 +69,27 @@ def speaking(command: Callable[P, R]) -> Callable[P, R]:
     return run
 
 
+def closed_pipe() -> None:
+    """The reader of our output has gone (`… | head`): that is no error, and nothing more is written."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+class _Pipe(Console):
+    """A console whose reader may go: rich would exit with 1."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        raise BrokenPipeError
+
+
 def _line(error: Exception) -> str:
     """The error in one line; what nobody foresaw says where to look."""
     if isinstance(error, OSError) and error.filename is not None:
         text = f"{error.filename}: {error.strerror}"
     else:
         text = " ".join(str(error).split()) or type(error).__name__
-    if not isinstance(error, CheckpointError | MethodError | ValueError | OSError | ImportError | TypeError):
+    known = isinstance(error, ValueError | OSError | ImportError | TypeError) or type(error).__name__ == "MethodError"
+    if not known:
         text = f"{type(error).__name__}: {text} (REKINDLE_TRACEBACK=1 shows where)"
     return printable(as_options(text))
 
@@ -89,17 +107,22 @@ def as_options(text: str) -> str:
 
 def say(text: str) -> None:
     """A message for people, with rich markup, on stderr."""
-    Console(stderr=True, soft_wrap=True, highlight=False).print(text)
+    _Pipe(stderr=True, soft_wrap=True, highlight=False).print(text)
 
 
 def show(text: str) -> None:
     """A result for people on stdout; a line that holds a verdict is coloured by it."""
-    console = Console(soft_wrap=True, highlight=False)
+    console = _Pipe(soft_wrap=True, highlight=False)
     for line in as_options(text).splitlines():
         word = re.match(r"(?:! |.*?verdict: )?(healthy|watch|act)?", line)
         level = word[1] if word else None
-        style = _COLOURS[level] if level and "verdict" in line else "yellow" if line.startswith("! ") else None
+        style = _COLORS[level] if level and "verdict" in line else "yellow" if line.startswith("! ") else None
         console.print(printable(line), style=style, markup=False)
+
+
+def show_rich(drawn: Any) -> None:
+    """Anything that rich draws, on stdout."""
+    _Pipe(width=width(), highlight=False).print(drawn)
 
 
 def show_json(data: Mapping[str, Any]) -> None:
@@ -133,7 +156,7 @@ def width() -> int:
 def progress(what: str, total: float, quiet: bool = False) -> Iterator[Callable[[float], None]]:
     """A bar with the time left on stderr, once the work has taken two seconds and only on a terminal.
 
-    Yields a function that is told how much more was done.
+    Yields a function that takes how much more was done.
 
     >>> with progress("measuring", 10) as advance:
     ...     advance(5)

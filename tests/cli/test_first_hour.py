@@ -1,0 +1,248 @@
+"""What a new user meets in the first hour: quick answers, honest verdicts, names that fit, messages that help."""
+
+import importlib
+import json
+import os
+import pkgutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from command_line import checkpoint, one_line, run, weights
+from rekindle.cli import options
+
+__all__ = ["checkpoint"]  # a fixture
+ROOT = Path(__file__).parents[2]
+
+
+def as_user(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-m", "rekindle", *map(str, arguments)]
+    known = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    return subprocess.run(line, capture_output=True, text=True, env=known, timeout=120, check=False)
+
+
+# Quick answers
+
+
+@pytest.mark.parametrize("arguments", [("--help",), ("--version",), ("inspect", "--help"), ("lab", "run", "--help")])
+def test_help_and_version_import_neither_torch_nor_the_laboratory(arguments: tuple[str, ...]) -> None:
+    code = (
+        "import sys; from rekindle.cli import main\n"
+        "sys.argv = ['rekindle', *sys.argv[1:]]\n"
+        "try: main()\n"
+        "except SystemExit: pass\n"
+        "heavy = {'torch', 'numpy', 'scipy', 'pandas', 'rekindle.lab', 'jinja2'}\n"
+        "print('heavy:', sorted(heavy & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "heavy: []"
+
+
+def completed(words: str, **environment: str) -> list[str]:
+    found = as_user(
+        _REKINDLE_COMPLETE="complete_bash", COMP_WORDS=words, COMP_CWORD=str(words.count(" ")), **environment
+    )
+    return found.stdout.split()
+
+
+def test_completion_knows_targets_scales_settings_and_arms(tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    cache = {"XDG_CACHE_HOME": str(tmp_path)}
+    assert completed("rekindle fire model.pt --targets attention") == ["attention", "attention.qk", "attention-output"]
+    assert completed("rekindle plan model.pt --scale ne") == ["nearest"]
+    assert completed("rekindle lab run random-l", **cache)[0] == "random-labels"
+    assert completed("rekindle lab run digits -m nothing,fire-n", **cache)[:1] == ["nothing,fire-nearest"]
+    assert len(list(tmp_path.rglob("names-*.json"))) == 1
+    assert completed("rekindle inspect mod") == []  # then the shell itself offers files
+
+
+def test_completion_is_up_to_date_with_the_library() -> None:
+    from rekindle.engine.isometry import Solver
+    from rekindle.projection.targets import PRESETS
+
+    assert set(PRESETS) <= set(options.TARGETS)
+    assert get_args(options.Solver) == get_args(Solver)
+
+
+# doctor
+
+
+def test_doctor_lists_what_there_is() -> None:
+    facts = json.loads(run("doctor", "--json").stdout)
+    try:
+        there = importlib.import_module("rekindle.integrations")
+        expected = {m.name for m in pkgutil.iter_modules(there.__path__) if not m.name.startswith("_")}
+    except ModuleNotFoundError:
+        expected = set()
+    assert set(facts["integrations"]) == expected
+    assert "allback" not in run("doctor").stdout.partition("callbacks for")[0]
+
+
+# Verdicts
+
+
+def test_weights_alone_are_never_called_healthy(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    mixed = {f"{i}.weight": torch.randn(8, 4, 3, 3) for i in range(6)} | {"out.weight": torch.randn(24, 24) / 5}
+    torch.save(mixed | {"more.weight": torch.randn(24, 24) / 5}, tmp_path / "net.pt")
+    text = run("inspect", tmp_path / "net.pt").stdout
+    assert "verdict: no sign in the weights" in text
+    assert "activity not measured" in text and "weights read" in text
+    assert "verdict: healthy" not in text
+    page = tmp_path / "net.html"
+    run("inspect", tmp_path / "net.pt", "--html", page)
+    shown = page.read_text()
+    assert 'class="verdict unknown"' in shown and "No sign in the weights" in shown
+    assert "activity not measured" in shown
+
+
+def test_fire_and_compare_say_that_the_function_has_changed(checkpoint: Path, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    fired = run("fire", checkpoint, "-o", tmp_path / "new.safetensors", "--html", page)
+    assert "the function has changed: train the network" in fired.stderr
+    assert "no sign in the weights before" in page.read_text().lower()
+    assert "train the network before it is used" in page.read_text()
+    both = run("compare", checkpoint, tmp_path / "new.safetensors", "--html", tmp_path / "both.html")
+    assert "if nothing was trained between A and B, the function has changed" in both.stdout
+    assert "train the network before it is used" in (tmp_path / "both.html").read_text()
+
+
+# Names of files
+
+
+@pytest.mark.parametrize(("source", "output"), [("a.pt", "b.safetensors"), ("a.safetensors", "b.pt")])
+def test_a_name_that_says_another_format_is_refused(tmp_path: Path, source: str, output: str) -> None:
+    torch.save(weights(), tmp_path / "a.pt")
+    save_file(weights(), tmp_path / "a.safetensors")
+    line = one_line(run("fire", tmp_path / source, "-o", tmp_path / output))
+    assert "the output has the same format: name it b" in line
+    assert not (tmp_path / output).exists()
+
+
+def test_a_folder_is_not_written_under_the_name_of_a_file(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    save_file(weights(), tmp_path / "model" / "model.safetensors")
+    assert "would be a folder" in one_line(run("fire", tmp_path / "model", "-o", tmp_path / "f.safetensors"))
+    assert not (tmp_path / "f.safetensors").exists()
+
+
+# A user's own code
+
+MODEL = """
+import torch
+from torch import nn
+import helper_of_mine
+def build():
+    return nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3))
+def batches():
+    draw = torch.Generator().manual_seed(0)
+    for _ in range(3):
+        yield torch.randn(32, 6, generator=draw), torch.randint(3, (32,), generator=draw)
+def loss(model, batch):
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    (tmp_path / "mine.py").write_text(MODEL)
+    (tmp_path / "helper_of_mine.py").write_text("")
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3))
+    with torch.no_grad():
+        net[0].bias[:10] = -100.0  # ten of sixteen neurons never answer
+    torch.save(net.state_dict(), tmp_path / "net.pt")
+    return tmp_path
+
+
+@pytest.mark.parametrize("loss", ["cross_entropy", "mine.py:loss"])
+def test_activity_and_gradients_are_measured_from_the_shell(
+    own: Path, monkeypatch: pytest.MonkeyPatch, loss: str
+) -> None:
+    monkeypatch.chdir(own)
+    plain = run("inspect", "net.pt", "--model", "mine.py:build")
+    assert "no sign in the weights" in plain.stdout
+    assert "next: rekindle inspect net.pt --model mine.py:build --data" in plain.stdout
+    result = run("inspect", "net.pt", "--model", "mine.py:build", "--data", "mine.py:batches", "--loss", loss, "--json")
+    assert result.exit_code == 0, result.output
+    health = json.loads(result.stdout)["health"]
+    assert health["verdict"] == "act"
+    assert health["whole"]["dormant_worst"] == pytest.approx(10 / 16)
+    assert health["whole"]["gradient_norm"] > 0
+    text = run("inspect", "net.pt", "--model", "mine.py:build", "--data", "mine.py:batches").stdout
+    assert "verdict: act" in text
+    assert text.strip().splitlines()[-1] == "next: rekindle plan net.pt --model mine.py:build"
+
+
+def test_modules_of_the_current_folder_can_be_named(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(own)
+    assert run("plan", "net.pt", "--model", "mine:build").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        ("broken.py:build", "broken.py cannot be imported: No module named 'no_such_package_here'"),
+        ("missing.py:build", "there is no file missing.py"),
+        ("mine.py:nothing", "mine.py has no 'nothing'"),
+        ("no_such_module_x:build", "there is no module 'no_such_module_x' here"),
+        ("mine", "write it as FILE.py:NAME"),
+    ],
+)
+def test_mistakes_in_a_users_code_are_called_so(
+    own: Path, monkeypatch: pytest.MonkeyPatch, model: str, expected: str
+) -> None:
+    monkeypatch.chdir(own)
+    (own / "broken.py").write_text("import no_such_package_here\n")
+    assert expected in one_line(run("plan", "net.pt", "--model", model))
+
+
+def test_an_import_error_in_a_study_is_the_users(tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    (tmp_path / "mine.py").write_text("import no_such_package_here\n")
+    line = one_line(run("lab", "run", tmp_path / "mine.py"))
+    assert "no_such_package_here" in line and "mine.py" in line
+    assert "laboratory needs" not in line
+
+
+# Ctrl-C and pipes
+
+
+def heeding_ctrl_c() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+@pytest.mark.parametrize("after", [0.5, 1.0, 2.0])
+def test_ctrl_c_is_one_line_at_any_moment(checkpoint: Path, after: float) -> None:
+    # A file that never ends: whatever the moment, there is still work to do.
+    os.mkfifo(checkpoint.with_name("endless.pt"))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "rekindle", "inspect", checkpoint.with_name("endless.pt")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=heeding_ctrl_c,
+    )
+    time.sleep(after)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err.strip()) == (130, "", "stopped")
+
+
+@pytest.mark.parametrize("command", ["inspect", "plan"])
+def test_a_reader_that_goes_away_is_no_error(tmp_path: Path, command: str) -> None:
+    many = {f"layers.{i}.attn.q_proj.weight": torch.eye(4) for i in range(3000)}
+    save_file(many, tmp_path / "many.safetensors")
+    line = f"{sys.executable} -m rekindle {command} {tmp_path / 'many.safetensors'} | head -n 1"
+    done = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {line}"], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
