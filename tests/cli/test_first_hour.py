@@ -100,7 +100,7 @@ def test_weights_alone_are_never_called_healthy(tmp_path: Path) -> None:
     page = tmp_path / "net.html"
     run("inspect", tmp_path / "net.pt", "--html", page)
     shown = page.read_text()
-    assert 'class="verdict unknown"' in shown and "No sign in the weights" in shown
+    assert 'class="verdict unknown"' in shown and "no sign in the weights" in shown
     assert "activity not measured" in shown
 
 

@@ -28,6 +28,12 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.stderr.write("stopped\n")
         raise SystemExit(130) from None
+    except SystemExit as left:
+        if left.code == 130:  # Ctrl-C between our commands, where typer hears it and says nothing
+            from rekindle.cli.terminal import stopped
+
+            stopped()
+        raise
     except BrokenPipeError:
         raise SystemExit(0) from None
     finally:

@@ -11,7 +11,7 @@ import typer
 from rich.markup import escape
 
 from rekindle.cli import options
-from rekindle.cli.inspect import MOVED, examined
+from rekindle.cli.inspect import examined
 from rekindle.cli.page import made, write_page
 from rekindle.cli.terminal import (
     as_json,
@@ -24,6 +24,7 @@ from rekindle.cli.terminal import (
     width,
     write_text,
 )
+from rekindle.report.view import MOVED
 from rekindle.report.words import printable
 
 if TYPE_CHECKING:

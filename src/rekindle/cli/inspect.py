@@ -14,6 +14,7 @@ from rich.markup import escape
 from rekindle.cli import options
 from rekindle.cli.page import described, made, write_page
 from rekindle.cli.terminal import FINDINGS, progress, refuse_existing, reported, say, show, show_json, width
+from rekindle.report.view import MOVED, NO_SIGN
 from rekindle.report.words import printable
 
 if TYPE_CHECKING:
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from rekindle.diagnosis.examination import Health
     from rekindle.projection.planning import Plan
 
-MOVED = "the function has changed: train the network before it is used"
 _HEADINGS = ("layer", "role", "shape", "drift", "SFE", "DfI/k A", "→ B", "eff. rank A", "→ B", "frame", "∠ out", "∠ in")
 
 
@@ -161,7 +161,7 @@ def _next(path: Path, health: Health, model: str | None, data: str | None) -> st
     """The command that follows from the verdict."""
     file = shlex.quote(str(path))
     more = f" --model {shlex.quote(model)}" if model else ""
-    if health.verdict != "healthy":
+    if health.verdict in ("watch", "act"):
         return f"rekindle plan {file}{more}"
     if data is None:
         return f"rekindle inspect {file} --model {shlex.quote(model or 'my_model.py:build')} --data my_data.py:batches"
@@ -277,7 +277,7 @@ def text(
     words = {"only_A": "only in A", "only_B": "only in B", "shape": "other shape", "dtype": "other dtype"}
     lines += [f"{words[kind]}: {len(names)} ({', '.join(names[:4])}…)" for kind, names in different.items() if names]
     lines += [f"! {line}" for line in now.verdict.lines()]
-    word = now.verdict if now.verdict != "healthy" else "no sign in the weights"
+    word = now.verdict if now.verdict != "healthy" else NO_SIGN
     lines += [signs.text, f"verdict: {word} for B against A ({now.verdict.rule}); activity not measured"]
     return "\n".join(lines)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,7 +13,7 @@ import typer
 from rich.markup import escape
 
 from rekindle.cli.page import made, write_page
-from rekindle.cli.terminal import FINDINGS, INTERRUPTED, say, show_json, show_rich, width, write_text
+from rekindle.cli.terminal import FINDINGS, say, show_json, show_rich, stopped, width, write_text
 from rekindle.extras import install
 from rekindle.report.words import printable
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from rekindle.lab.study import Study
 
 COMMANDS = "commands.txt"
+# What the extra brings: anything else that is missing is asked for by the user's own file.
+_PACKAGES = {"sklearn", "scipy", "pandas", "pyarrow", "pooch", "PIL", "yaml", "tokenizers", "rich", "ray"}
 
 
 def loaded(
@@ -92,10 +95,10 @@ def conducted(study: Study, *, again: str | None = None, **how: Any) -> Results:
             return study.run(progress=watch, **how)
     except KeyboardInterrupt:
         if again is None:
-            say(f"stopped; finished runs are kept. Go on with: [bold]rekindle lab resume {study.folder}[/]")
+            told = f"stopped; finished runs are kept. Go on with: [bold]rekindle lab resume {study.folder}[/]"
         else:
-            say(f"stopped. Start again with: [bold]{again}[/]")
-        raise typer.Exit(INTERRUPTED) from None
+            told = f"stopped. Start again with: [bold]{again}[/]"
+        raise stopped(told) from None
 
 
 def present(data: dict[str, Any], json: bool) -> None:
@@ -141,13 +144,22 @@ def kept_command(study: Study) -> str:
     return path.read_text().strip() if path.exists() else f"rekindle lab resume {study.folder}"
 
 
+def _own_file(name: str) -> bool:
+    """A file of the user's: neither of this package nor of what is installed."""
+    return name.endswith(".py") and "site-packages" not in name and not name.startswith(str(Path(__file__).parents[1]))
+
+
 @contextmanager
 def needing_extras() -> Iterator[None]:
     """A missing package of the laboratory is said in one line, and so is a missing data set."""
     try:
         yield
     except ModuleNotFoundError as error:
-        raise ImportError(f"the laboratory needs {error.name}: {install('lab')}") from error
+        if error.name and error.name.partition(".")[0] in _PACKAGES:
+            raise ImportError(f"the laboratory needs {error.name}: {install('lab')}") from error
+        where = next((f for f in reversed(traceback.extract_tb(error.__traceback__)) if _own_file(f.filename)), None)
+        place = f"{where.filename}, line {where.lineno}: " if where else ""
+        raise ImportError(f"{place}{error}") from error
     except LookupError as error:
         if type(error).__name__ == "Missing":
             raise ValueError(str(error)) from error

@@ -47,6 +47,7 @@ def reported(command: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        _told.clear()
         try:
             # Whatever torch thinks about a strange pickle, the file is read or refused in our own words.
             with warnings.catch_warnings():
@@ -58,8 +59,7 @@ def reported(command: Callable[P, R]) -> Callable[P, R]:
             closed_pipe()
             raise typer.Exit(0) from None
         except KeyboardInterrupt:
-            say("stopped")
-            raise typer.Exit(INTERRUPTED) from None
+            raise stopped() from None
         except Exception as error:
             if isinstance(error, typer.Exit | typer.Abort | typer.BadParameter) or "REKINDLE_TRACEBACK" in os.environ:
                 raise
@@ -67,6 +67,17 @@ def reported(command: Callable[P, R]) -> Callable[P, R]:
             raise typer.Exit(BAD_INPUT) from None
 
     return run
+
+
+_told: list[str] = []  # what was said about Ctrl-C, so that it is said once
+
+
+def stopped(message: str = "stopped") -> typer.Exit:
+    """Say once that Ctrl-C was heard; the exit to raise."""
+    if not _told:
+        say(message)
+        _told.append(message)
+    return typer.Exit(INTERRUPTED)
 
 
 def closed_pipe() -> None:
@@ -117,6 +128,7 @@ def show(text: str) -> None:
         word = re.match(r"(?:! |.*?verdict: )?(healthy|watch|act)?", line)
         level = word[1] if word else None
         style = _COLORS[level] if level and "verdict" in line else "yellow" if line.startswith("! ") else None
+        style = "bright_black" if line.startswith("verdict: no sign") else style
         console.print(printable(line), style=style, markup=False)
 
 

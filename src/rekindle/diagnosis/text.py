@@ -42,7 +42,7 @@ def described(health: Health, width: int) -> str:
     lines += _unmeasured(health, width)
     verdict = health.verdict
     lines += ["", *(part for line in verdict.lines() for part in _wrap(f"! {line}", width))]
-    lines += _wrap(f"verdict: {verdict} ({verdict.rule})", width)
+    lines += _wrap(f"verdict: {concluded(health)}", width)
     if not verdict.sure and verdict != "unknown":
         lines += _wrap(
             "low confidence: there is no reference to compare with, so only absolute rules could fire; pass "
@@ -52,6 +52,21 @@ def described(health: Health, width: int) -> str:
     for sign, remedy in verdict.remedies().items():
         lines += _wrap(f"  {sign}: {remedy}", width)
     return "\n".join(lines)
+
+
+def concluded(health: Health) -> str:
+    """The verdict with its rule; without signs, weights alone do not make a network healthy: its neurons may be dead.
+
+    >>> from torch import nn
+    >>> from rekindle.diagnosis.examination import health
+    >>> concluded(health(nn.Linear(3, 3)))
+    'no sign in the weights (activity not measured, 1 of 1 weights read)'
+    """
+    if health.verdict != "healthy" or health.units:
+        return f"{health.verdict} ({health.verdict.rule})"
+    read = len({name.partition("[")[0] for name in health.weights})
+    skipped = sum(each.what == "weight" for each in health.unmeasured)
+    return f"no sign in the weights (activity not measured, {read} of {read + skipped} weights read)"
 
 
 def _unmeasured(health: Health, width: int) -> list[str]:

@@ -14,6 +14,8 @@ from typing import Any
 from rekindle.report.words import number, plural
 
 Numbers = Mapping[str, Any]
+MOVED = "the function has changed: train the network before it is used"
+NO_SIGN = "no sign in the weights"
 _LEVELS = ("healthy", "watch", "act")
 _DIFFERENCES = {
     "only_A": "only in A",
@@ -208,18 +210,20 @@ def headline(data: Mapping[str, Any], table: Sequence[Row]) -> Headline:
     health, after, receipt = data.get("health"), data.get("after"), data.get("receipt")
     if data.get("changes") is not None and after:
         moved = sum(1 for row in table if row.change.get("sfe"))
-        tired = (data.get("tired") or {}).get("text", "")
-        said = f"{moved} of {plural(len(data['changes']), 'block')} changed. {_sentence(tired)}"
-        return Headline(after["verdict"], f"B: {after['verdict']}", said, (f"B judged against A: {after['rule']}.",))
+        more = (data.get("tired") or {}).get("text", "")
+        said = f"{moved} of {plural(len(data['changes']), 'block')} changed. {_sentence(more)}"
+        level, word = _verdict(after)
+        lines = [f"B judged against A: {after['rule']}.", *_scope(after)]
+        lines += [f"If nothing was trained between A and B, {MOVED}."] if moved else []
+        return Headline(level, f"B: {word}", said, tuple(lines))
     if receipt:
         return _done(receipt, health, after)
     if health:
-        more = (
-            []
-            if health.get("sure")
-            else ["There was no earlier checkpoint to compare with, so only absolute rules could fire."]
-        )
-        return Headline(health["verdict"], health["verdict"], _judged(health, table), tuple(more))
+        lines = list(_scope(health))
+        if not health.get("sure"):
+            lines.append("There was no earlier checkpoint to compare with, so only absolute rules could fire.")
+        lines += [f"Next: {data['next']}"] if data.get("next") else []
+        return Headline(*_verdict(health), _judged(health, table), tuple(lines))
     if data.get("plan"):
         entries = data["plan"]["entries"]
         chosen = sum(entry["reason"] is None for entry in entries)
@@ -285,13 +289,36 @@ def _done(receipt: Mapping[str, Any], health: Mapping[str, Any] | None, after: M
             f"at a relative change (SFE) of {number(totals.get('sfe_relative'))}."
         )
     if health and after:
-        more.append(f"Verdict from the weights alone: {health['verdict']} before, {after['verdict']} after.")
+        words = [_verdict(side)[1] for side in (health, after)]
+        more.append(f"Verdict: {words[0]} before, {words[1]} after. {' '.join(_scope(health))}")
+        if health["verdict"] == "healthy":
+            more.append("The weights gave no reason to change them.")
+    if totals.get("matrices"):
+        more.append(_sentence(MOVED))
     return Headline("watch" if missed else "done", "watch" if missed else "done", said, tuple(more))
+
+
+def _verdict(health: Mapping[str, Any]) -> tuple[str, str]:
+    """Its color and its word: weights alone can show a sign, and never that all is well."""
+    if health["verdict"] == "healthy" and not health.get("units"):
+        return "unknown", NO_SIGN
+    return health["verdict"], health["verdict"]
+
+
+def _scope(health: Mapping[str, Any]) -> list[str]:
+    """What was not looked at."""
+    if health.get("units"):
+        return []
+    read = len({name.partition("[")[0] for name in health.get("weights", {})})
+    skipped = sum(each.get("what") == "weight" for each in health.get("unmeasured", ()))
+    return [f"From the weights alone: activity not measured, {read} of {read + skipped} weights read."]
 
 
 def _judged(health: Mapping[str, Any], table: Sequence[Row]) -> str:
     count = len(health.get("weights", {}))
     marked = sum(bool(row.findings) for row in table)
+    if health["verdict"] == "unknown":
+        return _sentence(health["rule"])
     if health["verdict"] == "healthy":
         return f"None of {plural(count, 'block')} shows a sign of lost plasticity in its weights."
     return f"{plural(marked, 'layer')} of {count} show signs: {health['rule']}."
