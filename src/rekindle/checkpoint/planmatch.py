@@ -9,24 +9,31 @@ from rekindle.checkpoint.opening import Checkpoint
 from rekindle.checkpoint.refusal import CheckpointError
 from rekindle.projection.planning import Entry, Plan
 
+_COMPUTED = "parametrised: the file holds its originals only; project the live model with rekindle.fire, and save that"
+
 
 def match_plan(plan: Plan, checkpoint: Checkpoint) -> Plan:
     """The plan with every selected entry's key being a tensor of the checkpoint of the planned shape.
 
     A plan of a live model says `encoder.0.weight` where a Lightning checkpoint says `model.encoder.0.weight`: one
-    prefix for all, on either side, is seen through. Anything that fits not wholly is refused.
+    prefix for all, on either side, is seen through. Anything that does not fit is refused; a weight of
+    which the file holds the originals of a parametrisation is skipped.
     """
-    if not plan.selected:
-        raise CheckpointError(f"{checkpoint.path}: the plan projects nothing")
     names = set(checkpoint.names)
-    first = plan.selected[0]
-    way = next((way for way in _ways(first, checkpoint) if all(way(e) in names for e in plan.selected)), None)
+    plain = [entry for entry in plan.selected if not entry.parametrized]
+    wanted = plain or [entry for entry in plan.selected if entry.name in names]
+    if not wanted:
+        why = f": {_COMPUTED}" if plan.selected else ""
+        raise CheckpointError(f"{checkpoint.path}: the plan projects nothing in this file{why}")
+    way = next((way for way in _ways(wanted[0], checkpoint) if all(way(e) in names for e in wanted)), None)
     if way is None:
-        missing = next(e.name for e in plan.selected if e.name not in names and e.key not in names)
+        missing = next(e.name for e in wanted if e.name not in names and e.key not in names)
         raise CheckpointError(f"{checkpoint.path}: the plan's {missing!r} is not in the checkpoint")
     entries = []
     for entry in plan.entries:
         key = way(entry)
+        if entry.parametrized and entry.reason is None and key not in names:
+            entry = replace(entry, reason=_COMPUTED)
         if entry.reason is None:
             shape = checkpoint.meta(key).shape
             if tuple(entry.shape) != shape:
@@ -40,13 +47,18 @@ def match_plan(plan: Plan, checkpoint: Checkpoint) -> Plan:
 
 
 def _ways(first: Entry, checkpoint: Checkpoint) -> list[Callable[[Entry], str]]:
-    ways: list[Callable[[Entry], str]] = [lambda entry: entry.key, lambda entry: entry.name]
+    ways: list[Callable[[Entry], str]] = [_key, lambda entry: entry.name]
     for name in checkpoint.names:
         if name.endswith(f".{first.name}"):
             ways.append(_with_prefix(name.removesuffix(first.name)))
         elif first.name.endswith(f".{name}"):
             ways.append(_without_prefix(first.name.removesuffix(name)))
     return ways
+
+
+def _key(entry: Entry) -> str:
+    # The key of a parametrised weight is one of its originals, which is another tensor, maybe of the same shape.
+    return entry.name if entry.parametrized else entry.key
 
 
 def _with_prefix(prefix: str) -> Callable[[Entry], str]:

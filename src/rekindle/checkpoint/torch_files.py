@@ -154,9 +154,9 @@ def _find_weights(path: Path, tree: Any) -> Mapping[Any, Any]:
         raise CheckpointError(f"{path}: holds {type(tree).__name__}, not a state dict")
     if any(isinstance(value, Tensor) for value in tree.values()):
         return tree
-    for name in _WEIGHTS:
-        if isinstance(tree.get(name), Mapping) and any(isinstance(value, Tensor) for value in tree[name].values()):
-            return _checked_mapping(tree[name])
+    named = _named_weights(tree)
+    if named is not None:
+        return named
     candidates = {
         name: value
         for name, value in tree.items()
@@ -170,9 +170,18 @@ def _find_weights(path: Path, tree: Any) -> Mapping[Any, Any]:
     raise CheckpointError(f"{path}: holds no state dict (its keys: {', '.join(map(str, list(tree)[:8]))})")
 
 
-def _checked_mapping(value: Any) -> Mapping[Any, Any]:
-    assert isinstance(value, Mapping)
-    return value
+def _named_weights(tree: Mapping[Any, Any], depth: int = 3) -> Mapping[Any, Any] | None:
+    """The first state dict under names that trainers use, also one inside another (`model` → `state_dict`)."""
+    for name in _WEIGHTS:
+        inner = tree.get(name)
+        if not isinstance(inner, Mapping) or _is_optimizer(inner):
+            continue
+        if any(isinstance(value, Tensor) for value in inner.values()):
+            return inner
+        found = _named_weights(inner, depth - 1) if depth else None
+        if found is not None:
+            return found
+    return None
 
 
 def _usable(value: Any) -> bool:
@@ -243,6 +252,16 @@ def _cast(tree: Any, weights: Mapping[Any, Any], dtype: torch.dtype, scratch: Pa
     new.update(replaced)  # type: ignore[attr-defined]
     if hasattr(weights, "_metadata"):
         new._metadata = weights._metadata  # type: ignore[attr-defined]
-    if weights is tree:
+    return _with(tree, weights, new)
+
+
+def _with(tree: Any, old: Any, new: Any, depth: int = 4) -> Any:
+    """The tree with one of its mappings replaced, wherever it stands."""
+    if tree is old:
         return new
-    return type(tree)((key, new if value is weights else value) for key, value in tree.items())
+    if not isinstance(tree, Mapping) or not depth:
+        return tree
+    changed = {key: _with(value, old, new, depth - 1) for key, value in tree.items()}
+    if all(changed[key] is value for key, value in tree.items()):
+        return tree
+    return type(tree)(changed.items())  # type: ignore[call-arg]

@@ -1,21 +1,24 @@
 """Optimizer states inside a training checkpoint: which weight each belongs to, and their reset.
 
 A state dict of torch.optim knows its parameters as 0, 1, 2, …. Where the optimizer was given names they are stored and
-used; else every parameter's place and shape must agree with the weights of the file; else the job is refused, because
-a reset of the wrong slots would go unnoticed.
+used; else every parameter's place and shape must agree with the weights of the file, or, in a Hugging Face folder, with
+the parameters of the config's model as its Trainer groups them; else the job is refused, because a reset of the wrong
+slots would go unnoticed.
 """
 
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from rekindle.blocks.state_dicts import skeleton
 from rekindle.checkpoint.refusal import CheckpointError
 from rekindle.optimizers import StateReset
 from rekindle.optimizers import resetting as optimizers
@@ -24,6 +27,9 @@ from rekindle.optimizers.slots import slots
 if TYPE_CHECKING:
     from rekindle.checkpoint.opening import Checkpoint
 
+# What transformers' Trainer gives no weight decay, beside LayerNorm modules; and what older scripts do.
+_NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
+_NO_DECAY_OLD = re.compile(r"bias|LayerNorm\.weight")
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 _CLASSES: tuple[type[Optimizer], ...] = (
     torch.optim.AdamW,
@@ -122,6 +128,9 @@ def match(checkpoint: Checkpoint, tables: Sequence[States]) -> tuple[list[dict[A
                     raise CheckpointError(f"{table.label}: the state of {name!r} has another shape than the weight")
             named.append(names)
         return named, "param_names"
+    by_config = None if checkpoint.registration_order else _by_config(checkpoint, tables)
+    if by_config is not None:
+        return by_config, "the order of the config's model"
     return _by_order(checkpoint, tables), "order and shapes"
 
 
@@ -248,7 +257,10 @@ def _known(checkpoint: Checkpoint, table: States, name: Any) -> str:
 def _by_order(checkpoint: Checkpoint, tables: Sequence[States]) -> list[dict[Any, str]]:
     labels = ", ".join(table.label for table in tables)
     if not checkpoint.registration_order:
-        raise CheckpointError(f"{labels}: parameters have no names, and these weights are not in the model's order")
+        raise CheckpointError(
+            f"{labels}: parameters have no names, these weights are not in the model's order, and no config.json tells "
+            "it; make the optimizer from model.named_parameters() next time"
+        )
     weights = [
         name
         for name in checkpoint.names
@@ -271,6 +283,62 @@ def _by_order(checkpoint: Checkpoint, tables: Sequence[States]) -> list[dict[Any
                 )
         matched.append(names)
     return matched
+
+
+def _by_config(checkpoint: Checkpoint, tables: Sequence[States]) -> list[dict[Any, str]] | None:
+    """The parameters of one optimizer in the order in which a trainer of the config's model hands them over.
+
+    None where there is no config, or none that transformers knows. Two orders that both fit are refused.
+    """
+    config = checkpoint.own_config()
+    if config is None or len(tables) != 1:
+        return None
+    try:
+        model = skeleton(config)
+    except Exception:  # whatever transformers makes of a config that it does not know
+        return None
+    table = tables[0]
+    sizes = [len(group["params"]) for group in table.groups]
+    fitting: list[dict[Any, str]] = []
+    for order in _trainer_orders(model, len(sizes)):
+        names = [_on_disk(checkpoint, aliases) for group in order for aliases in group]
+        if [len(group) for group in order] != sizes or None in names:
+            continue
+        found = {key: str(name) for key, name in zip(table.keys, names, strict=True)}
+        if found not in fitting and all(_agrees(table.read(k), checkpoint.meta(n).shape) for k, n in found.items()):
+            fitting.append(found)
+    if len(fitting) == 1:
+        return fitting
+    why = "fit several orders" if fitting else "do not fit the parameters"
+    raise CheckpointError(
+        f"{table.label}: parameters have no names, and their states {why} of {type(model).__name__}, which config.json "
+        "describes: frozen or added parameters? Make the optimizer from model.named_parameters() next time"
+    )
+
+
+def _trainer_orders(model: nn.Module, groups: int) -> Iterator[list[list[tuple[str, ...]]]]:
+    """Ways in which trainers put parameters into groups: each parameter as the names that it has."""
+    aliases: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        aliases.setdefault(id(parameter), []).append(name)
+    named = [tuple(names) for names in aliases.values()]
+    if groups == 1:
+        yield [named]
+    if groups == 2:
+        norms = {f"{path}." for path, module in model.named_modules() if isinstance(module, nn.LayerNorm)}
+        # With decay first, as transformers does it: today, up to 4.45, and in the older examples.
+        for pattern, classes in ((_NO_DECAY, True), (re.compile("bias"), True), (_NO_DECAY_OLD, False)):
+            spared = [
+                bool(pattern.search(names[0].lower() if classes else names[0]))
+                or (classes and f"{names[0].rpartition('.')[0]}." in norms)
+                for names in named
+            ]
+            yield [[n for n, s in zip(named, spared, strict=True) if s is side] for side in (False, True)]
+
+
+def _on_disk(checkpoint: Checkpoint, aliases: Sequence[str]) -> str | None:
+    known = checkpoint.names
+    return next((name for name in aliases if name in known), None)
 
 
 def _agrees(state: Mapping[str, Any], shape: tuple[int, ...]) -> bool:
