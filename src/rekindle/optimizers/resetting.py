@@ -16,7 +16,18 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from rekindle.optimizers.slots import MASTER_NAMES, ONE_HISTORY, Group, Slot, register, slots, unwrap
+from rekindle.optimizers.slots import (
+    MASTER_NAMES,
+    ONE_HISTORY,
+    Group,
+    Slot,
+    builds_groups_when_empty,
+    builds_when_empty,
+    group_counts,
+    register,
+    slots,
+    unwrap,
+)
 
 __all__ = ["Policy", "StateReset", "check", "register", "reset", "reset_rows", "snapshot", "unwrap"]
 
@@ -93,6 +104,8 @@ def check(optimizers: Any, parameters: Mapping[str, Parameter], policy: str = "f
                 "trains it too (a list is accepted), or leave it out with exclude="
             )
     for optimizer in opened:
+        if policy in ("fresh", "step"):
+            _check_group_counts(optimizer, parameters)
         for name, parameter, group in _held(optimizer, parameters):
             if not isinstance(optimizer, ONE_HISTORY):
                 _check_slots(optimizer, name, parameter, group, policy)
@@ -123,8 +136,13 @@ def reset(optimizers: Any, parameters: Mapping[str, Parameter], *, policy: str =
         if isinstance(optimizer, ONE_HISTORY):
             done += _drop_history(optimizer, held, policy, label)
         else:
+            touched = [group for group in optimizer.param_groups if _touched(group, parameters)]
+            counts = [group_counts(optimizer, group) for group in touched]
             for _, parameter, group in held:
                 done += _reset_one(optimizer, parameter, group, policy)
+            if policy in ("fresh", "step"):
+                for group, starts in zip(touched, counts, strict=True):
+                    group.update(starts)
         total += done
     return total
 
@@ -159,7 +177,8 @@ def reset_rows(
     """
     if second_moment not in ("mean", "zero"):
         raise ValueError(f"second_moment={second_moment!r} is neither 'mean' nor 'zero'")
-    check(optimizers, {name: parameter}, "step")
+    check(optimizers, {name: parameter}, "none")
+    _check_rows(optimizers, name, parameter)
     places = [
         (dim, _positions(index, parameter, dim, name))
         for dim, index in ((row_dim, rows), (column_dim, columns))
@@ -230,9 +249,39 @@ def _held(optimizer: Optimizer, parameters: Mapping[str, Parameter]) -> Iterator
                 yield names[id(parameter)], parameter, group
 
 
+def _touched(group: Group, parameters: Mapping[str, Parameter]) -> bool:
+    changed = {id(parameter) for parameter in parameters.values()}
+    return any(id(parameter) in changed for parameter in group["params"])
+
+
+def _check_group_counts(optimizer: Optimizer, parameters: Mapping[str, Parameter]) -> None:
+    changed = {id(parameter) for parameter in parameters.values()}
+    for group in optimizer.param_groups:
+        stepped = [p for p in group["params"] if optimizer.state.get(p)]
+        kept = [p for p in stepped if id(p) not in changed]
+        if kept and len(kept) < len(stepped) and group_counts(optimizer, group):
+            raise ValueError(
+                f"{type(optimizer).__name__} counts steps per group, and {len(kept)} of the {len(stepped)} parameters "
+                "of one group do not change: put the changed ones into a group of their own when making the "
+                "optimizer, or pass optimizer_state='moments' or 'none'"
+            )
+
+
+def _check_rows(optimizers: Any, name: str, parameter: Parameter) -> None:
+    for optimizer in unwrap(optimizers):
+        if isinstance(optimizer, ONE_HISTORY) or not any(_held(optimizer, {name: parameter})):
+            continue
+        if builds_when_empty(optimizer) and optimizer.state.get(parameter):
+            raise ValueError(
+                f"{type(optimizer).__name__} keeps the state of {name!r} in blocks that do not follow rows: single "
+                "neurons cannot be reset there; train this layer with torch's own optimizer"
+            )
+        _check_slots(optimizer, name, parameter, {}, "step")
+
+
 def _check_slots(optimizer: Optimizer, name: str, parameter: Parameter, group: Group, policy: str) -> None:
     label = type(optimizer).__name__
-    if policy == "none":
+    if policy == "none" or (policy == "fresh" and _can_drop(optimizer)):
         return
     how = f"rekindle.optimizers.register({label}, fresh={{...}}) with the start value of each slot"
     try:
@@ -243,7 +292,14 @@ def _check_slots(optimizer: Optimizer, name: str, parameter: Parameter, group: G
                 f"the state of {label} for {name!r} is not known how to reset: call {how}, "
                 "or pass optimizer_state='none'"
             ) from None
-        raise ValueError(f"{label} keeps an unknown slot {error.args[0]!r} for {name!r}: call {how}") from None
+        raise ValueError(
+            f"{label} keeps an unknown slot {error.args[0]!r} for {name!r}: call {how}, or pass optimizer_state='none'"
+        ) from None
+
+
+def _can_drop(optimizer: Optimizer) -> bool:
+    """Whether a fresh state is one that is not there; for a group, once all its parameters are known to change."""
+    return builds_when_empty(optimizer) or builds_groups_when_empty(optimizer)
 
 
 def _check_fused_dampening(optimizer: Optimizer, parameters: Mapping[str, Parameter], policy: str) -> None:
@@ -273,6 +329,10 @@ def _reset_one(optimizer: Optimizer, parameter: Parameter, group: Group, policy:
     state = optimizer.state.get(parameter)
     if not state:
         return StateReset(policy, without_state=1)
+    if policy == "fresh" and _can_drop(optimizer):
+        matched = len(state)
+        state.clear()
+        return StateReset(policy, matched=matched, reset=matched)
     try:
         known = slots(optimizer, parameter)
     except KeyError:  # only policy "none" gets here

@@ -1,5 +1,9 @@
 """What each optimizer class keeps for a parameter, and what it keeps before the first step.
 
+torch's own classes are in a table, others may be registered. A class that is neither goes by what it keeps: slots whose
+names have one meaning everywhere (`exp_avg`, `exp_avg_sq`, `momentum_buffer`, `step`, …) and whose shapes fit it; any
+other slot makes it unknown.
+
 Zero is not always where a slot starts: NAdam's product of momenta starts at 1, the rates of Rprop and ASGD at the
 learning rate, Adagrad's sum where the user said, and SGD's buffer with dampening does not exist at first.
 """
@@ -11,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
@@ -119,6 +124,79 @@ def register(optimizer_class: type[Any], fresh: Mapping[str, Start | Slot]) -> N
     _SLOTS[optimizer_class] = {name: slot(name, start) for name, start in fresh.items()}
 
 
+# Names that mean one thing wherever they are used. Row and column factors are Adafactor's; RMS is computed anew at each
+# step before it is used. Schedule-free optimizers keep the point z, from which their average starts: the weight.
+_COMMON: dict[str, Slot] = {
+    "step": _STEP,
+    "RMS": Slot("count"),
+    "z": Slot("master"),
+    **dict.fromkeys(("exp_avg", "exp_avg_slow", "momentum_buffer", "momentum"), _MOMENT),
+    **dict.fromkeys(("exp_avg_sq", "max_exp_avg_sq", "exp_inf", "exp_avg_var", "square_avg"), _SECOND),
+    **dict.fromkeys(("exp_avg_sq_row", "exp_avg_sq_col", "row_var", "col_var"), _SECOND),
+}
+_FACTORS = ("exp_avg_sq_row", "exp_avg_sq_col", "row_var", "col_var")
+# Step counts of a whole group, and what they start from: pytorch_optimizer, apex, schedulefree.
+GROUP_COUNTS: dict[str, float] = {"step": 0, "k": 0, "weight_sum": 0.0, "lr_max": -1.0}
+
+
+def group_counts(optimizer: Optimizer, group: Group) -> dict[str, float]:
+    """The step counts that a group keeps for all its parameters, with their starts; none for torch's own classes.
+
+    Only where they matter: a moment alone (Lion, Muon) starts over without them, a second moment is corrected by them.
+    """
+    if _registered(optimizer) is not None or builds_when_empty(optimizer):
+        return {}
+    counts = {name: start for name, start in GROUP_COUNTS.items() if isinstance(group.get(name), (int, float))}
+    if not counts.keys() & {"step", "k"}:
+        return {}
+    kept = {name for parameter in group["params"] for name in optimizer.state.get(parameter, {})}
+    alone = all(name in _COMMON and _COMMON[name].kind in ("moment", "count") for name in kept)
+    return {} if alone else counts
+
+
+def builds_when_empty(optimizer: Optimizer) -> bool:
+    """Whether a parameter's state may be dropped, to be built anew at its next step: the classes of bitsandbytes."""
+    return _comes_from(optimizer, "bitsandbytes", "Optimizer8bit")
+
+
+def builds_groups_when_empty(optimizer: Optimizer) -> bool:
+    """Whether the same holds for a group without step count: the classes of pytorch_optimizer.
+
+    Not those that estimate the learning rate (d): that estimate belongs to all groups.
+    """
+    rates = any("d" in group or "d0" in group for group in optimizer.param_groups)
+    return _comes_from(optimizer, "pytorch_optimizer", "BaseOptimizer") and not rates
+
+
+def _comes_from(optimizer: Optimizer, package: str, base: str) -> bool:
+    return any(cls.__name__ == base and cls.__module__.startswith(f"{package}.") for cls in type(optimizer).__mro__)
+
+
+def _registered(optimizer: Optimizer) -> Mapping[str, Slot] | None:
+    return next((_SLOTS[cls] for cls in type(optimizer).__mro__ if cls in _SLOTS), None)
+
+
+def _by_structure(optimizer: Optimizer, parameter: Parameter) -> Mapping[str, Slot]:
+    """The slots of a class that nobody registered; KeyError with the name of the first that is not understood."""
+    if type(optimizer) is Optimizer:
+        raise KeyError("Optimizer")
+    found = {}
+    for name, value in optimizer.state.get(parameter, {}).items():
+        slot = Slot("master") if name in MASTER_NAMES else _COMMON.get(name)
+        if slot is None or not (value is None or _is_a(slot, name, value, parameter)):
+            raise KeyError(name)
+        found[name] = slot
+    return found
+
+
+def _is_a(slot: Slot, name: str, value: Any, parameter: Parameter) -> bool:
+    if slot.kind == "count":
+        return isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        return False
+    return name in _FACTORS or value.shape == parameter.shape
+
+
 def unwrap(optimizers: Any) -> tuple[Optimizer, ...]:
     """The torch optimizers behind None, one optimizer, a list of them, and accelerate's and lightning's wrappers.
 
@@ -143,7 +221,7 @@ def unwrap(optimizers: Any) -> tuple[Optimizer, ...]:
 
 
 def slots(optimizer: Optimizer, parameter: Parameter) -> Mapping[str, Slot]:
-    """What each entry of `parameter`'s state in `optimizer` is; KeyError for a class that is not registered.
+    """What each entry of `parameter`'s state in `optimizer` is; KeyError where that is not known.
 
     >>> weight = torch.nn.Parameter(torch.ones(2))
     >>> sgd = torch.optim.SGD([weight], momentum=0.9)
@@ -151,8 +229,8 @@ def slots(optimizer: Optimizer, parameter: Parameter) -> Mapping[str, Slot]:
     >>> slots(sgd, weight)["momentum_buffer"].kind
     'moment'
     """
-    known = next((_SLOTS[cls] for cls in type(optimizer).__mro__ if cls in _SLOTS), None)
+    known = _registered(optimizer)
     if known is None:
-        raise KeyError(type(optimizer).__name__)
+        return _by_structure(optimizer, parameter)
     masters = {name: Slot("master") for name in MASTER_NAMES}
     return {name: {**masters, **known}[name] for name in optimizer.state.get(parameter, {})}
