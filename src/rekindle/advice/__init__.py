@@ -4,3 +4,8 @@ May import everything below: `diagnosis`, `monitoring`, `methods`. `probing` is 
 `advise`; `tasks` says what a probe learns, `intervals` what a handful of seeds can say. Start reading at
 `probing.probe`.
 """
+
+from rekindle.advice.advising import Advice, advise
+from rekindle.advice.probing import ProbeResult, probe
+
+__all__ = ["Advice", "ProbeResult", "advise", "probe"]
