@@ -1,0 +1,228 @@
+"""Remedies in stable-baselines3 agents: real, short runs of each agent with each moment of a remedy."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+sb3 = pytest.importorskip("stable_baselines3", reason='pip install "torch-rekindle[rl]"')
+gymnasium = pytest.importorskip("gymnasium", reason='pip install "torch-rekindle[rl]"')
+
+from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize  # noqa: E402
+
+import rekindle  # noqa: E402
+from rekindle.integrations.sb3 import RekindleCallback, observations, trained  # noqa: E402
+from rekindle.isolation import Recorded  # noqa: E402
+from rekindle.methods import FIRE, FullReset, OptimizerReset, PlasticityInjection, ReDo, ShrinkPerturb  # noqa: E402
+from rekindle.triggers import Every  # noqa: E402
+
+SMALL = {"net_arch": [16, 16]}
+SIZES: dict[str, dict[str, Any]] = {
+    "DQN": {"learning_starts": 20, "batch_size": 8, "train_freq": 4, "target_update_interval": 30, "buffer_size": 500},
+    "SAC": {"learning_starts": 20, "batch_size": 8, "train_freq": 8, "gradient_steps": 1, "buffer_size": 500},
+    "TD3": {"learning_starts": 20, "batch_size": 8, "train_freq": 8, "gradient_steps": 1, "buffer_size": 500},
+    "PPO": {"n_steps": 32, "batch_size": 16, "n_epochs": 2},
+    "A2C": {"n_steps": 8},
+}
+
+
+def agent(kind: str, env: Any = None, seed: int = 0, **options: Any) -> Any:
+    world = env or ("Pendulum-v1" if kind in ("SAC", "TD3") else "CartPole-v1")
+    policy = options.pop("policy", "MlpPolicy")
+    settings = {**SIZES[kind], "policy_kwargs": dict(SMALL), "seed": seed, "device": "cpu", **options}
+    return getattr(sb3, kind)(policy, world, **settings)
+
+
+def heads(made: Any) -> dict[str, torch.Tensor]:
+    """The output layers, written down by hand for each agent."""
+    policy = made.policy
+    if hasattr(policy, "q_net"):
+        return {"q": policy.q_net.q_net[-1].weight}
+    if hasattr(policy, "critic"):
+        found = {f"critic{i}": net[-1].weight for i, net in enumerate(policy.critic.q_networks)}
+        actor = policy.actor
+        return found | ({"mu": actor.mu[0].weight} if isinstance(actor.mu, nn.Sequential) else {"mu": actor.mu.weight})
+    return {"action": policy.action_net.weight, "value": policy.value_net.weight}
+
+
+@pytest.mark.parametrize("kind", SIZES)
+@pytest.mark.parametrize("when", [{"at": 64}, {"at": 0.5}, {"every": 40}, {"when": lambda: Every(2, most=1)}])
+def test_every_agent_acts_at_every_moment(kind: str, when: dict[str, Any]) -> None:
+    callback = RekindleCallback("fire", **{key: value() if callable(value) else value for key, value in when.items()})
+    made = agent(kind).learn(128, callback=callback)
+    assert callback.receipts and all(receipt.records for receipt in callback.receipts)
+    assert all(torch.isfinite(p).all() for p in made.policy.parameters())
+
+
+@pytest.mark.parametrize("kind", SIZES)
+def test_heads_stay_and_hidden_layers_become_isometries(kind: str) -> None:
+    made = agent(kind)
+    made.learn(40)
+    module, optimizers = trained(made)
+    before = {name: weight.clone() for name, weight in heads(made).items()}
+    receipt = FIRE()(module, optimizers)
+    assert all(torch.equal(weight, before[name]) for name, weight in heads(made).items())
+    changed = {name for name in receipt.changed if name.endswith("weight")}
+    expected = {"DQN": 2, "SAC": 6, "TD3": 6, "PPO": 4, "A2C": 4}[kind]
+    assert len(changed) == expected, sorted(changed)
+
+
+def test_an_actor_drawn_small_keeps_its_output_scale() -> None:
+    made = agent("PPO")
+    x = torch.randn(64, 4)
+    before = made.policy.get_distribution(x).distribution.logits.std()
+    FIRE()(*trained(made))
+    assert made.policy.get_distribution(x).distribution.logits.std() < 3 * before
+
+
+@pytest.mark.parametrize("kind", ["DQN", "SAC", "TD3"])
+@pytest.mark.parametrize("method", [FIRE(), FullReset(), ShrinkPerturb(0.5, "fresh"), ReDo()])
+def test_targets_equal_their_networks_right_after(kind: str, method: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    callback = RekindleCallback(copy.deepcopy(method), at=64, replay="keep")
+    if isinstance(method, ReDo):
+        callback._batches = [Recorded((torch.randn(32, 4 if kind == "DQN" else 3), torch.randn(32, 1)), {})]
+    change = callback._change
+
+    def look(copies: Any) -> Any:
+        receipt = change(copies)
+        policy = callback.model.policy
+        for name in ("q_net", "critic", "actor"):
+            target = getattr(policy, f"{name}_target", None)
+            if target is not None:
+                pairs = zip(target.state_dict().values(), getattr(policy, name).state_dict().values(), strict=True)
+                seen.append(all(torch.equal(a, b) for a, b in pairs))
+        return receipt
+
+    monkeypatch.setattr(callback, "_change", look)
+    made = agent(kind).learn(104, callback=callback)
+    assert seen and all(seen)
+    assert made.replay_buffer.size() == 104
+
+
+def test_replay_is_emptied_only_when_asked() -> None:
+    made = agent("DQN").learn(100, callback=RekindleCallback("fire", at=64, replay="empty"))
+    assert made.replay_buffer.size() == 100 - 64
+
+
+def test_the_temperature_starts_again_only_when_asked() -> None:
+    values = {}
+    for choice in ("keep", "reset"):
+        callback = RekindleCallback("fire", at=96, temperature=choice)  # type: ignore[arg-type]
+        made = agent("SAC", ent_coef="auto_0.5", learning_rate=0.05).learn(104, callback=callback)
+        values[choice] = abs(made.log_ent_coef.item() - torch.log(torch.tensor(0.5)).item())
+    assert values["reset"] < 0.5 * values["keep"]
+
+
+def test_optimizer_slots_are_fresh_after_the_remedy() -> None:
+    made = agent("DQN")
+    made.learn(60)
+    module, optimizers = trained(made)
+    receipt = FIRE()(module, optimizers)
+    hidden = made.policy.q_net.q_net[0].weight
+    assert receipt.optimizer is not None and receipt.optimizer.reset >= 6
+    assert all(not state.any() for state in optimizers[0].state[hidden].values() if isinstance(state, torch.Tensor))
+    head = made.policy.q_net.q_net[-1].weight
+    assert optimizers[0].state[head]["exp_avg"].any()
+
+
+def test_a_full_reset_draws_by_sb3s_own_scheme() -> None:
+    callback = RekindleCallback(FullReset(), at=32)
+    made = agent("PPO")
+    callback.init_callback(made)
+    made.learn(33, callback=callback)
+    module, _ = trained(made)
+    FullReset(fresh=callback.method._fresh)(module)
+    assert made.policy.action_net.weight.detach().norm() < 0.05  # orthogonal with gain .01
+    assert made.policy.value_net.weight.detach().norm() == pytest.approx(1.0, abs=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["DQN", "PPO"])
+def test_an_idle_callback_changes_nothing(kind: str) -> None:
+    plain = agent(kind).learn(96)
+    idle = agent(kind).learn(96, callback=RekindleCallback("fire", at=10_000, monitor=20))
+    both = zip(plain.policy.state_dict().values(), idle.policy.state_dict().values(), strict=True)
+    assert all(torch.equal(a, b) for a, b in both)
+
+
+def test_health_is_measured_and_logged() -> None:
+    callback = RekindleCallback("fire", monitor=32)
+    made = agent("SAC").learn(96, callback=callback)
+    assert set(callback.health) == {"actor", "critic"}
+    assert "dormant" in callback.health["critic"].flat()
+    assert any(key.startswith("rekindle/critic/") for key in made.logger.name_to_value)
+
+
+def test_a_boundary_between_phases_and_vecnormalize() -> None:
+    env = VecNormalize(DummyVecEnv([lambda: gymnasium.make("CartPole-v1") for _ in range(2)]))
+    made, callback = agent("PPO", env), RekindleCallback(OptimizerReset())
+    for _ in range(3):
+        made.learn(64, callback=callback, reset_num_timesteps=False)
+        callback.boundary()
+    assert len(callback.receipts) == 2 and made.num_timesteps == 192
+
+
+def test_save_and_load_keep_the_callbacks_place(tmp_path: Path) -> None:
+    made = agent("DQN")
+    made.learn(80, callback=RekindleCallback("fire", at=[40, 120]))
+    made.save(tmp_path / "agent")
+    again = sb3.DQN.load(tmp_path / "agent", env="CartPole-v1", device="cpu")
+    callback = RekindleCallback("fire", at=[40, 120])
+    again.learn(80, callback=callback, reset_num_timesteps=False)
+    assert [firing.step for firing in callback.firings] == [40, 120]
+
+
+def test_shared_and_separate_extractors() -> None:
+    for shared in (True, False):
+        made = agent("PPO", policy_kwargs={**SMALL, "share_features_extractor": shared})
+        callback = RekindleCallback("fire", every=32)
+        made.learn(96, callback=callback)
+        assert len(callback.receipts) == 2
+
+
+class Frames(gymnasium.Env):  # type: ignore[misc,name-defined]
+    """A picture of noise and two actions: enough for a convolutional policy."""
+
+    observation_space = gymnasium.spaces.Box(0, 255, (36, 36, 1), dtype="uint8")
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        return self.observation_space.sample(), {}
+
+    def step(self, action: Any) -> Any:
+        return self.observation_space.sample(), float(action), bool(self.np_random.random() < 0.1), False, {}
+
+
+def test_a_convolutional_policy() -> None:
+    callback = RekindleCallback("fire", at=24)
+    made = agent("DQN", Frames(), policy="CnnPolicy", policy_kwargs={"features_extractor_kwargs": {"features_dim": 16}})
+    made.learn(32, callback=callback)
+    assert sum(block.role == "conv" for block in callback.receipts[0].records) == 3
+
+
+def test_a_recurrent_policy() -> None:
+    contrib = pytest.importorskip("sb3_contrib", reason="pip install sb3-contrib")
+    callback = RekindleCallback("fire", every=32)
+    made = contrib.RecurrentPPO("MlpLstmPolicy", "CartPole-v1", n_steps=32, batch_size=32, n_epochs=1, device="cpu")
+    made.learn(96, callback=callback)
+    assert any(block.count == 4 for block in callback.receipts[0].records)  # the gates of an LSTM
+
+
+def test_what_breaks_is_refused_before_training() -> None:
+    with pytest.raises(ValueError, match="target networks"):
+        agent("DQN").learn(10, callback=RekindleCallback(PlasticityInjection(), at=5))
+    with pytest.raises(ValueError, match="fraction"):
+        RekindleCallback("fire", at=1.5)
+
+
+def test_a_probe_of_values_from_the_replay_buffer() -> None:
+    made = agent("DQN")
+    made.learn(100)
+    batch = observations(made)
+    assert batch is not None and rekindle.health(made.q_net, [batch["q_net"]]).units
