@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from rekindle.isolation import Recorded
+
 PLAIN_CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED_CONVS = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 LAYERS: tuple[type[nn.Module], ...] = (nn.Linear, *PLAIN_CONVS, *TRANSPOSED_CONVS)
@@ -237,7 +239,9 @@ def exported(model: nn.Module, batch: Any) -> tuple[fx.Graph, dict[str, str]]:
     """The graph that torch.export makes of the model on one batch, and which of its inputs are which weights."""
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = {}
-    if isinstance(batch, torch.Tensor):
+    if isinstance(batch, Recorded):
+        args, kwargs = batch.args, dict(batch.kwargs)
+    elif isinstance(batch, torch.Tensor):
         args = (batch,)
     elif isinstance(batch, (tuple, list)):
         args = (batch[0],)

@@ -19,7 +19,8 @@ from rekindle.extras import require
 from rekindle.integrations.application import Application
 from rekindle.isolation import Recorded, random_states_kept
 from rekindle.monitoring.guard import Guard
-from rekindle.monitoring.triggers import Schedule, Trigger
+from rekindle.monitoring.schedules import Schedule
+from rekindle.monitoring.triggers import Trigger
 from rekindle.projection.receipt import Batch, Loss, Method, Receipt
 
 _callbacks: Any = require("stable_baselines3.common.callbacks", "rl", "RekindleCallback for stable-baselines3")
