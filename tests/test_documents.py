@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -39,7 +40,19 @@ def world() -> dict[str, object]:
         "metrics": {"loss": 1.0, "dormant": 0.7},
         "train": lambda: None,
         "MyAttention": MyAttention,
+        # What the README's lines for trainers take for granted: only the callbacks are real here, tests/integrations
+        # has the trainers.
+        "loader": [(torch.randn(4, 20), torch.randint(5, (4,))) for _ in range(3)],
+        "Trainer": nothing,
+        "args": None,
+        "data": None,
+        "lightning": SimpleNamespace(Trainer=nothing),
+        "agent": SimpleNamespace(learn=nothing),
     }
+
+
+def nothing(*_: object, **__: object) -> None:
+    pass
 
 
 def snippets(page: Path) -> list[str]:
