@@ -244,9 +244,9 @@ def test_methods_of_every_moment(tmp_path: Path, method: Any) -> None:
     run = trainer(tmp_path, RekindleCallback(method))
     run.train()
     expected = network()
-    other = type(method)(0.1) if isinstance(method, methods.L2Init) else type(method)()
-    if isinstance(other, methods.WeightClip):
-        other = methods.WeightClip(1.0)
+    other: Any = {"loss": methods.L2Init(0.1), "backward": methods.UPGD(), "step": methods.WeightClip(1.0)}[
+        method.moment
+    ]
     optimizer = torch.optim.AdamW(expected.parameters(), lr=1e-2)
     if hasattr(other, "remember"):
         other.remember(expected)

@@ -88,3 +88,9 @@ def test_the_last_layers_include_the_norms_among_them():
     changed = LayerReset(last=2)(model).changed
     assert changed == ("2.weight", "2.bias", "3.weight", "3.bias", "4.weight", "4.bias")
     assert model[1].weight.tolist() == [5.0] * 3 and model[3].weight.tolist() == [1.0] * 3
+
+
+@pytest.mark.parametrize("last", [0, -1])
+def test_last_counts_from_one(last):
+    with pytest.raises(ValueError, match="at least 1"):
+        LayerReset(last=last)

@@ -10,11 +10,14 @@ from torch import nn
 import zoo_models
 from rekindle.initial import UnknownStart
 from rekindle.methods import (
+    DASH,
+    FIRE,
     UPGD,
     AdamRel,
     Compose,
     HareTortoise,
     HeadReset,
+    IsometryLoss,
     L2Init,
     NormalizeAndProject,
     Parseval,
@@ -169,8 +172,6 @@ def test_singular_values_are_clipped_and_vectors_stay(low, high):
 
 
 def test_singular_clip_between_equal_bounds_is_fire():
-    from rekindle.methods import FIRE
-
     one, two = net(), net()
     SingularClip(1, 1, scale="paper")(one)
     FIRE()(two)
@@ -286,3 +287,61 @@ def test_compose_applies_in_order_and_joins_everything():
     assert again.methods[1].tortoise().keys() == watched.methods[1].tortoise().keys()
     with pytest.raises(ValueError, match="at least one"):
         Compose([])
+
+
+def test_compose_of_different_moments_gives_each_moment_its_part():
+    model = net()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    joined = Compose([Rescale(2.0), Parseval(0.2), WeightClip(0.5), UPGD(), AdamRel()])
+    assert {moment for moment in ("event", "loss", "step", "backward") if joined.at(moment)} == {
+        "event",
+        "loss",
+        "step",
+        "backward",
+    }
+    assert [type(m) for m in joined.at("event").methods] == [Rescale, AdamRel]
+    torch.testing.assert_close(joined.at("loss").loss_term(model), Parseval(0.2).loss_term(model))
+    torch.testing.assert_close(joined.loss_term(model), Parseval(0.2).loss_term(model))
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match='at\\("backward"\\)'):
+        joined(model, sgd)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    fired = Compose([Rescale(2.0), IsometryLoss(1.0)])
+    receipt = fired(model, sgd)
+    assert receipt.changed == ("0.weight",)
+    assert "isometry-loss acts through loss_term(model)" in receipt.notes
+    assert model[0].weight.norm().item() == pytest.approx(2 * 4**0.5), "no step of the penalty"
+    assert fired.at("loss").loss_term(model) > 0
+    assert fired.at("backward") is None
+
+
+def test_compose_needs_what_its_members_need():
+    assert Compose([Rescale(), DASH()]).batches == "all"
+    assert Compose([Rescale(), ReDo(period=7)]).period == 7
+    assert Compose([Rescale(), HareTortoise()]).watches
+    assert not Compose([Rescale(), ReDo()]).watches
+    with pytest.raises(TypeError, match="cannot be called"):
+        Compose([Rescale(), 3])
+
+
+def test_fire_hands_its_seed_over():
+    def fired(**options):
+        model = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 2)).double()
+        nn.init.zeros_(model[0].weight)
+        model[0].weight.data[0, 0] = 1.0  # rank 1: the rest is completed by random directions
+        FIRE(**options)(model)
+        return model[0].weight.detach()
+
+    assert torch.equal(fired(seed=7), fired(seed=7))
+    assert not torch.allclose(fired(seed=7), fired(seed=0))
+    assert torch.equal(fired(), fired(seed=0))
+
+
+def test_methods_compute_in_full_precision_under_autocast():
+    plain, cast = net().float(), net().float()
+    SingularClip(0.2, 0.5)(plain)
+    with torch.autocast("cpu", torch.bfloat16):
+        SingularClip(0.2, 0.5)(cast)
+        inside = IsometryLoss(1.0).loss_term(cast)
+    assert torch.equal(plain[0].weight, cast[0].weight)
+    torch.testing.assert_close(inside, IsometryLoss(1.0).loss_term(cast))

@@ -297,6 +297,8 @@ class Application:
             if self._observing is not None:
                 ranks.average_statistics(self.method)
             receipt = ranks.together(lambda: self._change(copies), (self._model, *copies), self._optimizer)
+            if self._observing is not None:
+                ranks.copy_statistics(self.method)
         else:
             receipt = self._change(copies)
         if self._trigger is not None:
@@ -315,7 +317,7 @@ class Application:
         assert self._model is not None
         watch = self._guard.watch(self._model, self._optimizer) if self._guard is not None else None
         mirrored = self._mirrors.before(self._model) if copies else None
-        receipt: Receipt = self.method(self._model, self._optimizer, batches=self._batches, loss=self._loss)
+        receipt = self._call()
         if watch is not None:
             receipt = watch.settle(receipt)
         if mirrored is not None:
@@ -323,10 +325,16 @@ class Application:
         return receipt
 
     def _act(self) -> None:
-        """A method that acts in every step."""
+        """A method that acts in every step: on every rank, or on rank 0 if it judges by statistics of the data."""
+        assert self._model is not None
         if self._observing is not None and ranks.world() > 1:
-            ranks.average_statistics(self.method)
-        self.last = self.method(self._model, self._optimizer, batches=self._batches, loss=self._loss)
+            self.last = ranks.together(self._call, (self._model,), self._optimizer, rarely=True)
+        else:
+            self.last = self._call()
+
+    def _call(self) -> Receipt:
+        receipt: Receipt = self.method(self._model, self._optimizer, batches=self._batches, loss=self._loss)
+        return receipt
 
     def _add_gradient(self) -> None:
         """Add the gradient of a loss term: once per step, whatever accumulation and loss scaling do to the loss."""

@@ -1,7 +1,8 @@
 """Several processes that train one model (DDP): every rank must end up with the same weights, bit for bit.
 
 Events are applied on rank 0 and broadcast with buffers and optimizer state: whatever a method measures or draws, all
-ranks hold the same result. Methods that act in every step run on every rank, after their statistics are averaged.
+ranks hold the same result. Statistics that a method gathered are averaged first. Methods that act in every step run on
+every rank if they need no statistics, else on rank 0 with those of rank 0.
 """
 
 from __future__ import annotations
@@ -69,8 +70,13 @@ def agreed(reason: str | None) -> str | None:
     return str(_same(reason))
 
 
-def together(call: Callable[[], Receipt], modules: Sequence[nn.Module], optimizer: Any) -> Receipt:
-    """Run `call` on rank 0, then give every rank its result; an error on rank 0 is raised on all."""
+def together(
+    call: Callable[[], Receipt], modules: Sequence[nn.Module], optimizer: Any, *, rarely: bool = False
+) -> Receipt:
+    """Run `call` on rank 0, then give every rank its result; an error on rank 0 is raised on all.
+
+    rarely: send nothing if the receipt says that nothing was changed, for a method that is called in every step.
+    """
     before = [_names(module) for module in modules]
     done: Receipt | None = None
     error: Exception | None = None
@@ -84,6 +90,8 @@ def together(call: Callable[[], Receipt], modules: Sequence[nn.Module], optimize
         raise error
     if failed is not None:
         raise RuntimeError(f"the method failed on rank 0: {failed}")
+    if rarely and not _same(done is not None and bool(done.records)):
+        return done or Receipt("nothing changed")
     moved = _same([_names(module) for module in modules] != before)
     if moved:
         raise RuntimeError("the method replaced modules of the model, which DDP cannot follow: build DDP anew after it")
@@ -100,9 +108,16 @@ def together(call: Callable[[], Receipt], modules: Sequence[nn.Module], optimize
     return receipt
 
 
+def copy_statistics(method: Any) -> None:
+    """What a method keeps is on all ranks what it is on rank 0, which alone has used it up."""
+    state = _same(method.state_dict())
+    if not first():
+        method.load_state_dict(state)
+
+
 @torch.no_grad()
 def average_statistics(method: Any) -> None:
-    """Make what a method has gathered the same on all ranks: the mean of numbers, else what rank 0 has."""
+    """Make what a method has gathered the same on all ranks: the mean over them."""
     state = method.state_dict()
     for tensor in _floats(state):
         moved = tensor.to(_device()).contiguous()

@@ -29,15 +29,14 @@ class PerModel(Generic[Value]):
     def __init__(self) -> None:
         self._kept: weakref.WeakKeyDictionary[nn.Module, tuple[list[Any], Value]] = weakref.WeakKeyDictionary()
 
-    def get(self, model: nn.Module, make: Callable[[], Value], stale: Callable[[], None] | None = None) -> Value:
-        """The value for this model; `stale` is called first if there was one for what the model used to be."""
+    def get(self, model: nn.Module, make: Callable[[], Value], stale: Callable[[Value], object] = id) -> Value:
+        """The value for this model; `stale` first gets the one for what the model used to be, if there was one."""
         parts = _parts(model)
         known = self._kept.get(model)
         if known is not None:
             if len(known[0]) == len(parts) and all(map(_is, known[0], parts)):
                 return known[1]
-            if stale is not None:
-                stale()
+            stale(known[1])
         value = make()
         self._kept[model] = [_mark(part) for part in parts], value
         return value

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Unpack
 
@@ -102,10 +102,11 @@ class ContinualBackprop(NeuronRemedy):
                 tensor.index_fill_(0, index, 0)
         self._now.clear()
 
-    def forget(self) -> None:
+    def forget(self, layers: Collection[str] | None = None) -> None:
         """Start anew with neurons of no age."""
-        self._lives.clear()
-        self._now.clear()
+        for name in list(self._lives) if layers is None else layers:
+            self._lives.pop(name, None)
+        self._now.clear(layers)
 
     def utilities(self, group: str) -> Tensor:
         """The bias-corrected utility of a layer's neurons."""

@@ -8,7 +8,8 @@ code of several papers, fills a copy and changes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Literal, TypedDict, Unpack
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from rekindle import initial
-from rekindle.blocks.names import unwrapped
+from rekindle.blocks.names import cleaner, unwrapped
 from rekindle.consumers.wiring import Group, Wiring, WiringError, watch, wire
 from rekindle.isolation import call as run
 from rekindle.isolation import isolated
@@ -85,10 +86,11 @@ class Sums:
         bad = {name: int(count) for name, count in self.left_out.items() if float(count)}
         return [f"{name}: {count} passes with NaN or Inf were left out" for name, count in bad.items()]
 
-    def clear(self) -> None:
-        """Start counting anew."""
+    def clear(self, names: Collection[str] | None = None) -> None:
+        """Start counting anew, of these names or of all."""
         for each in (self.values, self.seen, self.left_out):
-            each.clear()
+            for name in list(each) if names is None else names:
+                each.pop(name, None)
 
     def state(self) -> dict[str, Any]:
         """What a state dict keeps."""
@@ -149,7 +151,7 @@ class NeuronRemedy(Remedy):
         self._consumers, self._fresh = options.pop("consumers", None), options.pop("fresh", None)
         if options:
             raise TypeError(f"{type(self).__name__} takes no {next(iter(options))!r}")
-        self._wirings: PerModel[Wiring] = PerModel()
+        self._wirings: PerModel[tuple[Wiring, dict[str, weakref.ref[Tensor]]]] = PerModel()
 
     def apply(self, call: Call) -> Receipt:
         """Judge by the batches of the call or by what `observe` saw, and replace."""
@@ -173,25 +175,32 @@ class NeuronRemedy(Remedy):
     def replaced(self, neurons: Mapping[str, Tensor]) -> None:
         """Start anew with what was gathered about these neurons."""
 
-    def forget(self) -> None:
-        """Drop what was gathered."""
+    def forget(self, layers: Collection[str] | None = None) -> None:
+        """Drop what was gathered, of these layers or of all."""
 
     def wiring(self, model: nn.Module, batches: Iterable[Batch] | None = None) -> Wiring:
         """The model's wiring, narrowed to the targets; found once per model, and again when a part was replaced.
 
-        What was gathered belongs to the old parts then, and is dropped.
+        What was gathered about a layer whose weight was replaced is dropped then.
         """
 
-        def find() -> Wiring:
+        def find() -> tuple[Wiring, dict[str, weakref.ref[Tensor]]]:
             found = wire(unwrapped(model), batches, consumers=self._consumers)
             if self.targets != "auto":
                 globs = [self.targets] if isinstance(self.targets, str) else list(self.targets)
                 found = found.only(lambda name: any(fnmatchcase(name, glob) for glob in globs))
                 if not found.groups:
                     raise WiringError(f"targets={globs} match no layer whose consumers are known\n{found}")
-            return _without_frozen(found)
+            found = _without_frozen(found)
+            return found, {maker.name: weakref.ref(maker.weight) for group in found for maker in group.makers}
 
-        return self._wirings.get(model, find, self.forget)
+        old: list[tuple[Wiring, dict[str, weakref.ref[Tensor]]]] = []
+        wiring, owners = self._wirings.get(model, find, old.append)
+        if old:
+            self.forget(
+                [name for name, owner in old[0][1].items() if name not in owners or owners[name]() is not owner()]
+            )
+        return wiring
 
     def observe(self, model: nn.Module, batches: Iterable[Batch] | None = None) -> Observation:
         """Gather statistics at every forward pass in training mode until the result is removed.
@@ -281,6 +290,7 @@ class Replacement:
 
     def __post_init__(self) -> None:
         self.groups = [g for g in self.wiring if len(self.neurons.get(g.name, ())) > 0]
+        self._clean = cleaner(unwrapped(self.model))  # a part may be compiled by itself
 
     def apply(
         self,
@@ -318,7 +328,7 @@ class Replacement:
         return self.neurons[group.name].to(group.makers[0].weight.device)
 
     def _draw(self, generator: Callable[[], torch.Generator]) -> dict[str, Tensor]:
-        names = [f"{maker.name}.weight" for group in self.groups for maker in group.makers]
+        names = [self._clean(f"{maker.name}.weight") for group in self.groups for maker in group.makers]
         return initial.draw(unwrapped(self.model), generator=generator(), fresh=self.fresh, names=names)
 
     def _hand_over(self, group: Group, notes: list[str]) -> None:
@@ -343,7 +353,7 @@ class Replacement:
     def _renew(self, group: Group, drawn: Mapping[str, Tensor]) -> None:
         index = self.index(group)
         for maker in group.makers:
-            rows = drawn[f"{maker.name}.weight"].index_select(maker.out_axis, index)
+            rows = drawn[self._clean(f"{maker.name}.weight")].index_select(maker.out_axis, index)
             maker.weight.index_copy_(maker.out_axis, index, rows.to(maker.weight))
             if maker.bias is not None:
                 maker.bias.index_fill_(0, index, 0)
@@ -362,18 +372,18 @@ class Replacement:
         for group in self.groups:
             index = self.index(group)
             for maker in group.makers:
-                weight = places.setdefault(f"{maker.name}.weight", _Places(maker.weight))
+                weight = places.setdefault(self._clean(f"{maker.name}.weight"), _Places(maker.weight))
                 weight.rows, weight.row_dim = index, maker.out_axis
                 if maker.bias is not None:
-                    places[f"{maker.name}.bias"] = _Places(maker.bias, index)
+                    places[self._clean(f"{maker.name}.bias")] = _Places(maker.bias, index)
             for name, norm in group.norms:
                 for part in ("weight", "bias"):
                     tensor = getattr(norm, part, None)
                     if isinstance(tensor, Parameter):
-                        places[f"{name}.{part}"] = _Places(tensor, index)
+                        places[self._clean(f"{name}.{part}")] = _Places(tensor, index)
             for consumer in group.consumers:
                 layer = consumer.layer
-                weight = places.setdefault(f"{layer.name}.weight", _Places(layer.weight))
+                weight = places.setdefault(self._clean(f"{layer.name}.weight"), _Places(layer.weight))
                 weight.columns, weight.column_dim = consumer.columns(index), layer.in_axis
         return places
 
@@ -407,7 +417,7 @@ class Replacement:
         neurons = len(self.neurons[group.name])
         made = [
             BlockRecord(
-                f"{maker.name}.weight",
+                self._clean(f"{maker.name}.weight"),
                 out=maker.out_size,
                 in_=maker.weight.numel() // maker.out_size,
                 counts={"neurons": neurons if maker is group.makers[0] else 0, "rows": neurons},
@@ -416,7 +426,7 @@ class Replacement:
         ]
         read = [
             BlockRecord(
-                f"{consumer.layer.name}.weight",
+                self._clean(f"{consumer.layer.name}.weight"),
                 out=consumer.layer.out_size,
                 in_=consumer.layer.weight.numel() // consumer.layer.out_size,
                 counts={"columns": neurons * consumer.spread},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Unpack
 
 from torch import Tensor, nn
@@ -62,9 +62,9 @@ class ReDo(NeuronRemedy):
         """Forget what was recorded about all of them."""
         self.forget()
 
-    def forget(self) -> None:
+    def forget(self, layers: Collection[str] | None = None) -> None:
         """Start counting anew."""
-        self._sums.clear()
+        self._sums.clear(layers)
 
     def _shapes(self, wiring: Wiring) -> dict[str, tuple[int, ...]]:
         """What is summed up, by name: the same on every replica, whatever it has seen."""

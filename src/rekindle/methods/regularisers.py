@@ -248,7 +248,7 @@ class SpectralRegulariser(Regulariser):
 
     def penalty(self, model: nn.Module) -> Tensor:
         """The sum over weights, scales and biases."""
-        chosen, scales, biases = self._chosen.get(model, lambda: self._choose(model), self._vectors.clear)
+        chosen, scales, biases = self._chosen.get(model, lambda: self._choose(model), lambda _: self._vectors.clear())
         terms = [share.of(share.parameter).square().sum() ** self.k for share in biases]
         terms += [(scale.abs().amax() ** self.k - 1).square() for scale in scales]
         for each in chosen:

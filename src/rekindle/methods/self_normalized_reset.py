@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Unpack
 
@@ -72,6 +72,7 @@ class SelfNormalizedReset(NeuronRemedy):
         self._clocks: dict[str, _Clock] = {}
         self._passes: dict[str, list[Tensor]] = {}  # not counted yet: who fired, −1 in a pass with NaN or Inf
         self._left_out: dict[str, int] = {}
+        self._seen: set[str] = set()  # since the last call
         self._alone = True
         self._calls = 0
         self._edges = upper_edges(longest)
@@ -100,8 +101,10 @@ class SelfNormalizedReset(NeuronRemedy):
         if self._calls % self.update_every == 0:
             for clock in self._clocks.values():
                 self._update(clock)
-        silent = {n: (c.age >= c.threshold).nonzero().flatten() for n, c in self._clocks.items()}
-        unseen = {g.name: "no activity was recorded" for g in wiring if g.name not in self._clocks}
+        clocks = {name: clock for name, clock in self._clocks.items() if name in self._seen}
+        silent = {n: (c.age >= c.threshold).nonzero().flatten() for n, c in clocks.items()}
+        unseen = {g.name: "no activity was recorded since the last call" for g in wiring if g.name not in self._seen}
+        self._seen.clear()
         notes = [f"{name}: {n} passes with NaN or Inf were left out" for name, n in self._left_out.items() if n]
         self._left_out.clear()
         return Judgement(silent, skipped=unseen, notes=notes)
@@ -114,10 +117,11 @@ class SelfNormalizedReset(NeuronRemedy):
                 self._count(clock, clock.age >= clock.threshold)
                 clock.age.index_fill_(0, index, 0)
 
-    def forget(self) -> None:
-        """Start all clocks anew."""
-        for each in (self._clocks, self._passes, self._left_out):
-            each.clear()
+    def forget(self, layers: Collection[str] | None = None) -> None:
+        """Start the clocks anew."""
+        for name in list(self._clocks) if layers is None else layers:
+            self._clocks.pop(name, None)
+            self._passes.pop(name, None)
 
     def _advance(self, group: Group, call: Call | None) -> None:
         """Let a group's clock run over the passes that wait.
@@ -127,6 +131,7 @@ class SelfNormalizedReset(NeuronRemedy):
         passes = self._passes.pop(group.name, [])
         if not passes:
             return
+        self._seen.add(group.name)
         fired = torch.stack(passes)
         counts = [(fired > 0).float(), (fired < 0).any(1).float()]
         firing, bad = counts if call is None else call.total(counts)
