@@ -177,7 +177,7 @@ def test_a_users_file_registers_what_it_holds(tmp_path: Path) -> None:
         read_source(tmp_path / "none.py")
     (tmp_path / "bad.py").write_text("1/0\n")
     for _ in range(2):  # a file that failed is not taken for read
-        with pytest.raises(ZeroDivisionError):
+        with pytest.raises(RuntimeError, match=r"bad\.py, line 1: ZeroDivisionError"):
             read_source(tmp_path / "bad.py")
 
 

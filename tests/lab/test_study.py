@@ -412,10 +412,11 @@ def test_what_other_code_made_is_done_again_and_shown_until_then(
     assert made.runs()[0].code == first[0], "doing nothing does not depend on FIRE"
     assert made.runs()[1].identity == made.results().entries[1].identity and made.runs()[1].code != first[1]
     assert made.results().entries[1].record.state == "finished"
+    assert "1 of 2 runs were made by other code than this" in str(made.results())
     executor = Inline()
     made.run(on=executor)
     assert executor.performed == 1
-    assert made.results().entries[1].record.code == made.runs()[1].code
+    assert made.results().entries[1].record.code == made.runs()[1].code and made.results().provenance() is None
 
 
 def test_a_refusal_is_not_final_when_the_code_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -434,7 +435,9 @@ def test_what_was_finished_before_code_was_recorded_is_kept(tmp_path: Path) -> N
     del rows[0]["code"]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     executor = Inline()
-    assert made.run(on=executor).entries[0].record.code is None and executor.performed == 0
+    results = made.run(on=executor)
+    assert results.entries[0].record.code is None and executor.performed == 0
+    assert "1 of 1 runs were made by a version that did not record its code" in results.to_dict()["made"]["code"]
 
 
 def test_comments_and_docstrings_do_not_change_the_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

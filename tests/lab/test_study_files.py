@@ -75,3 +75,31 @@ def test_names_of_settings(tmp_path: Path) -> None:
     made = Study.load(["digits", "random-labels"], methods="main", seeds=[7], name="both")
     assert [s.name for s in made.settings] == ["digits", "random-labels"] and made.folder == Path("results/lab/both")
     assert made.seeds == [7] and made.arms[0].name == "nothing"
+
+
+def test_settings_and_arms_may_be_given_by_name() -> None:
+    made = Study("x", ["digits"], ["nothing", "solvers"], 2)  # type: ignore[list-item,arg-type]
+    assert made.settings[0].batch == 16 and made.seeds == [0, 1]
+    assert [arm.name for arm in made.arms] == ["nothing", "fire", "fire-10", "fire-5"]
+    with pytest.raises(ValueError, match="did you mean 'nothing'"):
+        Study("x", ["digits"], ["nothin"], [0])  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize(
+    ("line", "kind", "message"),
+    [
+        (
+            "import no_such_package",
+            ImportError,
+            r"mine\.py, line 2: ModuleNotFoundError: No module named",
+        ),
+        ("1 / 0", RuntimeError, r"mine\.py, line 2: ZeroDivisionError: division by zero"),
+        ("raise ValueError('mine')", ValueError, r"mine\.py, line 2: ValueError: mine"),
+        ("def", RuntimeError, r"mine\.py.*SyntaxError"),
+    ],
+)
+def test_an_error_in_the_users_file_is_theirs(tmp_path: Path, line: str, kind: type[Exception], message: str) -> None:
+    (tmp_path / "mine.py").write_text(f"import rekindle.lab\n{line}\n")
+    with pytest.raises(kind, match=message) as caught:
+        Study.load(tmp_path / "mine.py")
+    assert not isinstance(caught.value, ModuleNotFoundError), "which would be read as a missing part of the laboratory"

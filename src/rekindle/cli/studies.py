@@ -109,6 +109,8 @@ def present(data: dict[str, Any], json: bool) -> None:
         show_json(data)
     else:
         print_tables(comparisons(data))
+        if code := data["made"].get("code"):
+            say(f"[yellow]{escape(code)}[/]")
 
 
 def print_tables(found: list[Comparison]) -> None:

@@ -6,6 +6,7 @@ import difflib
 import hashlib
 import importlib.util
 import sys
+import traceback
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -70,12 +71,15 @@ class Setting:
         for name, values in allowed.items():
             if getattr(self, name) not in values:
                 raise ValueError(f"setting {self.name!r}: {name}={getattr(self, name)!r} is none of {list(values)}")
-        for name in ("batch", "lr", "last", "evaluate"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"setting {self.name!r}: {name}={getattr(self, name)} must be above zero")
+        for name in ("batch", "last", "evaluate", "lr"):
+            value, kind = getattr(self, name), float if name == "lr" else int
+            if not isinstance(value, int | kind) or isinstance(value, bool) or value <= 0:
+                what = "a number" if kind is float else "a whole number"
+                raise ValueError(f"setting {self.name!r}: {name}={value!r} must be {what} above zero")
         for name in ("warmup", "replay"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"setting {self.name!r}: {name}={getattr(self, name)} is a share, from 0 to 1")
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or not 0 <= value <= 1:
+                raise ValueError(f"setting {self.name!r}: {name}={value!r} is a share, from 0 to 1")
 
     @property
     def falling(self) -> bool:
@@ -153,9 +157,15 @@ def read_source(path: str | Path) -> Any:
         sys.modules[name] = module
         try:
             spec.loader.exec_module(module)
-        except BaseException:
+        except BaseException as error:
             del sys.modules[name]
-            raise
+            if not isinstance(error, Exception):
+                raise
+            # In words of its own, so that a package which the user's file lacks is not taken for one of the laboratory.
+            lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
+            place = f"{file.name}, line {lines[-1]}" if lines else file.name
+            kind = next((each for each in (ImportError, ValueError) if isinstance(error, each)), RuntimeError)
+            raise kind(f"{place}: {type(error).__name__}: {error}") from error
     return sys.modules[name]
 
 

@@ -37,7 +37,7 @@ UNNAMED = Path("results/lab/<name>")
 
 @dataclass
 class Study:
-    """A grid of runs in a folder.
+    """A grid of runs in a folder. Settings and arms may be given by name, seeds as a count.
 
     folder: where results are; results/lab/<name> unless given. Two studies may share one, and share its runs then.
     tune: also choose a configuration of every arm by the same budget (see `tuning`) and run it beside the default.
@@ -57,6 +57,9 @@ class Study:
     last: Outcome | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        self.settings = [named_setting(each) if isinstance(each, str) else each for each in _listed(self.settings)]
+        self.arms = [arm for each in _listed(self.arms) for arm in (arms(each) if isinstance(each, str) else [each])]
+        self.seeds = seed_list(self.seeds)
         for what, names in (("setting", [s.name for s in self.settings]), ("arm", [a.name for a in self.arms])):
             twice = sorted({name for name in names if names.count(name) > 1})
             if twice:
@@ -167,7 +170,9 @@ class Study:
         return Results(
             self.to_dict(),
             tuple(
-                Entry(run.setting, name, run.arm, tuned, run.seed, run.identity, self.store.read(run.identity))
+                Entry(
+                    run.setting, name, run.arm, tuned, run.seed, run.identity, self.store.read(run.identity), _code(run)
+                )
                 for run, name, tuned in plan
             ),
             choices,
@@ -340,6 +345,14 @@ def _from_python(cls: type[Study], path: Path) -> Study:
         raise ValueError(f"{path}: `study` is a {type(study).__name__}, not a Study")
     source = str(path.resolve())
     return replace(study, settings=[replace(each, source=each.source or source) for each in study.settings])
+
+
+def _code(run: Run) -> str | None:
+    """The run's code; None for a network or method that is not known here."""
+    try:
+        return run.code
+    except ValueError:
+        return None
 
 
 def _listed(value: Any) -> list[Any]:

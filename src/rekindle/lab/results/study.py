@@ -32,6 +32,8 @@ class Entry:
     seed: int
     identity: str
     record: Record
+    code: str | None = None
+    """The code that would make it today (`Run.code`); None where that is not known."""
 
     @property
     def tasks(self) -> Rows:
@@ -165,7 +167,7 @@ class Results:
             "validity": {name: self.validity(name) for name in self.settings},
             "streams": self.over_streams(),
             "tuning": {f"{s}/{a}": choice.to_dict() for (s, a), choice in (self.choices or {}).items()},
-            "made": {"versions": self._versions(), "platform": platform.platform()},
+            "made": {"versions": self._versions(), "platform": platform.platform(), "code": self.provenance()},
         }
 
     def __str__(self) -> str:
@@ -182,7 +184,21 @@ class Results:
         text += [f"failed: {e.setting.name} {e.name} seed {e.seed}: {e.reason}" for e in self._first("failed")]
         waiting = sum(e.record.state in ("new", "partial") for e in self.entries)
         text += [f"{waiting} of {len(self.entries)} runs are not done yet"] if waiting else []
+        said = self.provenance()
+        text += [said] if said else []
         return "\n".join(text)
+
+    def provenance(self) -> str | None:
+        """What there is to say about the code that made the finished runs; None if it is this code for all."""
+        done = [entry for entry in self.entries if entry.record.state == "finished"]
+        unknown = sum(entry.record.code is None for entry in done)
+        other = sum(entry.code is not None and entry.record.code not in (None, entry.code) for entry in done)
+        said = []
+        if other:
+            said.append(f"{other} of {len(done)} runs were made by other code than this: run the study to renew them")
+        if unknown:
+            said.append(f"{unknown} of {len(done)} runs were made by a version that did not record its code")
+        return "; ".join(said) or None
 
     def _first(self, state: str) -> list[Entry]:
         """The first entry of each setting and arm in this state: the reason is the same for every seed."""

@@ -138,5 +138,5 @@ def _made(data: Mapping[str, Any], study: Mapping[str, Any]) -> dict[str, Any]:
     line = study.get("command") or f"rekindle lab run {study.get('name', 'STUDY')}"
     made = data.get("made") or {}
     versions = ", ".join(f"{key} {value}" for key, value in (made.get("versions") or {}).items())
-    note = f"{versions}; {made['platform']}" if versions and made.get("platform") else versions
+    note = "; ".join(filter(None, (versions, versions and made.get("platform"), made.get("code"))))
     return {"lines": [install("lab"), line], "note": note}

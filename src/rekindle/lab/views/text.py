@@ -315,6 +315,8 @@ def document(data: Mapping[str, Any], stem: str) -> Document:
     versions = (data.get("made") or {}).get("versions") or {}
     if versions:
         lines += [f"Made with {', '.join(f'{key} {value}' for key, value in versions.items())}.", ""]
+    if code := (data.get("made") or {}).get("code"):
+        lines += [f"{code}.", ""]
     return Document("\n".join(lines), pictures)
 
 
