@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rekindle.projection.planning import Plan
 
 TARGETS = (
-    *("auto", "all", "attention", "attention.qk", "mlp", "conv", "paper-cnn", "paper-vit", "paper-gpt"),
+    *("auto", "all", "layers", "attention", "attention.qk", "mlp", "conv", "paper-cnn", "paper-vit", "paper-gpt"),
     *("query", "key", "value", "attention-output", "mlp-in", "mlp-gate", "mlp-out", "depthwise", "head", "embedding"),
 )
 SCALES = ("paper", "nearest", "norm", "fan_in", "init:kaiming", "init:xavier", "init:lecun", "init:normal(0.02)")
