@@ -52,6 +52,19 @@ def test_losses_tuned_arms_and_one_seed_are_shown() -> None:
     assert "One seed only" in said
 
 
+def test_each_arm_is_shown_as_a_call() -> None:
+    said = words(render(told()))
+    assert "FIRE(" in said and "at the start of every task but the first" in said
+    assert "no remedy" in said
+
+
+def test_two_seeds_show_their_values_and_no_interval() -> None:
+    said = words(render(told(seeds=2)))
+    table = said[said.index("against nothing") : said.index("What the columns mean")]
+    assert "[" not in table and "(" in table.replace("(Holm)", "")
+    assert "Two seeds only" in said
+
+
 def test_how_to_reproduce_is_there() -> None:
     page = render(told())
     assert "rekindle lab run labels --seeds 5" in page
@@ -205,6 +218,35 @@ def test_nothing_sticks_out_on_a_phone(page: Driver, width: int) -> None:
     )
     page.refresh()
     assert page.execute_script("return document.documentElement.scrollWidth") <= width
+
+
+OFF_SCREEN = """
+const w = document.documentElement.clientWidth;
+const hidden = e => e.closest('thead') && getComputedStyle(e.closest('thead')).position === 'absolute';
+return [...document.querySelectorAll('main *')].filter(e => { const r = e.getBoundingClientRect();
+  return r.width && !hidden(e) && (r.right > w + 1 || r.left < -1) })
+  .map(e => e.tagName + ': ' + e.textContent.slice(0, 40))
+"""
+
+
+@browser_only
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1280])
+def test_nothing_is_off_screen(driver: Driver, tmp_path: Path, width: int, scheme: str) -> None:
+    """Labels, the forest plot's own points, and every column of the table."""
+    names = {**ENDS, "random-isometry": 0.41, "self-normalized-reset": 0.33, "shrink-perturb-fresh": 0.38}
+    (tmp_path / "a.html").write_text(render(told(ends=names, settings=(LABELS, TEXT, GENERAL))))
+    driver.execute_cdp_cmd(
+        "Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+    )
+    driver.execute_cdp_cmd(
+        "Emulation.setDeviceMetricsOverride",
+        {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 700},
+    )
+    driver.get((tmp_path / "a.html").as_uri())
+    assert driver.execute_script(OFF_SCREEN) == []
+    meanings = driver.find_elements(By.CSS_SELECTOR, ".meanings dd")
+    assert meanings and all(each.is_displayed() for each in meanings)  # without hover
 
 
 @browser_only

@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from lab_results import LABELS, told
 from rekindle.lab.results import comparisons
 from rekindle.lab.settings import Setting
-from rekindle.lab.views import figures, plots
-from rekindle.lab.views.plots import Dot, Interval, Line, curves, forest, scatter
+from rekindle.lab.views import figures, svg
+from rekindle.lab.views.plots import Dot, Line, Whisker, curves, forest, scatter
 
 EVIL = '"/><script>alert(1)</script>'
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def elements(picture: plots.Picture, tag: str, kind: str) -> list[ElementTree.Element]:
+def elements(picture: svg.Picture, tag: str, kind: str) -> list[ElementTree.Element]:
     """Everything with this class in its class list."""
     root = ElementTree.fromstring(picture.file())
     return [each for each in root.iter(f"{SVG}{tag}") if kind in (each.get("class") or "").split()]
@@ -28,7 +28,7 @@ def points(path: ElementTree.Element) -> list[tuple[float, float]]:
     return [(float(x), float(y)) for x, y in re.findall(r"([\d.]+),([\d.]+)", path.get("d") or "")]
 
 
-def texts(picture: plots.Picture) -> dict[str, ElementTree.Element]:
+def texts(picture: svg.Picture) -> dict[str, ElementTree.Element]:
     return {each.text or "": each for each in ElementTree.fromstring(picture.file()).iter(f"{SVG}text")}
 
 
@@ -37,7 +37,7 @@ def texts(picture: plots.Picture) -> dict[str, ElementTree.Element]:
 
 @given(st.floats(-1e6, 1e6), st.floats(0, 1e6), st.integers(3, 8))
 def test_ticks_enclose_what_is_shown(low: float, spread: float, about: int) -> None:
-    found = plots.ticks(low, low + spread, about)
+    found = svg.ticks(low, low + spread, about)
     assert found[0] <= low + 1e-6 * max(1, abs(low))
     assert found[-1] >= low + spread - 1e-6 * max(1, abs(low + spread))
     assert all(a < b for a, b in pairwise(found))
@@ -46,7 +46,7 @@ def test_ticks_enclose_what_is_shown(low: float, spread: float, about: int) -> N
 
 @given(st.lists(st.floats(0, 300), min_size=1, max_size=12))
 def test_labels_never_touch(wanted: list[float]) -> None:
-    places = plots.apart({str(at): value for at, value in enumerate(wanted)}, 15, 0, 300)
+    places = svg.apart({str(at): value for at, value in enumerate(wanted)}, 15, 0, 300)
     heights = sorted(places.values())
     assert all(b - a > 15 - 1e-6 for a, b in pairwise(heights))
     assert heights[0] >= -1e-6
@@ -56,7 +56,7 @@ def test_labels_never_touch(wanted: list[float]) -> None:
 
 
 def test_a_label_with_room_stays_where_it_belongs() -> None:
-    assert plots.apart({"a": 40.0, "b": 200.0}, 15, 0, 300) == {"a": 40.0, "b": 200.0}
+    assert svg.apart({"a": 40.0, "b": 200.0}, 15, 0, 300) == {"a": 40.0, "b": 200.0}
 
 
 # Colours
@@ -64,11 +64,11 @@ def test_a_label_with_room_stays_where_it_belongs() -> None:
 
 def test_known_arms_keep_their_colour_and_grey_comes_last() -> None:
     names = ["redo", "fire", *(f"arm {at}" for at in range(12)), "nothing"]
-    found = plots.colors(names)
+    found = svg.colors(names)
     assert found["nothing"] == "k0"
     assert found["fire"] == "k1"
     inks = [ink for ink in found.values() if ink != "rest"]
-    assert len(inks) == len(set(inks)) == plots.COLORS - 1
+    assert len(inks) == len(set(inks)) == svg.COLORS - 1
     assert found["arm 11"] == "rest"
 
 
@@ -81,7 +81,7 @@ def light(colour: str) -> float:
     return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear(colour), strict=True))
 
 
-@pytest.mark.parametrize(("palette", "ground"), [(plots._LIGHT, "#ffffff"), (plots._DARK, "#201c19")])
+@pytest.mark.parametrize(("palette", "ground"), [(svg._LIGHT, "#ffffff"), (svg._DARK, "#201c19")])
 def test_names_in_colour_can_be_read(palette: tuple[str, ...], ground: str) -> None:
     for colour in palette:
         above, below = sorted((light(colour), light(ground)), reverse=True)
@@ -96,7 +96,7 @@ BLIND = {
 
 
 @pytest.mark.parametrize("kind", BLIND)
-@pytest.mark.parametrize("palette", [plots._LIGHT, plots._DARK], ids=["light", "dark"])
+@pytest.mark.parametrize("palette", [svg._LIGHT, svg._DARK], ids=["light", "dark"])
 def test_lines_differ_without_red_and_green(palette: tuple[str, ...], kind: str) -> None:
     seen = []
     for colour in palette:
@@ -105,7 +105,7 @@ def test_lines_differ_without_red_and_green(palette: tuple[str, ...], kind: str)
         seen.append([part ** (1 / 2.2) for part in mixed])
     for (a, first), (b, second) in combinations(enumerate(seen), 2):
         distance = sum((x - y) ** 2 for x, y in zip(first, second, strict=True)) ** 0.5
-        assert distance > 0.12 or plots._DASHES[a] != plots._DASHES[b], (palette[a], palette[b], distance)
+        assert distance > 0.12 or svg._DASHES[a] != svg._DASHES[b], (palette[a], palette[b], distance)
 
 
 # Curves
@@ -165,7 +165,7 @@ def test_curves_say_what_they_show() -> None:
 
 
 def test_whiskers_lie_around_zero_as_their_numbers_do() -> None:
-    rows = [Interval("fire", 30.0, 20.0, 40.0), Interval("redo", -10.0, -15.0, 5.0), Interval("one seed", 3.0)]
+    rows = [Whisker("fire", 30.0, 20.0, 40.0), Whisker("redo", -10.0, -15.0, 5.0), Whisker("one seed", 3.0)]
     drawn = forest("T", rows, x="points", better="better", worse="worse")
     (zero,) = elements(drawn, "line", "zero")
     at = float(zero.get("x1") or 0)
@@ -196,12 +196,12 @@ def test_scatter_places_both_measures() -> None:
     "drawn",
     [
         curves(EVIL, [Line(EVIL, [1, 2], [0.1, 0.2])], x=EVIL, y=EVIL, level=(0.1, EVIL)),
-        forest(EVIL, [Interval(EVIL, 1.0, 0.5, 1.5, EVIL)], x=EVIL, better=EVIL, worse=EVIL),
+        forest(EVIL, [Whisker(EVIL, 1.0, 0.5, 1.5, EVIL)], x=EVIL, better=EVIL, worse=EVIL),
         scatter(EVIL, [Dot(EVIL, 1, 1), Dot("b", 2, 2)], x=EVIL, y=EVIL),
     ],
     ids=["curves", "forest", "scatter"],
 )
-def test_a_file_stands_alone_and_names_stay_text(drawn: plots.Picture) -> None:
+def test_a_file_stands_alone_and_names_stay_text(drawn: svg.Picture) -> None:
     root = ElementTree.fromstring(drawn.file())
     assert not list(root.iter(f"{SVG}script"))
     assert next(each.text for each in root.iter(f"{SVG}title")) == EVIL

@@ -295,7 +295,8 @@ def _done(receipt: Mapping[str, Any], health: Mapping[str, Any] | None, after: M
             more.append("The weights gave no reason to change them.")
     if totals.get("matrices"):
         more.append(_sentence(MOVED))
-    return Headline("watch" if missed else "done", "watch" if missed else "done", said, tuple(more))
+    needless = bool(health) and health is not None and health["verdict"] == "healthy"
+    return Headline("watch" if missed or needless else "done", "watch" if missed else "done", said, tuple(more))
 
 
 def _verdict(health: Mapping[str, Any]) -> tuple[str, str]:

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from rekindle.lab.results.comparison import FIRE, NOTHING, REFERENCES, Comparison
 from rekindle.lab.results.statistics import SEEDS_FOR_INTERVAL
 from rekindle.lab.results.wording import measure
-from rekindle.lab.views.plots import COLORS, Dot, Interval, Line, Picture, curves, forest, scatter
+from rekindle.lab.views.plots import Dot, Line, Whisker, curves, forest, scatter
+from rekindle.lab.views.svg import COLORS, Picture
 
 _KNOWN_FIRST = (FIRE, NOTHING, "full-reset")
 _HEALTH = ("dormant", "effective_rank", "dfi", "norm")
@@ -130,7 +131,7 @@ def over_streams(found: Sequence[Comparison]) -> list[Picture]:
             ends = sorted(sign * end for end in (difference.low, difference.high) if end is not None)
             low, high = ends if len(ends) == 2 else (None, None)
             lines.append(
-                Interval(comparison.name, sign * difference.mean, low, high, f"FIRE minus {reference}", reference)
+                Whisker(comparison.name, sign * difference.mean, low, high, f"FIRE minus {reference}", reference)
             )
     if not lines:
         return []
@@ -191,13 +192,13 @@ def _within(value: float | None, top: float) -> float | None:
     return None if value is None else min(max(value, 0.0), top)
 
 
-def _interval(comparison: Comparison, arm: str, reference: str, label: str) -> Interval | None:
+def _interval(comparison: Comparison, arm: str, reference: str, label: str) -> Whisker | None:
     difference = comparison.against(arm, reference)
     if difference is None:
         return None
     times = comparison.headline.times
     low, high = (None if end is None else times * end for end in (difference.low, difference.high))
-    return Interval(label, times * difference.mean, low, high)
+    return Whisker(label, times * difference.mean, low, high)
 
 
 def _ends(low: float | None, high: float | None) -> tuple[float, float] | None:

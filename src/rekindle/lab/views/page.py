@@ -12,8 +12,8 @@ from rekindle.extras import install
 from rekindle.lab.results.comparison import FIRE, Comparison, comparisons
 from rekindle.lab.results.wording import duration
 from rekindle.lab.views import figures
-from rekindle.lab.views.plots import STYLE, Picture, colors
-from rekindle.lab.views.text import NOT_YET, columns, sentences, won
+from rekindle.lab.views.svg import STYLE, Picture, colors
+from rekindle.lab.views.text import NOT_YET, call, columns, sentences, won
 from rekindle.report.page import document, source
 from rekindle.report.view import Headline
 from rekindle.report.words import listed, plural
@@ -102,6 +102,7 @@ def _stream(found: Comparison, *, alone: bool) -> dict[str, Any]:
         "alone": alone,
         "sentences": [] if alone else sentences(found),
         "columns": [(column.heading, column.meaning) for column in shown],
+        "calls": [(arm, call(found.arms[arm].arm, found.setting)) for arm in found.ranked],
         "rows": [
             {
                 "arm": arm,
@@ -124,6 +125,7 @@ def _stream(found: Comparison, *, alone: bool) -> dict[str, Any]:
 def _cell(column: Any, arm: str) -> dict[str, Any]:
     value = column.value(arm)
     return {
+        "heading": column.heading,
         "shown": column.shown(value),
         "sort": None if value is None else f"{value:.8g}",
         "ends": column.ends(arm) if value is not None else "",

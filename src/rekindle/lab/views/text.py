@@ -6,11 +6,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rekindle.lab.arms import Arm
 from rekindle.lab.results.comparison import FIRE, FRESH, NOTHING, Comparison, Pair, comparisons
 from rekindle.lab.results.statistics import SEEDS_FOR_INTERVAL, Difference, Interval, holm
 from rekindle.lab.results.wording import Measure, chance, duration, measure, ordinal
+from rekindle.lab.settings import Setting
 from rekindle.lab.views import figures
-from rekindle.lab.views.plots import Picture
+from rekindle.lab.views.svg import Picture
 
 NOT_YET = "No run has finished yet."
 
@@ -157,6 +159,32 @@ def _base(arm: str) -> str:
 
 def _called(arm: str) -> str:
     return {FIRE: "FIRE", NOTHING: "doing nothing"}.get(arm, arm)
+
+
+def call(arm: Mapping[str, Any], setting: Setting) -> str:
+    """What an arm is in Python: its method with every option that it has in this setting, and when it acts.
+
+    >>> call({"name": "fire", "method": "FIRE", "options": {"scale": "norm"}}, Setting("a", "random-labels", "mlp"))
+    "FIRE(scale='norm'), at the start of every task but the first"
+    """
+    if not arm:
+        return "not recorded"
+    extra = [f"learning rate × {arm['lr']:g}"] if arm.get("lr") else []
+    if arm.get("optimizer"):
+        given = {"lr": setting.lr, **(arm.get("optimizer_options") or {})}
+        extra.append(f"optimizer {arm['optimizer']}({_keywords(given)})")
+    if not arm.get("method"):
+        return ", ".join(["no remedy", *extra])
+    known = {"name", "method", "options"}
+    made = Arm(**{key: arm[key] for key in known & arm.keys()}).within(setting)
+    when = arm.get("when", "boundary")
+    moment = "at the start of every task but the first" if when == "boundary" else f"every {when} within a task"
+    ordered = {key: made.options[key] for key in sorted(made.options, key=lambda key: key != "targets")}
+    return ", ".join([f"{made.method}({_keywords(ordered)})", moment, *extra])
+
+
+def _keywords(options: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key}={value!r}" for key, value in options.items())
 
 
 # The table
