@@ -196,6 +196,24 @@ def test_a_method_after_every_step_with_statistics() -> None:
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
+def test_methods_of_several_moments_in_one() -> None:
+    model = network()
+    optimizer = adam(model)
+    both = methods.Compose([methods.FIRE(), methods.WeightClip(0.5)])
+    with rekindle.attach(model, optimizer, both, at=5) as remedy:
+        train(model, optimizer, batches(4), remedy)
+    expected, clip = network(), methods.WeightClip(0.5)
+    own = adam(expected)
+    for step, (x, y) in enumerate(batches(4)):
+        if step == 5:
+            rekindle.fire(expected, own)
+        own.zero_grad()
+        F.cross_entropy(expected(x), y).backward()
+        own.step()
+        clip(expected, own)
+    assert same(model, expected) and [r.method for r in remedy.receipts] == ["compose(fire)"]
+
+
 def test_one_round_for_several_optimizers() -> None:
     model = network()
     first = torch.optim.SGD(model[0].parameters(), lr=0.1)

@@ -22,6 +22,7 @@ from rekindle.blocks.names import unwrapped
 from rekindle.integrations import ranks
 from rekindle.integrations.mirroring import Mirror, Mirrors
 from rekindle.integrations.rounds import Rounds
+from rekindle.methods.remedy import MOMENTS
 from rekindle.monitoring.guard import Guard
 from rekindle.monitoring.monitor import Monitor
 from rekindle.monitoring.schedules import Firing, Schedule
@@ -86,11 +87,12 @@ class Application:
             raise ValueError("a Schedule brings its own trigger: give at=, every= and when= with a method instead")
         self._trigger = self._schedule.trigger if self._schedule is not None else when
         timed = bool(self._at) or every is not None or self._trigger is not None
-        moment = getattr(self.method, "moment", "event")
-        if moment in ("backward", "loss") and timed:
-            raise ValueError(f"{_name(self.method)} acts in every step: at=, every= and when= have no meaning for it")
-        self.moment = "event" if timed else moment
-        if self.moment != "event" and guard is not None:
+        self._parts = _parts(self.method)
+        if timed and "event" not in self._parts:
+            if "step" not in self._parts:
+                raise ValueError(f"{_name(self.method)} acts in every step: at=, every= and when= mean nothing for it")
+            self._parts["event"] = self._parts.pop("step")
+        if "event" not in self._parts and guard is not None:
             raise ValueError(f"{_name(self.method)} acts in every step: a guard is for methods that act at times")
         if rewarm < 0:
             raise ValueError(f"rewarm is a number of steps, got {rewarm}")
@@ -133,12 +135,13 @@ class Application:
         self._model, self._optimizer, self._log = unwrapped(model), optimizer, log
         if hasattr(self.method, "remember") and step == 0 and self._restored is None and not _has_start(self.method):
             self.method.remember(self._model)
-        if hasattr(self.method, "observe") and self._batches is None:
+        watches = getattr(self.method, "watches", False)
+        if hasattr(self.method, "observe") and (watches or self._batches is None):
             self._observing = self.method.observe(self._model)
         self._rounds = Rounds(
             opened,
-            before={"backward": self._act, "loss": self._add_gradient}.get(self.moment),
-            after=self._act if self.moment == "step" else None,
+            before=self._before if self._parts.keys() & {"loss", "backward"} else None,
+            after=self._after if "step" in self._parts else None,
             rewarm=self._rewarm,
             closures=closures,
         )
@@ -283,6 +286,8 @@ class Application:
             return f"every {self._every} steps"
         if self._every == "epoch" and epoch is not None and self._epoch is not None and epoch > self._epoch:
             return f"epoch {epoch}"
+        if "event" not in self._parts:
+            return None
         if self._trigger is None:
             return self._boundary
         given: dict[str, Any] = {"step": step, **({} if epoch is None else {"epoch": epoch}), **self._metrics}
@@ -317,23 +322,31 @@ class Application:
         assert self._model is not None
         watch = self._guard.watch(self._model, self._optimizer) if self._guard is not None else None
         mirrored = self._mirrors.before(self._model) if copies else None
-        receipt = self._call()
+        receipt = self._call("event")
         if watch is not None:
             receipt = watch.settle(receipt)
         if mirrored is not None:
             mirrored(copies)
         return receipt
 
-    def _act(self) -> None:
-        """A method that acts in every step: on every rank, or on rank 0 if it judges by statistics of the data."""
+    def _after(self) -> None:
+        """What acts after every step: on every rank, or on rank 0 if it judges by statistics of the data."""
         assert self._model is not None
         if self._observing is not None and ranks.world() > 1:
-            self.last = ranks.together(self._call, (self._model,), self._optimizer, rarely=True)
+            self.last = ranks.together(lambda: self._call("step"), (self._model,), self._optimizer, rarely=True)
         else:
-            self.last = self._call()
+            self.last = self._call("step")
 
-    def _call(self) -> Receipt:
-        receipt: Receipt = self.method(self._model, self._optimizer, batches=self._batches, loss=self._loss)
+    def _before(self) -> None:
+        """What acts between backward pass and step: first terms of the loss, then what looks at gradients."""
+        if "loss" in self._parts:
+            self._add_gradient()
+        if "backward" in self._parts:
+            self.last = self._call("backward")
+
+    def _call(self, moment: str) -> Receipt:
+        method = self._parts[moment]
+        receipt: Receipt = method(self._model, self._optimizer, batches=self._batches, loss=self._loss)
         return receipt
 
     def _add_gradient(self) -> None:
@@ -341,7 +354,7 @@ class Application:
         assert self._model is not None
         parameters = [p for p in self._model.parameters() if p.requires_grad]
         with torch.enable_grad():
-            term = self.method.loss_term(self._model)
+            term = self._parts["loss"].loss_term(self._model)
             gradients = torch.autograd.grad(term, parameters, allow_unused=True)
         for parameter, gradient in zip(parameters, gradients, strict=True):
             if gradient is not None:
@@ -385,6 +398,14 @@ def flat(receipt: Receipt, prefix: str = "rekindle/") -> dict[str, float]:
     if receipt.optimizer is not None:
         numbers["slots_reset"] = receipt.optimizer.reset
     return {prefix + key: float(value) for key, value in numbers.items() if value is not None}
+
+
+def _parts(method: Any) -> dict[str, Any]:
+    """What acts at each moment: one method for most, several for a `Compose` of different kinds."""
+    if not hasattr(method, "at"):
+        return {getattr(method, "moment", "event"): method}
+    found = {moment: method.at(moment) for moment in MOMENTS}
+    return {moment: part for moment, part in found.items() if part is not None}
 
 
 def _name(method: Any) -> str:
