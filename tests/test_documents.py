@@ -13,7 +13,7 @@ from torch import nn
 import rekindle
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 class MyAttention(nn.Module):
@@ -31,6 +31,7 @@ def world() -> dict[str, object]:
     return {
         "rekindle": rekindle,
         "torch": torch,
+        "nn": nn,
         "model": model,
         "optimizer": torch.optim.Adam(model.parameters()),
         "batches": batches,

@@ -18,10 +18,9 @@ from rekindle.diagnosis.examination import Health, health
 from rekindle.extras import require
 from rekindle.integrations.application import Application
 from rekindle.isolation import Recorded, random_states_kept
-from rekindle.monitoring.guard import Guard
 from rekindle.monitoring.schedules import Schedule
 from rekindle.monitoring.triggers import Trigger
-from rekindle.projection.receipt import Batch, Loss, Method, Receipt
+from rekindle.projection.receipt import Method, Receipt
 
 _callbacks: Any = require("stable_baselines3.common.callbacks", "rl", "RekindleCallback for stable-baselines3")
 _off_policy: Any = require("stable_baselines3.common.off_policy_algorithm", "rl", "RekindleCallback")
@@ -57,15 +56,10 @@ class RekindleCallback(Application, _callbacks.BaseCallback):  # type: ignore[mi
         every: int | None = None,
         when: Trigger | None = None,
         monitor: int | None = None,
-        guard: Guard | None = None,
-        mirrors: nn.Module | Sequence[nn.Module] = (),
         temperature: Literal["keep", "reset"] = "keep",
         replay: Literal["keep", "empty"] = "keep",
-        rewarm: int = 0,
-        batches: Iterable[Batch] | None = None,
-        loss: Loss | None = None,
-        name: str | None = None,
         verbose: int = 0,
+        **options: Any,
     ) -> None:
         given = [at] if isinstance(at, int | float) else list(at or ())
         self._fractions = [step for step in given if isinstance(step, float)]
@@ -77,19 +71,8 @@ class RekindleCallback(Application, _callbacks.BaseCallback):  # type: ignore[mi
         steps = [step for step in given if isinstance(step, int)]
         timed = self._fractions and not steps and every is None and when is None
         _callbacks.BaseCallback.__init__(self, verbose)
-        Application.__init__(
-            self,
-            method,
-            at=[*steps, _NEVER] if timed else steps,
-            every=every,
-            when=when,
-            guard=guard,
-            mirrors=mirrors,
-            rewarm=rewarm,
-            batches=batches,
-            loss=loss,
-            name=name,
-        )
+        wanted = [*steps, _NEVER] if timed else steps
+        Application.__init__(self, method, at=wanted, every=every, when=when, **options)
         self._asked = [step for step in self._at if step != _NEVER]
         self._temperature, self._replay, self._period = temperature, replay, monitor
         self._measured: int | None = None
