@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 from checkpoints import digest, in_child, leftovers, save_dcp, save_sharded, small_model, stepped
-from rekindle.checkpoint import CheckpointError, assembly, fire_file, firing, open_checkpoint, staging, training_state
+from rekindle.checkpoint import CheckpointError, fire_file, firing, open_checkpoint, staging, training_state
 from rekindle.checkpoint.journal import Journal
 from rekindle.checkpoint.staging import Staging
 
@@ -57,7 +57,7 @@ def steps_hooked(monkeypatch: pytest.MonkeyPatch, deadly: int) -> list[str]:
     for owner, name in (
         (firing, "assemble"),
         (firing, "execute"),
-        (assembly.shutil, "copymode"),
+        (staging.shutil, "copymode"),
         (training_state, "reset"),
         (Journal, "_append"),
         (Journal, "mark_finished"),

@@ -18,6 +18,6 @@ format each; `firing` makes or matches the plan and hands a store that reads one
 
 from rekindle.checkpoint.firing import fire_file
 from rekindle.checkpoint.opening import Checkpoint, open_checkpoint
-from rekindle.checkpoint.refusal import CheckpointError
+from rekindle.checkpoint.parts import CheckpointError
 
 __all__ = ["Checkpoint", "CheckpointError", "fire_file", "open_checkpoint"]

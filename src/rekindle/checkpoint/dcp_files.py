@@ -17,11 +17,9 @@ from typing import IO, Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from rekindle.checkpoint.mapping import MappedFile
-from rekindle.checkpoint.part import TensorMeta
-from rekindle.checkpoint.refusal import CheckpointError, clearly
-from rekindle.checkpoint.windows import Window
-from rekindle.checkpoint.zip_records import records, refresh_checksums
+from rekindle.checkpoint.mapping import MappedFile, Window
+from rekindle.checkpoint.parts import CheckpointError, TensorMeta, clearly
+from rekindle.checkpoint.torch_files import records, refresh_checksums
 
 LARGEST_METADATA = 1 << 30
 _CONTAINERS = ("model", "state_dict", "model_state_dict", "module", "net", "app")

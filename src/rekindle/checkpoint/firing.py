@@ -19,13 +19,10 @@ from torch import Tensor
 
 from rekindle.blocks.finding import Block
 from rekindle.checkpoint import training_state
-from rekindle.checkpoint.assembly import assemble, staged_size
 from rekindle.checkpoint.journal import Journal, identify
-from rekindle.checkpoint.opening import Checkpoint, open_checkpoint
-from rekindle.checkpoint.part import stored_as
-from rekindle.checkpoint.planmatch import match_plan
-from rekindle.checkpoint.refusal import CheckpointError, clearly
-from rekindle.checkpoint.staging import Staging, allocated, check_space, check_target
+from rekindle.checkpoint.opening import Checkpoint, match_plan, open_checkpoint
+from rekindle.checkpoint.parts import CheckpointError, clearly, stored_as
+from rekindle.checkpoint.staging import Staging, allocated, assemble, check_space, check_target, staged_size
 from rekindle.engine.isometry import Solver, solve
 from rekindle.optimizers import StateReset
 from rekindle.projection.firing import check_finite, execute

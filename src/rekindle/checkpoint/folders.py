@@ -12,8 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rekindle.checkpoint.part import Part
-from rekindle.checkpoint.refusal import CheckpointError, clearly
+from rekindle.checkpoint.parts import CheckpointError, Part, clearly
 
 LONGEST_JSON = 200_000_000
 TORCH_ENDINGS = (".bin", ".pt", ".pth", ".ckpt")

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from rekindle.checkpoint.mapping import MappedFile, copy_range, reserve
-from rekindle.checkpoint.part import TensorMeta, stored_as
-from rekindle.checkpoint.refusal import CheckpointError, clearly
+from rekindle.checkpoint.parts import CheckpointError, TensorMeta, clearly, stored_as
 
 LONGEST_HEADER = 100_000_000  # the limit of the reference implementation
 MOST_DIMENSIONS = 64

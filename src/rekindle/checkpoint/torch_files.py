@@ -3,6 +3,9 @@
 A zip file is mapped, so its tensors are views of the file, and a staged copy is changed in place: the pickle inside,
 ties, strides and everything that is no weight stay as they were. Only a change of structure (another dtype, an integer
 step count) or the format of before torch 1.6 makes it necessary to save the tree again.
+
+torch.save stores every tensor uncompressed in a zip archive, so a tensor can be overwritten where it lies. What is left
+to do is its CRC-32, which the archive holds twice: beside the record and in the directory at the end.
 """
 
 from __future__ import annotations
@@ -11,18 +14,19 @@ import mmap
 import os
 import pickle
 import shutil
-from collections.abc import Iterator, Mapping
+import struct
+import zipfile
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.serialization import set_default_mmap_options
 
-from rekindle.checkpoint.part import TensorMeta, stored_as
-from rekindle.checkpoint.refusal import CheckpointError, clearly
-from rekindle.checkpoint.staging import remove
-from rekindle.checkpoint.zip_records import records, refresh_checksums
+from rekindle.checkpoint.parts import CheckpointError, TensorMeta, clearly, stored_as
 
 _WEIGHTS = ("state_dict", "model_state_dict", "model", "module", "net", "network", "weights", "params")
 _ZIP = b"PK\x03\x04"
@@ -89,8 +93,6 @@ class TorchPart:
 
     def optimizers(self) -> list[Any]:
         """Every optimizer state dict in the tree, with where it was found."""
-        from rekindle.checkpoint.training_state import TreeStates
-
         return [TreeStates(f"{self.path.name}{place}", table) for place, table in _optimizers(self.tree)]
 
     def staged_size(self, dtype: torch.dtype | None) -> int:
@@ -112,7 +114,7 @@ class TorchPart:
             with target.open("wb") as file:
                 torch.save(tree, file)
         finally:
-            remove(scratch)
+            scratch.unlink(missing_ok=True)
 
     def finish(self, provenance: Mapping[str, Any]) -> None:
         """Checksums of the records that changed. A pickle has no place for provenance that loaders would not see."""
@@ -127,6 +129,37 @@ class TorchPart:
     def close(self) -> None:
         """Let go of the tensors; the file is unmapped with the last of them."""
         self._tensors, self._weights, self.tree = {}, {}, None
+
+
+class TreeStates:
+    """The states of a torch.optim state dict; its tensors are views of the mapped file, so nothing is to put back.
+
+    >>> weight = nn.Parameter(torch.ones(2))
+    >>> adam = torch.optim.Adam([("weight", weight)])
+    >>> weight.sum().backward(); adam.step()
+    >>> states = TreeStates("run.ckpt", adam.state_dict())
+    >>> states.keys, list(states.read(0)), states.groups[0]["param_names"]
+    ((0,), ['step', 'exp_avg', 'exp_avg_sq'], ['weight'])
+    """
+
+    def __init__(self, label: str, table: Mapping[str, Any]) -> None:
+        self.label, self.state = label, table["state"]
+        groups = table["param_groups"]
+        valid = isinstance(groups, list) and all(isinstance(g, Mapping) for g in groups)
+        if not valid or not all(isinstance(group.get("params"), list) for group in groups):
+            raise CheckpointError(f"{label}: param_groups is not what torch.optim writes")
+        if not all(isinstance(slots, Mapping) for slots in self.state.values()):
+            raise CheckpointError(f"{label}: state is not what torch.optim writes")
+        self.groups: Sequence[Mapping[str, Any]] = groups
+        self.keys = tuple(key for group in groups for key in group["params"])
+
+    def read(self, key: Any) -> dict[str, Any]:
+        """The slots of one parameter, views of the file."""
+        found: dict[str, Any] = self.state.get(key, {})
+        return found
+
+    def write(self, key: Any, slots: Mapping[str, Any]) -> None:
+        """Nothing: the views were written."""
 
 
 def _load(path: Path, zipped: bool, writable: bool) -> Any:
@@ -265,3 +298,102 @@ def _with(tree: Any, old: Any, new: Any, depth: int = 4) -> Any:
     if all(changed[key] is value for key, value in tree.items()):
         return tree
     return type(tree)(changed.items())  # type: ignore[call-arg]
+
+
+MOST_RECORDS = 2_000_000
+_LOCAL, _CENTRAL, _DESCRIPTOR = b"PK\x03\x04", b"PK\x01\x02", b"PK\x07\x08"
+_PIECE = 1 << 24
+
+
+class Record(NamedTuple):
+    """One file inside the archive. `start` is where its bytes begin, `central` where its directory entry does."""
+
+    name: str
+    start: int
+    size: int
+    header: int
+    central: int
+    descriptor: bool
+    crc: int
+
+
+def records(file: IO[bytes]) -> list[Record]:
+    """Every record of an archive, checked: uncompressed, inside the file, none upon another.
+
+    >>> import io, torch
+    >>> buffer = io.BytesIO(); torch.save({"a": torch.zeros(3)}, buffer)
+    >>> [(record.name.partition("/")[2], record.size) for record in records(buffer)][0:2]
+    [('data.pkl', ...), ('.format_version', 1)]
+    """
+    with zipfile.ZipFile(file) as archive:
+        infos = archive.infolist()
+        central = archive.start_dir
+    if len(infos) > MOST_RECORDS:
+        raise CheckpointError(f"{len(infos)} records are too many for a torch file")
+    file.seek(0, 2)
+    size = file.tell()
+    found = []
+    for info in infos:
+        if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
+            raise CheckpointError(
+                f"record {info.filename[:200]!r} is compressed: a TorchScript program or no torch file"
+            )
+        local = _at(file, info.header_offset, 30)
+        if local[:4] != _LOCAL:
+            raise CheckpointError(f"record {info.filename[:200]!r} has no header")
+        name_length, extra_length = struct.unpack("<HH", local[26:30])
+        start = info.header_offset + 30 + name_length + extra_length
+        if start + info.file_size > size:
+            raise CheckpointError(f"truncated: record {info.filename[:200]!r} reaches beyond the end")
+        flagged = bool(info.flag_bits & 8)
+        found.append(Record(info.filename, start, info.file_size, info.header_offset, central, flagged, info.CRC))
+        fixed = _at(file, central, 46)
+        if fixed[:4] != _CENTRAL:
+            raise CheckpointError("the directory of the archive is damaged")
+        central += 46 + sum(struct.unpack("<HHH", fixed[28:34]))
+    names = [record.name for record in found]
+    if len(set(names)) < len(names):
+        raise CheckpointError("a record appears twice in the archive")
+    ordered = sorted(found, key=lambda record: record.header)
+    for one, other in pairwise(ordered):
+        if one.start + one.size > other.header:
+            raise CheckpointError(f"records {one.name[:200]!r} and {other.name[:200]!r} overlap")
+    return found
+
+
+def refresh_checksums(file: IO[bytes]) -> int:
+    """Bring the CRC-32 of every changed record up to date in an archive open for reading and writing; how many."""
+    fresh = 0
+    for record in records(file):
+        crc = _crc(file, record)
+        if crc == record.crc:
+            continue
+        fresh += 1
+        stamp = struct.pack("<I", crc)
+        places = [record.central + 16]
+        if record.descriptor:
+            after = record.start + record.size
+            places.append(after + 4 if _at(file, after, 4) == _DESCRIPTOR else after)
+        else:
+            places.append(record.header + 14)
+        for place in places:
+            file.seek(place)
+            file.write(stamp)
+    file.flush()
+    return fresh
+
+
+def _crc(file: IO[bytes], record: Record) -> int:
+    file.seek(record.start)
+    crc, left = 0, record.size
+    while left:
+        piece = file.read(min(left, _PIECE))
+        if not piece:
+            raise CheckpointError(f"truncated inside record {record.name!r}")
+        crc, left = zlib.crc32(piece, crc), left - len(piece)
+    return crc
+
+
+def _at(file: IO[bytes], place: int, length: int) -> bytes:
+    file.seek(place)
+    return file.read(length)

@@ -11,7 +11,8 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,13 +20,10 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from rekindle.blocks.state_dicts import skeleton
-from rekindle.checkpoint.refusal import CheckpointError
+from rekindle.checkpoint.parts import CheckpointError, Part, TensorMeta
 from rekindle.optimizers import StateReset
 from rekindle.optimizers import resetting as optimizers
 from rekindle.optimizers.slots import slots
-
-if TYPE_CHECKING:
-    from rekindle.checkpoint.opening import Checkpoint
 
 # What transformers' Trainer gives no weight decay, beside LayerNorm modules; and what older scripts do.
 _NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
@@ -50,6 +48,29 @@ _CLASSES: tuple[type[Optimizer], ...] = (
 )
 
 
+class Holder(Protocol):
+    """What of a `Checkpoint` is needed here: its weights by name, and the parts that hold optimizer states."""
+
+    path: Path
+    parts: list[Part]
+    names: tuple[str, ...]
+    tied: dict[str, str]
+    registration_order: bool
+    unread_state: str | None
+
+    def meta(self, name: str) -> TensorMeta:
+        """Shape, dtype and place of a weight."""
+        ...
+
+    def read(self, name: str) -> Tensor:
+        """One weight."""
+        ...
+
+    def own_config(self) -> dict[str, Any] | None:
+        """The config beside the weights."""
+        ...
+
+
 class States(Protocol):
     """One optimizer's states in a file, parameter by parameter."""
 
@@ -66,38 +87,7 @@ class States(Protocol):
         ...
 
 
-class TreeStates:
-    """The states of a torch.optim state dict; its tensors are views of the mapped file, so nothing is to put back.
-
-    >>> weight = Parameter(torch.ones(2))
-    >>> adam = torch.optim.Adam([("weight", weight)])
-    >>> weight.sum().backward(); adam.step()
-    >>> states = TreeStates("run.ckpt", adam.state_dict())
-    >>> states.keys, list(states.read(0)), states.groups[0]["param_names"]
-    ((0,), ['step', 'exp_avg', 'exp_avg_sq'], ['weight'])
-    """
-
-    def __init__(self, label: str, table: Mapping[str, Any]) -> None:
-        self.label, self.state = label, table["state"]
-        groups = table["param_groups"]
-        valid = isinstance(groups, list) and all(isinstance(g, Mapping) for g in groups)
-        if not valid or not all(isinstance(group.get("params"), list) for group in groups):
-            raise CheckpointError(f"{label}: param_groups is not what torch.optim writes")
-        if not all(isinstance(slots, Mapping) for slots in self.state.values()):
-            raise CheckpointError(f"{label}: state is not what torch.optim writes")
-        self.groups: Sequence[Mapping[str, Any]] = groups
-        self.keys = tuple(key for group in groups for key in group["params"])
-
-    def read(self, key: Any) -> dict[str, Any]:
-        """The slots of one parameter, views of the file."""
-        found: dict[str, Any] = self.state.get(key, {})
-        return found
-
-    def write(self, key: Any, slots: Mapping[str, Any]) -> None:
-        """Nothing: the views were written."""
-
-
-def summary(checkpoint: Checkpoint) -> dict[str, Any] | None:
+def summary(checkpoint: Holder) -> dict[str, Any] | None:
     """How many optimizers, of which classes, with how many slots, and how they are matched to weights."""
     tables = _tables(checkpoint)
     if not tables:
@@ -112,7 +102,7 @@ def summary(checkpoint: Checkpoint) -> dict[str, Any] | None:
     return found
 
 
-def match(checkpoint: Checkpoint, tables: Sequence[States]) -> tuple[list[dict[Any, str]], str]:
+def match(checkpoint: Holder, tables: Sequence[States]) -> tuple[list[dict[Any, str]], str]:
     """For each optimizer its keys' weights, and how they were found: by names, or by order and shapes."""
     if all(isinstance(key, str) for table in tables for key in table.keys):
         return [{key: _known(checkpoint, table, key) for key in table.keys} for table in tables], "names"
@@ -134,7 +124,7 @@ def match(checkpoint: Checkpoint, tables: Sequence[States]) -> tuple[list[dict[A
     return _by_order(checkpoint, tables), "order and shapes"
 
 
-def prepare(checkpoint: Checkpoint, changed: frozenset[str], policy: str) -> StateReset | None:
+def prepare(checkpoint: Holder, changed: frozenset[str], policy: str) -> StateReset | None:
     """Check that the states of `changed` can be reset, and count; None without any state in the file.
 
     What cannot be changed in place (an integer step count, a slot that a fresh optimizer does not have) is changed in
@@ -165,7 +155,7 @@ def prepare(checkpoint: Checkpoint, changed: frozenset[str], policy: str) -> Sta
     return total
 
 
-def reset(output: Checkpoint, changed: frozenset[str], policy: str) -> None:
+def reset(output: Holder, changed: frozenset[str], policy: str) -> None:
     """Reset the states of `changed` in a staged checkpoint, in place and one parameter at a time."""
     for _, table, names in _jobs(output, changed, policy):
         for key, name in names.items():
@@ -175,11 +165,11 @@ def reset(output: Checkpoint, changed: frozenset[str], policy: str) -> None:
                 table.write(key, state)
 
 
-def _tables(checkpoint: Checkpoint) -> list[States]:
+def _tables(checkpoint: Holder) -> list[States]:
     return [table for part in checkpoint.parts for table in part.optimizers()]
 
 
-def _jobs(checkpoint: Checkpoint, changed: frozenset[str], policy: str) -> Iterator[tuple[Any, States, dict[Any, str]]]:
+def _jobs(checkpoint: Holder, changed: frozenset[str], policy: str) -> Iterator[tuple[Any, States, dict[Any, str]]]:
     parts = [(part, table) for part in checkpoint.parts for table in part.optimizers()]
     tables = [table for _, table in parts]
     if not any(table.read(key) for table in tables for key in table.keys):
@@ -248,13 +238,13 @@ def _fits(kind: type[Optimizer], state: Mapping[str, Any]) -> bool:
     return True
 
 
-def _known(checkpoint: Checkpoint, table: States, name: Any) -> str:
+def _known(checkpoint: Holder, table: States, name: Any) -> str:
     if not isinstance(name, str) or name not in checkpoint.names:
         raise CheckpointError(f"{table.label}: its parameter {name!r} is not among the weights of the file")
     return name
 
 
-def _by_order(checkpoint: Checkpoint, tables: Sequence[States]) -> list[dict[Any, str]]:
+def _by_order(checkpoint: Holder, tables: Sequence[States]) -> list[dict[Any, str]]:
     labels = ", ".join(table.label for table in tables)
     if not checkpoint.registration_order:
         raise CheckpointError(
@@ -285,7 +275,7 @@ def _by_order(checkpoint: Checkpoint, tables: Sequence[States]) -> list[dict[Any
     return matched
 
 
-def _by_config(checkpoint: Checkpoint, tables: Sequence[States]) -> list[dict[Any, str]] | None:
+def _by_config(checkpoint: Holder, tables: Sequence[States]) -> list[dict[Any, str]] | None:
     """The parameters of one optimizer in the order in which a trainer of the config's model hands them over.
 
     None where there is no config, or none that transformers knows. Two orders that both fit are refused.
@@ -336,7 +326,7 @@ def _trainer_orders(model: nn.Module, groups: int) -> Iterator[list[list[tuple[s
             yield [[n for n, s in zip(named, spared, strict=True) if s is side] for side in (False, True)]
 
 
-def _on_disk(checkpoint: Checkpoint, aliases: Sequence[str]) -> str | None:
+def _on_disk(checkpoint: Holder, aliases: Sequence[str]) -> str | None:
     known = checkpoint.names
     return next((name for name in aliases if name in known), None)
 

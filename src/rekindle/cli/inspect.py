@@ -101,7 +101,7 @@ def inspect(
     if json:
         show_json(facts)
     else:
-        from rekindle.diagnosis.text import described as health_text
+        from rekindle.diagnosis.results import described as health_text
 
         show(f"{health_text(health, width())}\nnext: {following}")
     _exit_on(fail_on, health)

@@ -25,9 +25,9 @@ from torch import Tensor
 from rekindle.blocks.finding import Block
 from rekindle.blocks.state_dicts import find_in_state
 from rekindle.checkpoint import Checkpoint
-from rekindle.checkpoint.planmatch import match_plan
+from rekindle.checkpoint.opening import match_plan
 from rekindle.diagnosis.activity import Unmeasured
-from rekindle.diagnosis.examination import Health, Reading, Stored, Thresholds
+from rekindle.diagnosis.examination import Health, HealthBuilder, Thresholds
 from rekindle.engine.isometry import polar
 from rekindle.measures.matrices import Mode, frobenius_norm, gram, squared_frobenius_error
 from rekindle.projection.planning import Plan
@@ -130,7 +130,7 @@ def examine(
     """
     limits = thresholds or Thresholds()
     start = time.perf_counter()
-    reading = Reading(mode=mode, tau=limits.tau)
+    reading = HealthBuilder(mode=mode, tau=limits.tau)
     chosen = []
     for layer in layers:
         if layer.reason is None:
@@ -138,7 +138,7 @@ def examine(
         elif len(layer.shape) > 1:
             reading.unmeasured.append(Unmeasured(layer.name, "weight", layer.reason))
     spectra: dict[str, Mapping[str, Any]] = {}
-    weights = (Stored(layer.name, layer.blocks, checkpoint.read(layer.key)) for layer in chosen)
+    weights = ((layer, checkpoint.read(layer.key)) for layer in chosen)
     for layer, (_, found) in zip(chosen, reading.measured(weights, sum(each.numbers for each in chosen)), strict=True):
         spectra |= {name: thinned(each.spectrum) for name, each in found.items() if each.spectrum is not None}
         advance(layer.numbers)

@@ -1,6 +1,7 @@
 """What the weights, units and gradients of a model say about its plasticity, and a verdict.
 
-May import `measures`, `blocks` and `projection`. `examination` is the verb `health`; `activity`, `units`, `attention`
+May import `measures`, `blocks` and `projection`. `examination` is the verb `health`, `results` what it
+gives; `activity`, `units`, `attention`
 and `hooks` watch a forward pass, `curvature` the loss, `verdict` has the rules. Start reading at `examination.health`.
 """
 

@@ -29,7 +29,7 @@ from torch.utils.hooks import RemovableHandle
 from rekindle.blocks.finding import Found, find
 from rekindle.blocks.names import cleaner
 from rekindle.diagnosis.activity import Activity, Unmeasured, activity
-from rekindle.diagnosis.examination import Health, Reading
+from rekindle.diagnosis.examination import Health, HealthBuilder
 from rekindle.diagnosis.verdict import Thresholds
 from rekindle.isolation import Batch, Loss, Recorded, check_loss
 from rekindle.measures.matrices import Mode
@@ -149,7 +149,7 @@ class Monitor:
         began = time.perf_counter()
         self._sampling = True
         try:
-            reading = Reading(self.mode, self.thresholds.tau)
+            reading = HealthBuilder(self.mode, self.thresholds.tau)
             if self._samples % self.weights_every == 0:
                 if self._found is None:
                     self._found = find(self.model)
@@ -174,7 +174,7 @@ class Monitor:
             return Activity((), unmeasured=(Unmeasured("", "activity", reason),))
         return activity(self.model, batches, loss=self.loss, mode=self.mode, attention=self.mode == "full")
 
-    def _add_step(self, reading: Reading) -> None:
+    def _add_step(self, reading: HealthBuilder) -> None:
         """What the step itself shows: gradients as they were used, and how far the weights went."""
         held = [(name, p, p.grad) for name, p in self._named if p.grad is not None and not p.grad.is_sparse]
         if held and not reading.gradients:

@@ -1,0 +1,348 @@
+"""Health and Comparison: the numbers of one moment, or of two, as objects that print, save and compare themselves."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rekindle.diagnosis.activity import Unmeasured
+from rekindle.diagnosis.verdict import LEVELS, Numbers, Thresholds, Verdict, judge
+from rekindle.extras import install
+from rekindle.measures.matrices import Mode
+from rekindle.tables import number, share, table, terminal_width, wrapped
+
+if TYPE_CHECKING:
+    import pandas
+
+_MAPPINGS = ("weights", "units", "heads", "gradients", "steps", "whole", "about", "broken")
+# heading: measure
+_WEIGHTS = {
+    **{"norm": "norm", "DfI/k": "dfi_per_dimension", "scale-free": "dfi_scale_free", "σ max": "spectral_norm"},
+    **{"cond.": "condition_number", "eff. rank": "effective_rank", "part. rank": "participation_rank"},
+    **{"zero rows": "dead_rows", "similar": "similar_pairs"},
+}
+_UNITS = {
+    **{"units": "units", "dormant": "dormant", "dead": "dead", "usage": "usage", "eff. rank": "feature_rank"},
+    **{"of": "rank_limit", "linear": "linearised", "saturated": "saturation", "∂ dormant": "gradient_dormant"},
+}
+_SHARES = {"similar_pairs", "dormant", "dead", "usage", "linearised", "saturation", "gradient_dormant"}
+_wrap = partial(wrapped, indent="    ")
+_MOST_UNMEASURED = 6
+_MOST_CHANGES = 40
+
+
+@dataclass(frozen=True)
+class Health:
+    """Measures of one model at one moment, and a verdict. A number that is not here was not measured.
+
+    `weights` and `units` map a layer to its numbers, `about` each layer to words (role, shape; for units the kind of
+    activation and the place `at` which it was seen). Units are named by the layer that makes them, as methods and
+    `targets=` take it. `heads` each attention to the entropy share of its most collapsed head, `gradients` and `steps`
+    each parameter to ‖∂L/∂w‖ and to ‖update‖/‖w‖ (a monitor's); `whole` holds numbers of the whole model, and
+    `reference` those that it was judged against.
+
+    >>> from torch import nn
+    >>> from rekindle.diagnosis.examination import health
+    >>> found = health(nn.Linear(3, 3))
+    >>> found.flat()["weights/weight/norm"] == found.weights["weight"]["norm"]
+    True
+    """
+
+    weights: Mapping[str, Mapping[str, float]]
+    units: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    heads: Mapping[str, float] = field(default_factory=dict)
+    gradients: Mapping[str, float] = field(default_factory=dict)
+    steps: Mapping[str, float] = field(default_factory=dict)
+    whole: Mapping[str, float] = field(default_factory=dict)
+    about: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    broken: Mapping[str, str] = field(default_factory=dict)
+    unmeasured: tuple[Unmeasured, ...] = ()
+    mode: Mode = "full"
+    seconds: float = 0.0
+    thresholds: Thresholds = field(default_factory=Thresholds)
+    reference: Numbers | None = None
+
+    @cached_property
+    def verdict(self) -> Verdict:
+        """`healthy`, `watch`, `act` or `unknown`, with findings and the rule that fired."""
+        return judge(self.numbers, self.reference, self.thresholds)
+
+    @property
+    def numbers(self) -> Numbers:
+        """What the rules look at."""
+        unread = sum(each.what == "weight" for each in self.unmeasured)
+        return Numbers(self.weights, self.units, self.heads, self.whole, self.broken, unread)
+
+    def layers_named(self) -> list[str]:
+        """The layers that findings are about, worst first: what `fire(model, targets=health)` acts on.
+
+        >>> from torch import nn
+        >>> from rekindle.diagnosis.examination import health
+        >>> spoilt = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+        >>> _ = nn.init.ones_(spoilt[0].weight), nn.init.eye_(spoilt[2].weight)
+        >>> health(spoilt).layers_named()
+        ['0.weight']
+        """
+        ordered = sorted(self.verdict.findings, key=lambda finding: -LEVELS.index(finding.level))
+        return list(dict.fromkeys(finding.layer for finding in ordered if finding.layer))
+
+    def against(self, reference: Health | None) -> Health:
+        """The same measures judged against another moment.
+
+        >>> from torch import nn
+        >>> from rekindle.diagnosis.examination import health
+        >>> now = health(nn.Linear(3, 3))
+        >>> now.against(now).verdict.sure
+        True
+        """
+        return replace(self, reference=None if reference is None else reference.numbers)
+
+    def compare(self, other: Health) -> Comparison:
+        """Every number that both have, this one's beside the other's.
+
+        >>> from torch import nn
+        >>> from rekindle.diagnosis.examination import health
+        >>> now = health(nn.Linear(3, 3))
+        >>> now.compare(now).rows[0].ratio
+        1.0
+        """
+        mine, theirs = self.flat(), other.flat()
+        rows = [NumberChange(name, theirs[name], mine[name]) for name in mine if name in theirs]
+        only = [name for name in (*mine, *theirs) if (name in mine) != (name in theirs)]
+        return Comparison(tuple(rows), tuple(only))
+
+    def flat(self, prefix: str = "") -> dict[str, float]:
+        """One flat dict of numbers, for any logger.
+
+        >>> from torch import nn
+        >>> from rekindle.diagnosis.examination import health
+        >>> sorted(health(nn.Linear(3, 3)).flat("health/"))[-1]
+        'health/weights/weight/stable_rank'
+        """
+        found = {**self.whole, "verdict": float(self.verdict.level)}
+        for kind, layers in (("weights", self.weights), ("units", self.units)):
+            for layer, numbers in layers.items():
+                found |= {f"{kind}/{layer}/{name}": value for name, value in numbers.items()}
+        found |= {f"attention/{layer}/entropy_share": value for layer, value in self.heads.items()}
+        found |= {f"gradients/{name}": value for name, value in self.gradients.items()}
+        found |= {f"steps/{name}": value for name, value in self.steps.items()}
+        return {prefix + name: float(value) for name, value in found.items()}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, as JSON can hold it; `Health.from_dict` reads it back.
+
+        >>> from torch import nn
+        >>> from rekindle.diagnosis.examination import health
+        >>> Health.from_dict(health(nn.Linear(3, 3)).to_dict()).mode
+        'full'
+        """
+        out: dict[str, Any] = {name: _copied(getattr(self, name)) for name in _MAPPINGS}
+        verdict = self.verdict
+        out |= {
+            "unmeasured": [asdict(each) for each in self.unmeasured],
+            "mode": self.mode,
+            "seconds": self.seconds,
+            "thresholds": asdict(self.thresholds),
+            "reference": None if self.reference is None else asdict(self.reference),
+            "verdict": str(verdict),
+            "rule": verdict.rule,
+            "sure": verdict.sure,
+            "findings": [asdict(finding) for finding in verdict.findings],
+        }
+        return out
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Health:
+        """A Health from what `to_dict` gave; the verdict is judged anew."""
+        kept = {name: _copied(data[name]) for name in _MAPPINGS}
+        # Until units were named by their layer they went by the activation, with the layer beside it.
+        layers = {name: about["after"] for name, about in kept["about"].items() if about.get("after")}
+        for name in ("units", "about", "broken"):
+            kept[name] = {layers.get(key, key): value for key, value in kept[name].items()}
+        return cls(
+            **kept,
+            unmeasured=tuple(Unmeasured(**each) for each in data["unmeasured"]),
+            mode=data["mode"],
+            seconds=data["seconds"],
+            thresholds=Thresholds(**data["thresholds"]),
+            reference=None if data["reference"] is None else Numbers(**data["reference"]),
+        )
+
+    def to_json(self, path: str | Path | None = None) -> str:
+        """The same as text (infinities as strings are not JSON: they become null), written to `path` if given.
+
+        >>> from torch import nn
+        >>> from rekindle.diagnosis.examination import health
+        >>> '"verdict"' in health(nn.Linear(3, 3)).to_json()
+        True
+        """
+        text = json.dumps(_plain(self.to_dict()), indent=1)
+        if path is not None:
+            Path(path).write_text(text)
+        return text
+
+    def to_frame(self) -> pandas.DataFrame:
+        """One row a layer and measure: kind, layer, measure, value."""
+        try:
+            import pandas
+        except ImportError as error:
+            raise ImportError(f"a DataFrame needs pandas: {install('report')}") from error
+        rows = [
+            (kind, layer, name, value)
+            for kind, layers in (("weights", self.weights), ("units", self.units))
+            for layer, numbers in layers.items()
+            for name, value in numbers.items()
+        ]
+        rows += [("whole", "", name, value) for name, value in self.whole.items()]
+        return pandas.DataFrame(rows, columns=["kind", "layer", "measure", "value"])
+
+    def __str__(self) -> str:
+        return described(self, terminal_width(110, 10_000))
+
+
+@dataclass(frozen=True)
+class NumberChange:
+    """One number then and now."""
+
+    name: str
+    then: float
+    now: float
+
+    @property
+    def ratio(self) -> float:
+        """now ÷ then; NaN where then is 0 and now is too."""
+        if self.then == 0:
+            return math.nan if self.now == 0 else math.copysign(math.inf, self.now)
+        return self.now / self.then
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two moments side by side: `rows` that both measured, `only_one` that one of them did."""
+
+    rows: tuple[NumberChange, ...]
+    only_one: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        rows = [{"name": r.name, "then": r.then, "now": r.now, "ratio": r.ratio} for r in self.rows]
+        return {"rows": rows, "only_one": list(self.only_one)}
+
+    def __str__(self) -> str:
+        return compared(self, terminal_width(110, 10_000))
+
+
+def described(health: Health, width: int) -> str:
+    """The whole of a Health as text."""
+    lines = [f"Health ({health.mode}, {health.seconds:.2g} s)"]
+    lines += _layers("weights", health.weights, health, _WEIGHTS, ("role", "shape"), width)
+    lines += _layers("units", health.units, health, _UNITS, ("kind", "at"), width)
+    whole = [f"{name.replace('_', ' ')} {number(value)}" for name, value in health.whole.items()]
+    if whole:
+        lines += ["", *_wrap("whole model: " + ", ".join(whole), width)]
+    if health.heads:
+        shares = [f"{name} {share:.0%}" for name, share in health.heads.items()]
+        lines += ["", *_wrap(f"attention entropy of the lowest head, of its maximum: {', '.join(shares)}", width)]
+    lines += _unmeasured(health, width)
+    verdict = health.verdict
+    lines += ["", *(part for line in verdict.lines() for part in _wrap(f"! {line}", width))]
+    lines += _wrap(f"verdict: {concluded(health)}", width)
+    if not verdict.sure and verdict != "unknown":
+        lines += _wrap(
+            "low confidence: there is no reference to compare with, so only absolute rules could fire; pass "
+            "reference= an earlier Health or a fresh model",
+            width,
+        )
+    for sign, remedy in verdict.remedies().items():
+        lines += _wrap(f"  {sign}: {remedy}", width)
+    return "\n".join(lines)
+
+
+def concluded(health: Health) -> str:
+    """The verdict with its rule; without signs, weights alone do not make a network healthy: its neurons may be dead.
+
+    >>> from torch import nn
+    >>> from rekindle.diagnosis.examination import health
+    >>> from torch import nn
+    >>> from rekindle.diagnosis.examination import health
+    >>> concluded(health(nn.Linear(3, 3)))
+    'no sign in the weights (activity not measured, 1 of 1 weights read)'
+    """
+    if health.verdict != "healthy" or health.units:
+        return f"{health.verdict} ({health.verdict.rule})"
+    read = len({name.partition("[")[0] for name in health.weights})
+    skipped = sum(each.what == "weight" for each in health.unmeasured)
+    return f"no sign in the weights (activity not measured, {read} of {read + skipped} weights read)"
+
+
+def _unmeasured(health: Health, width: int) -> list[str]:
+    grouped: dict[tuple[str, str], list[str]] = {}
+    for each in health.unmeasured:
+        grouped.setdefault((each.what, each.reason), []).append(each.name or "(model)")
+    lines = ["", "not measured:"] if grouped else []
+    for (what, reason), names in grouped.items():
+        shown = ", ".join(names[:_MOST_UNMEASURED])
+        shown += f" and {len(names) - _MOST_UNMEASURED} more" if len(names) > _MOST_UNMEASURED else ""
+        lines += _wrap(f"  {what} of {shown}: {reason}", width)
+    return lines
+
+
+def compared(comparison: Comparison, width: int) -> str:
+    """A Comparison as text, largest change first."""
+
+    def size(ratio: float) -> float:
+        return 0.0 if math.isnan(ratio) else abs(math.log(abs(ratio))) if 0 < abs(ratio) < math.inf else math.inf
+
+    ordered = sorted(comparison.rows, key=lambda row: -size(row.ratio))
+    cells = [(row.name, number(row.then), number(row.now), _ratio(row.ratio)) for row in ordered]
+    lines = table(("measure", "then", "now", "now ÷ then"), cells[:_MOST_CHANGES], width)
+    if len(cells) > _MOST_CHANGES:
+        lines.append(f"… {len(cells) - _MOST_CHANGES} more, changed less, in .rows")
+    if comparison.only_one:
+        lines.append(f"measured once only: {len(comparison.only_one)} ({', '.join(comparison.only_one[:4])}, …)")
+    return "\n".join(lines)
+
+
+def _layers(
+    title: str,
+    layers: Mapping[str, Mapping[str, float]],
+    health: Health,
+    columns: Mapping[str, str],
+    words: tuple[str, str],
+    width: int,
+) -> list[str]:
+    rows = []
+    for layer, numbers in layers.items():
+        about = health.about.get(layer, {})
+        cells = [layer or "(model)", *(about.get(word, "") for word in words)]
+        rows.append(cells + [(share if name in _SHARES else number)(numbers.get(name)) for name in columns.values()])
+    head = [title, *words, *columns]
+    # On a narrow terminal the last columns go first: they are the least telling.
+    lines = table(head, rows, width, left=(0, 1, 2), drop=range(len(head) - 1, 4, -1))
+    return ["", *lines] if layers else []
+
+
+def _ratio(value: float) -> str:
+    return "" if math.isnan(value) else "∞" if math.isinf(value) else f"{value:.3g}×"
+
+
+def _copied(mapping: Mapping[str, Any]) -> dict[str, Any]:
+    # JSON has no infinity: what came back as null counts as unmeasured.
+    return {
+        key: _copied(value) if isinstance(value, Mapping) else value
+        for key, value in mapping.items()
+        if value is not None
+    }
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
