@@ -9,7 +9,7 @@ the public verb checks its input; `solve` brings matrices into groups of one sha
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, cast, get_args, overload
 
 import torch
@@ -19,6 +19,7 @@ from rekindle.engine import routes as solvers
 from rekindle.engine.precision import full_precision
 from rekindle.engine.routes import Solved, Start
 from rekindle.engine.symmetric import norm2
+from rekindle.engine.transfer import to_host
 
 Solver = Literal["auto", "fast", "paper", "svd"]
 
@@ -44,7 +45,7 @@ class Certificate:
     `residual` is taken over the other directions). `converged` says whether `residual` is within the tolerance.
     `norm` ‖W‖_F, `gram_norm` ‖WWᵀ‖_F on the smaller side and `spectral_norm` (σ_max by a short power iteration, from
     below: up to 15 % low where the spectrum is flat) describe W; `nuclear` is tr(QᵀW), which is ‖W‖_* for the polar
-    factor and less for any other isometry.
+    factor and less for any other isometry; `factor_norm` is ‖Q‖_F.
     """
 
     residual: Tensor
@@ -55,6 +56,7 @@ class Certificate:
     gram_norm: Tensor
     spectral_norm: Tensor
     nuclear: Tensor
+    factor_norm: Tensor
 
     def __getitem__(self, part: Any) -> Certificate:
         return self._each(lambda entry: entry[part])
@@ -72,6 +74,10 @@ class Certificate:
             f"DfI/k ≤ {float(self.residual.max()):.1e}, at most {int(self.steps.max())} steps"
             + (f", {filled} directions completed" if filled else "")
         )
+
+    def to_host(self) -> Certificate:
+        """The same on the CPU, with one wait."""
+        return Certificate(*to_host([getattr(self, field.name) for field in fields(self)]))
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> Certificate:
         return Certificate(*(change(getattr(self, field.name)) for field in fields(self)))
@@ -100,6 +106,7 @@ class _Options:
     complete: bool
     seed: int
     certificate: bool
+    on_host: bool = False
 
 
 @overload
@@ -214,14 +221,14 @@ def solve(
     """Polar factors of many sources, each yielded as (index, Q (count, out, in), certificate) when it is ready.
 
     Matrices of one shape (or its transpose) are solved together, so the order is not that of the sources. Q is in the
-    arithmetic's dtype: float64 for float64, float32 for all others.
+    arithmetic's dtype: float64 for float64, float32 for all others. Certificates are on the host, whatever the device.
 
     >>> weights = [torch.randn(1, 20, 30), torch.randn(4, 30, 20)]
     >>> sources = [Source(tuple(w.shape), w.dtype, w.device, lambda w=w: w) for w in weights]
     >>> sorted((i, tuple(q.shape)) for i, q, _ in solve(sources))
     [(0, (1, 20, 30)), (1, (4, 30, 20))]
     """
-    options = _checked(solver, tol, steps, complete, seed, certificate=True)
+    options = replace(_checked(solver, tol, steps, complete, seed, certificate=True), on_host=True)
     return cast(Iterator[tuple[int, Tensor, Certificate]], _solve(sources, options))
 
 
@@ -264,6 +271,8 @@ def _solve_chunk(
         columns = [torch.cat([getattr(each, field.name) for each in proofs]) for field in fields(Certificate) if proofs]
         proof = Certificate(*columns) if proofs else None
     del whole
+    if proof is not None and options.on_host:
+        proof = proof.to_host()
     top = 0
     for i in members:
         count, rows, columns_ = sources[i].shape
@@ -281,7 +290,7 @@ def _solve_group(w: Tensor, seeds: list[int], options: _Options) -> tuple[Tensor
     if not w.numel():
         zero = w.new_zeros(w.shape[0])
         known, gram2, solved = Start(w, zero, zero), zero, Solved.new(w.clone(), 0)
-        solved.residual = zero
+        solved.residual = solved.size2 = zero
     else:
         known = solvers.start(w)
         if not bool(((known.norm2 > TAME[0]) & (known.norm2 < TAME[1])).all()):  # a NaN is in no range
@@ -302,6 +311,7 @@ def _solve_group(w: Tensor, seeds: list[int], options: _Options) -> tuple[Tensor
         # Routes divide by sigma2, which is 1 for a zero matrix.
         spectral_norm=torch.where(known.norm2 > 0, known.sigma2.double() / solvers.HEADROOM, 0.0).sqrt() * scale,
         nuclear=torch.linalg.vecdot(solved.x.flatten(1), w.flatten(1)).double() * scale,
+        factor_norm=solved.size2.double().sqrt(),
     )
 
 

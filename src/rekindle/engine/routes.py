@@ -51,7 +51,7 @@ class Start:
 
 @dataclass
 class Solved:
-    """The matrices, and for each: steps taken, DfI/n, directions that W lacks, and two marks on the way.
+    """The matrices, and for each: steps taken, DfI/n, ‖X‖²_F, directions that W lacks, and two marks on the way.
 
     `hard` says that float32 was too little; `deficit` is the largest |1 − σ²| seen before the last step.
     """
@@ -59,6 +59,7 @@ class Solved:
     x: Tensor
     steps: Tensor
     residual: Tensor
+    size2: Tensor
     null: Tensor
     hard: Tensor
     deficit: Tensor
@@ -68,13 +69,15 @@ class Solved:
         """A result that nothing is known about yet."""
         count = torch.full((x.shape[0],), steps, dtype=torch.int32, device=x.device)
         unknown = torch.full((x.shape[0],), torch.nan, dtype=x.dtype, device=x.device)
-        return cls(x, count, unknown, torch.zeros_like(count), torch.zeros_like(count, dtype=torch.bool), unknown)
+        none, easy = torch.zeros_like(count), torch.zeros_like(count, dtype=torch.bool)
+        return cls(x, count, residual=unknown, size2=unknown, null=none, hard=easy, deficit=unknown)
 
     def put(self, index: Tensor, other: Solved) -> None:
         """Replace the matrices at `index` by another route's result for them."""
         self.x[index] = other.x.to(self.x.dtype)
         self.steps[index] += other.steps
         self.residual[index] = other.residual.to(self.residual.dtype)
+        self.size2[index] = other.size2.to(self.size2.dtype)
         self.null[index] = other.null
         self.hard[index] = other.hard
 
@@ -272,9 +275,10 @@ def lift(w: Tensor, sigma2: Tensor) -> Tensor:
 
 
 def measure(solved: Solved, *, complete: bool = True) -> None:
-    """Fill in the residual DfI/n; without `complete`, over the directions that W has."""
+    """Fill in ‖X‖²_F and the residual DfI/n; without `complete`, over the directions that W has."""
     g = gram(solved.x, mirror=False)
     _diagonal(g).sub_(1)
+    solved.size2 = g.shape[1] + _diagonal(g).sum(1)
     solved.residual = norm2(g) / g.shape[1]
     if not complete:
         solved.residual = solved.residual - solved.null / g.shape[1]
@@ -345,10 +349,11 @@ def polish(solved: Solved, tol: float, *, complete: bool = True) -> None:
         better = Solved.new(torch.bmm(g, x), 1)
         better.null = solved.null[index]
         measure(better, complete=complete)
-        keep = better.residual < 0.5 * solved.residual[index]
-        index = index[keep]
-        solved.x[index], solved.residual[index] = better.x[keep], better.residual[keep]
-        solved.steps[index] += 1
+        keep = better.residual < 0.5 * solved.residual[index]  # chosen by `where`: an accelerator need not be asked
+        solved.x[index] = torch.where(keep[:, None, None], better.x, x)
+        solved.residual[index] = torch.where(keep, better.residual, solved.residual[index])
+        solved.size2[index] = torch.where(keep, better.size2, solved.size2[index])
+        solved.steps[index] += keep.int()
 
 
 def largest_deficit(a: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, get_args
 
@@ -20,13 +20,14 @@ from torch import Tensor, nn
 from rekindle.blocks.finding import Block
 from rekindle.engine.isometry import Certificate, Solver, Source, solve
 from rekindle.engine.precision import full_precision
+from rekindle.engine.transfer import to_host
 from rekindle.isolation import outputs, relative_change
 from rekindle.optimizers import resetting as optimizers
 from rekindle.projection.planning import Entry, Plan
 from rekindle.projection.planning import plan as make_plan
 from rekindle.projection.recalibration import recalibrate as recalibrate_statistics
 from rekindle.projection.recalibration import training_layers
-from rekindle.projection.receipt import BlockRecord, Measuring, Meter, MethodError, Receipt, record
+from rekindle.projection.receipt import BlockRecord, Measuring, Meter, MethodError, Receipt, measured, observed, record
 from rekindle.projection.sharded import Numbers, ShardedFire
 from rekindle.projection.stores import LiveStore, Store
 from rekindle.sharding.wrappers import distributed, refuse_hidden, settle
@@ -170,13 +171,13 @@ def execute(
     solving: dict[str, Any] = {"solver": solver, "tol": tol, "steps": steps, "complete": complete, "seed": seed}
     work = [(entry, block) for entry in plan.selected for block in entry.blocks]
     known = solved or {}
-    records: dict[int, BlockRecord] = {}
+    written: dict[int, _Written] = {}
     notes: list[str] = []
 
     def receipt() -> Receipt:
         return Receipt(
             "fire",
-            tuple(records[index] for index in sorted(records)),
+            _records([written[index] for index in sorted(written)], strength, measure),
             _skipped(plan),
             {"targets": plan.targets, "scale": str(plan.scale), "strength": strength, **solving},
             seconds=meter.seconds,
@@ -189,15 +190,15 @@ def execute(
     try:
         for index, (entry, block) in enumerate(work):
             if (entry.name, block) in known:
-                records[index] = _write(plan, store, entry, block, known[entry.name, block], strength, measure, notes)
+                written[index] = _write(plan, store, entry, block, known[entry.name, block], strength, measure, notes)
         for place, found in solutions:
             entry, block = work[open_[place]]
-            records[open_[place]] = _write(plan, store, entry, block, found, strength, measure, notes)
+            written[open_[place]] = _write(plan, store, entry, block, found, strength, measure, notes)
             del found  # or it would stay in memory while the next one is solved
     except Exception as error:
-        if not records:
+        if not written:
             raise
-        raise MethodError(f"stopped after {len(records)} of {len(work)} blocks: {error}", receipt()) from error
+        raise MethodError(f"stopped after {len(written)} of {len(work)} blocks: {error}", receipt()) from error
     return receipt()
 
 
@@ -210,17 +211,22 @@ def _solutions(
     """The polar factors of these blocks as they come, all weights checked before the first of them."""
     exact = solving["solver"] in ("auto", "svd")  # the others promise no tolerance
     sources, turned = [], []
+    totals: dict[int, Tensor] = {}
     weight, last = torch.empty(0), None
-    for entry, block in work:
+    for index, (entry, block) in enumerate(work):
         if entry is not last:
             weight, last = store.read(entry), entry
-            check_finite(entry.name, weight)
+            totals[index] = _total(weight)
         turned.append(_turned(block, weight))
         shape = (block.count, block.out, block.in_)
         drawn = numbers.get((entry.key, block)) if numbers else None
         read = _reader(store, entry, block, turned[-1])
         sources.append(Source(shape, weight.dtype, weight.device, read, drawn))
     del weight
+    for index, total in zip(totals, to_host(list(totals.values())), strict=True):  # one wait for all of them
+        if not bool(total.isfinite()):
+            entry = work[index][0]
+            check_finite(entry.name, store.read(entry))
 
     def found() -> Iterator[tuple[int, Solved]]:
         for index, factors, certificate in solve(sources, **solving):
@@ -236,6 +242,41 @@ def _solutions(
     return found()
 
 
+@dataclass(frozen=True)
+class _Written:
+    """What is known of a block that was written. `seen` is on the weight's device until the receipt is made."""
+
+    name: str
+    block: Block
+    certificate: Certificate
+    scale: Tensor
+    kept: Tensor
+    seen: Tensor | None
+    full: dict[str, Any] | None
+    fallback: int
+
+
+def _records(written: Sequence[_Written], strength: float, measuring: Measuring) -> tuple[BlockRecord, ...]:
+    """The lines of the receipt: what was seen of all blocks comes from the device together."""
+    asked = [each for each in written if each.seen is not None]
+    found = dict(zip(map(id, asked), to_host([each.seen for each in asked if each.seen is not None]), strict=True))
+    return tuple(
+        record(
+            each.name,
+            each.block,
+            each.certificate,
+            each.scale,
+            strength=strength,
+            kept=each.kept,
+            seen=found.get(id(each)),
+            full=each.full,
+            measuring=measuring,
+            fallback=each.fallback,
+        )
+        for each in written
+    )
+
+
 def _write(
     plan: Plan,
     store: Store,
@@ -245,39 +286,31 @@ def _write(
     strength: float,
     measuring: Measuring,
     notes: list[str],
-) -> BlockRecord:
+) -> _Written:
     factors, certificate, fallback = solved
-    scale = plan.scale_values(entry, block, norm=certificate.norm, nuclear=certificate.nuclear).to(factors)
+    scale = plan.scale_values(entry, block, norm=certificate.norm, nuclear=certificate.nuclear).to(factors.dtype)
+    there = scale.to(factors.device)
     kept = certificate.norm < plan.min_norm
-    blends = strength != 1 or bool(kept.any())
+    some = bool(kept.any())
+    blends = strength != 1 or some
     old = factors.new_empty(0)  # reading the matrices of a convolution copies them: only where they are needed
     if measuring == "full" or blends:
         old = block.read(store.read(entry)).clone()
     largest = float(scale.max())
     if largest > torch.finfo(entry.dtype).max:
         raise ValueError(f"{entry.name!r} is {entry.dtype} and cannot hold a scale of {largest:.3g}")
-    factor_norm = torch.linalg.vector_norm(factors, dim=(1, 2))
-    matrices = _blended(factors, scale, old, strength)
-    if bool(kept.any()):
-        matrices[kept] = old[kept].to(matrices.dtype)
+    matrices = _blended(factors, there, old, strength)
+    if some:
+        mask = kept.to(factors.device)
+        matrices[mask] = old[mask].to(matrices.dtype)
         notes.append(f"{int(kept.sum())} matrices of {entry.name} are zero and were left so (min_norm)")
     written = store.write(entry, block, matrices)
     stored = store.read(entry) if written is None else written
     exact = stored.dtype == factors.dtype and not blends and not entry.parametrized
-    return record(
-        entry.name,
-        block,
-        certificate,
-        scale,
-        strength=strength,
-        before=old,
-        factor_norm=factor_norm,
-        kept=kept,
-        stored=matrices if exact and measuring != "full" else block.read(stored),
-        written_exactly=exact,
-        measuring=measuring,
-        fallback=fallback,
-    )
+    now = matrices if exact and measuring != "full" else block.read(stored)
+    seen = observed(now, there, certificate, written_exactly=exact, measuring=measuring)
+    full = measured(old, now, there) if measuring == "full" else None
+    return _Written(entry.name, block, certificate, scale, kept, seen, full, fallback)
 
 
 def _skipped(plan: Plan) -> dict[str, str]:
@@ -325,7 +358,7 @@ def _by_svd(
     entry: Entry, matrices: Tensor, factors: Tensor, certificate: Certificate, tol: float
 ) -> tuple[Tensor, Certificate]:
     missed = (~certificate.converged).nonzero().flatten()
-    u, sigma, vh = torch.linalg.svd(matrices[missed].double(), full_matrices=False)
+    u, sigma, vh = torch.linalg.svd(matrices[missed.to(matrices.device)].double(), full_matrices=False)
     q = u @ vh
     small = q @ q.mT if q.shape[1] <= q.shape[2] else q.mT @ q
     residual = (small - torch.eye(small.shape[1], dtype=small.dtype, device=small.device)).square().sum((1, 2))
@@ -335,10 +368,12 @@ def _by_svd(
         raise RuntimeError(f"{entry.name!r} reaches a residual of {worst:.1e} by float64 SVD, tol is {tol:.1e}")
     factors, residuals = factors.clone(), certificate.residual.clone()
     nuclear, converged = certificate.nuclear.clone(), torch.ones_like(certificate.converged)
-    factors[missed] = q.to(factors.dtype)
-    residuals[missed] = residual.to(residuals.dtype)
-    nuclear[missed] = sigma.sum(1).to(nuclear.dtype)
-    return factors, replace(certificate, residual=residuals, nuclear=nuclear, converged=converged)
+    norms = certificate.factor_norm.clone()
+    factors[missed.to(factors.device)] = q.to(factors.dtype)
+    residuals[missed] = residual.to(residuals)
+    nuclear[missed] = sigma.sum(1).to(nuclear)
+    norms[missed] = torch.linalg.vector_norm(q, dim=(1, 2)).to(norms)
+    return factors, replace(certificate, residual=residuals, nuclear=nuclear, factor_norm=norms, converged=converged)
 
 
 def _without_refused(
@@ -396,11 +431,14 @@ def check_finite(name: str, value: Tensor) -> None:
     Traceback (most recent call last):
     ValueError: 'fc.weight' holds 1 NaN or Inf of 2: nothing was changed
     """
-    # NaN and Inf survive a sum; the sum of finite values overflows at worst, and then the slow look decides.
-    total = value.sum(dtype=value.dtype if value.dtype == torch.float64 else torch.float32)
-    if not bool(total.isfinite()) and not bool(value.isfinite().all()):
+    if not bool(_total(value).isfinite()) and not bool(value.isfinite().all()):
         broken = int((~value.isfinite()).sum())
         raise ValueError(f"{name!r} holds {broken} NaN or Inf of {value.numel()}: nothing was changed")
+
+
+def _total(value: Tensor) -> Tensor:
+    # NaN and Inf survive a sum; the sum of finite values overflows at worst, and then the slow look decides.
+    return value.sum(dtype=value.dtype if value.dtype == torch.float64 else torch.float32)
 
 
 def _finish(receipt: Receipt, plan: Plan, store: LiveStore, optimizer: Any, policy: str) -> Receipt:

@@ -25,6 +25,7 @@ from rekindle.blocks.state_dicts import find_in_state
 from rekindle.blocks.storage import is_sharded
 from rekindle.engine.isometry import polar
 from rekindle.engine.precision import full_precision
+from rekindle.engine.transfer import to_host
 from rekindle.extras import install
 from rekindle.measures.spectra import gram, real
 from rekindle.projection.scales import Scale
@@ -304,9 +305,11 @@ def plan(
             found = _find(model, config, options, sharded)
         choices = choose(found, targets, include=include, exclude=exclude)
     read = _reader(model)
-    looks = _looks(team, spreads, choices, read, rule, measure) if measure or min_norm > 0 else {}
+    looks: dict[tuple[str, int], Look] = {}
+    if measure or min_norm > 0:
+        looks = {**_local_looks(choices, read, rule, measure), **_looks(team, spreads, choices, read, rule, measure)}
     initial = None if reference is None else _by_name(reference)
-    entries = tuple(_entry(choice, rule, read, initial, min_norm, measure, looks) for choice in choices)
+    entries = tuple(_entry(choice, rule, initial, min_norm, looks) for choice in choices)
     drafted = Plan(entries, rule, describe(targets, include, exclude), min_norm, conv)
     if isinstance(model, nn.Module) and trial:
         entries = tuple(_tried(drafted, e, f, model) for e, f in zip(entries, found, strict=True))
@@ -317,6 +320,21 @@ def plan(
 
 Reader = Callable[[Found], Tensor | None]
 Look = tuple[Tensor, float | None, float | None]
+
+
+def _local_looks(choices: Iterable[Choice], read: Reader, rule: Scale, measure: bool) -> dict[tuple[str, int], Look]:
+    """What `look` says of every chosen block of a weight that is whole, by (name, place of the block).
+
+    All norms come from their device together: one by one, the host would wait for each.
+    """
+    found: dict[tuple[str, int], Look] = {}
+    for choice in choices:
+        weight = read(choice.found) if choice.reason is None else None
+        if weight is not None and not weight.is_meta and not is_sharded(weight):
+            for place, block in enumerate(choice.blocks):
+                found[choice.found.name, place] = look(block, weight, rule.known(block), measure)
+    norms = to_host([norms for norms, _, _ in found.values()])
+    return {key: (norm, *seen[1:]) for norm, (key, seen) in zip(norms, found.items(), strict=True)}
 
 
 def _looks(
@@ -397,10 +415,8 @@ def _computed(model: nn.Module, f: Found) -> tuple[nn.Module, str]:
 def _entry(
     choice: Choice,
     rule: Scale,
-    read: Reader,
     initial: Reader | None,
     min_norm: float,
-    measure: bool,
     looks: Mapping[tuple[str, int], Look],
 ) -> Entry:
     f = choice.found
@@ -420,9 +436,6 @@ def _entry(
     if choice.reason is not None:
         return base
     left = tuple(b.part or b.role for b in f.blocks if b not in choice.blocks)
-    weight = read(f)
-    if weight is None or weight.is_meta or is_sharded(weight):
-        weight = None
     references = _references(f, choice.blocks, initial) if rule.rule == "reference" else ()
     blocks, scales, dfis, frees, smalls, kept = [], [], [], [], [], []
     for i, block in enumerate(choice.blocks):
@@ -430,8 +443,6 @@ def _entry(
         dfi = free = None
         small = 0
         known = looks.get((f.name, i))
-        if known is None and weight is not None and (measure or min_norm > 0):
-            known = look(block, weight, scale, measure)
         if known is not None:
             norms, dfi, free = known
             small = int((norms < min_norm).sum())

@@ -346,6 +346,22 @@ def _plain(value: Any) -> Any:
     return str(value)
 
 
+def observed(
+    stored: Tensor, scale: Tensor, certificate: Certificate, *, written_exactly: bool, measuring: Measuring
+) -> Tensor | None:
+    """What the stored matrices (count, out, in) themselves have to be asked, on their device: DfI/k, ‖·‖_F and σ_max.
+
+    None where the certificate says it all: what is stored is s·Q up to the rounding of one float32 product.
+    """
+    converged = bool(certificate.converged.all())
+    if measuring == "none" or (written_exactly and converged):
+        return None
+    off = deviation_from_isometry(stored, scale).double() / min(stored.shape[1:])
+    norm = torch.linalg.vector_norm(stored.detach(), dim=(1, 2), dtype=_at_least_single(stored)).double()
+    largest = torch.zeros_like(norm) if converged else spectral_norm_estimate(gram(stored)).double()
+    return torch.stack([off, norm, largest])
+
+
 def record(
     name: str,
     block: Block,
@@ -353,22 +369,19 @@ def record(
     scale: Tensor,
     *,
     strength: float,
-    before: Tensor,
-    factor_norm: Tensor,
     kept: Tensor,
-    stored: Tensor,
-    written_exactly: bool,
+    seen: Tensor | None,
+    full: Mapping[str, Any] | None,
     measuring: Measuring,
     fallback: int = 0,
 ) -> BlockRecord:
-    """The record of one block, from the solver's certificate.
+    """The record of one block, from the solver's certificate; every tensor is on the host.
 
     The cheap numbers need no product beyond the solver's own: with k = min(out, in), W before and Q its factor,
     DfI(W, s) = ‖WWᵀ‖²_F/s⁴ − 2‖W‖²_F/s² + k and SFE = ‖W‖²_F − 2s·tr(QᵀW) + s²‖Q‖²_F.
 
-    before and stored: its matrices (count, out, in) before the write and as they now are; before is read in full
-    measuring only. factor_norm: ‖Q‖_F per matrix. kept: which matrices were left as they are. written_exactly: what is
-    stored is s·Q up to the rounding of one float32 product, so that its DfI is the certificate's.
+    kept: which matrices were left as they are. seen: what `observed` found of those stored. full: what `measured` found
+    of them, in full measuring.
     """
     k = block.smaller
     known: dict[str, Any] = {
@@ -388,41 +401,37 @@ def record(
     if measuring == "none":
         return BlockRecord(**known)
     norm, energy, s = certificate.norm.double(), certificate.gram_norm.double().square(), scale.double()
-    per_dimension = (
-        certificate.residual.double() if written_exactly else deviation_from_isometry(stored, scale).double() / k
-    )
+    factor_norm = certificate.factor_norm.double()
+    per_dimension, norm_after = (certificate.residual.double(), factor_norm * s) if seen is None else seen[:2]
     known["residual_stored"] = float(per_dimension.max())
     known["dfi_after"] = _sum(per_dimension * k)
     known["norm_before"] = float(norm.square().sum().sqrt())
     known["spectral_before"] = float(certificate.spectral_norm.max())
     known["dfi_free_before"] = _mean(k * energy / norm.pow(4) - 1)
-    if written_exactly:
-        norm_after = factor_norm.double() * s
-    else:
-        norm_after = torch.linalg.vector_norm(stored.detach(), dim=(1, 2), dtype=_at_least_single(stored)).double()
     known["norm_after"] = float(norm_after.square().sum().sqrt())
-    if measuring == "cheap":
+    if full is None:
         known["dfi_before"] = _sum((energy / s.pow(4) - 2 * norm.square() / s.square() + k).clamp_min(0))
-        error = norm.square() - 2 * s * certificate.nuclear.double() + s.square() * factor_norm.double().square()
+        error = norm.square() - 2 * s * certificate.nuclear.double() + s.square() * factor_norm.square()
         known["sfe"] = float((strength**2 * error).clamp_min(0).masked_fill(kept, 0).sum())
         if known["converged"]:
             pulled = (1 - strength) * certificate.spectral_norm.double() + strength * s
             known["spectral_after"] = float(torch.where(kept, certificate.spectral_norm.double(), pulled).max())
-        else:
-            known["spectral_after"] = float(spectral_norm_estimate(gram(stored)).max())
+        elif seen is not None:
+            known["spectral_after"] = float(seen[2].max())
     else:
-        known.update(_full(before, stored, scale))
+        known.update(full)
     total = known["norm_before"] ** 2
     known["sfe_relative"] = known["sfe"] / total if total else None
     return BlockRecord(**known)
 
 
-def _full(before: Tensor, stored: Tensor, scale: Tensor) -> dict[str, Any]:
+def measured(before: Tensor, stored: Tensor, scale: Tensor) -> dict[str, Any]:
+    """The full measures of a block's matrices before the write and as they now are."""
     first, last = (measure(matrices, scale=scale, mode="full") for matrices in (before, stored))
     values: dict[str, Any] = {}
     for key in _SPECTRAL:
-        for when, measured in (("before", first), ("after", last)):
-            value = getattr(measured, key)
+        for when, found in (("before", first), ("after", last)):
+            value = getattr(found, key)
             values[f"{key}_{when}"] = value.tolist() if key == "spectrum" else _mean(value.double())
     return {
         "dfi_before": _sum(first.dfi),

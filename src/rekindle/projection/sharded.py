@@ -201,27 +201,24 @@ class ShardedFire:
         whole = [found.residual, found.norm, found.gram_norm, found.spectral_norm, found.nuclear]
         residual, norm, gram_norm, spectral, nuclear = (torch.tensor([value], dtype=torch.float64) for value in whole)
         count = torch.zeros(1, dtype=torch.int64)
+        root = torch.full((1,), math.sqrt(block.smaller), dtype=torch.float64)
         certificate = Certificate(
-            residual, count + 1, count, torch.ones(1, dtype=torch.bool), norm, gram_norm, spectral, nuclear
+            residual, count + 1, count, torch.ones(1, dtype=torch.bool), norm, gram_norm, spectral, nuclear, root
         )
         scale = self.plan.scale_values(entry, block, norm=norm, nuclear=nuclear).double()
         if float(scale.max()) > torch.finfo(entry.dtype).max:
             raise ValueError(f"{entry.name!r} is {entry.dtype} and cannot hold a scale of {float(scale.max()):.3g}")
         gram.copy_(found.factor).mul_(strength * float(scale))
         gram.diagonal().add_(1 - strength)
-        root = torch.full((1,), math.sqrt(block.smaller), dtype=torch.float64)
-        nothing = torch.empty(0)
         made = record(
             entry.name,
             block,
             certificate,
             scale,
             strength=strength,
-            before=nothing,
-            factor_norm=root,
             kept=torch.zeros(1, dtype=torch.bool),
-            stored=nothing,
-            written_exactly=True,
+            seen=None,
+            full=None,
             measuring=measure,
         )
         return (self._first[entry.name] + part.block, part.numbers), made
