@@ -124,7 +124,8 @@ def test_unknown_fused_weights_are_left_alone_and_say_how_to_change_that() -> No
     found = by_name(build("nanogpt"))["h.0.attn.c_attn.weight"]
     assert found.blocks == ()
     assert found.reason == (
-        "looks fused, but how NanoAttention splits c_attn is not known: rekindle.blocks.register(NanoAttention, …)"
+        "fused: NanoAttention cuts its output into parts (split), how is not known: "
+        "rekindle.blocks.register(NanoAttention, …)"
     )
 
 

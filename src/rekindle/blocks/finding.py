@@ -19,9 +19,11 @@ from torch import Tensor, nn
 
 from rekindle.blocks import parametrized
 from rekindle.blocks.families import looks_fused, recipes, register
+from rekindle.blocks.fused import cut_layers
+from rekindle.blocks.heads import find_heads, is_backbone, root_of
 from rekindle.blocks.layouts import ROLES, Block, LayoutError, Recipe, convolution, matrices
-from rekindle.blocks.names import Location, cleaner, locate, wrapped
-from rekindle.blocks.roles import is_backbone, output_layers, role
+from rekindle.blocks.names import Location, cleaner, locate
+from rekindle.blocks.roles import role
 from rekindle.blocks.storage import is_lazy, is_sharded, packed_weights, unusable
 
 __all__ = ["ROLES", "Block", "Conv", "Found", "LayoutError", "find", "matrices", "register"]
@@ -100,7 +102,7 @@ def find(
         raise ValueError(f'conv is "taps" or "flat", not {conv!r}')
     finder = _Finder(model, conv, layouts or {}, meta, sharded)
     found = finder.parameters()
-    chosen = _detect_heads(model, found, finder) if heads is None else named_heads(found, heads)
+    chosen = _detect_heads(found, finder) if heads is None else named_heads(found, heads)
     found = mark_heads(found, chosen)
     if split_heads:
         found = [replace(f, blocks=tuple(b.per_head() for b in f.blocks)) for f in found]
@@ -119,8 +121,12 @@ class _Finder:
     def __init__(self, model: nn.Module, conv: Conv, layouts: Mapping[str, Recipe], meta: bool, sharded: bool) -> None:
         self.model, self.conv, self.layouts, self.meta, self.sharded = model, conv, layouts, meta, sharded
         self.known_class: set[str] = set()
-        self.identity: dict[str, int] = {}
+        self.head_names: dict[str, str] = {}
         self._recipes: dict[int, Mapping[str, Any] | str] = {}
+        self.heads = find_heads(model)
+        self.cuts = cut_layers(model)
+        for layer in self.heads:
+            self.cuts.pop(layer, None)  # logits that are split into start and end are still a head's
 
     def parameters(self) -> list[Found]:
         found: dict[str, Found] = {}
@@ -129,6 +135,8 @@ class _Finder:
         for key, parameter in self.model.named_parameters(remove_duplicate=False):
             place = locate(self.model, key)
             name, original = place.name, place.computed
+            if id(place.owner) in self.heads:
+                self.head_names[name] = self.heads[id(place.owner)]
             if original and name in found:
                 # Further originals (the magnitude beside the direction) are written through the first.
                 part = f"part of the parametrisation of {name}, written through it"
@@ -141,9 +149,10 @@ class _Finder:
                 tied = self._refused(place, key, parameter, f"tied to {owner}, treated there")
                 found[name] = replace(tied, role=found[owner].role)
                 found[owner] = replace(found[owner], also=(*found[owner].also, name))
+                if name in self.head_names:
+                    self.head_names[owner] = self.head_names[name]
                 continue
             first[id(parameter)] = name
-            self.identity[name] = id(parameter)
             found[name] = self._found(place, key, parameter, original)
         return list(found.values())
 
@@ -226,9 +235,13 @@ class _Finder:
             return matrices("out in")(shape, "embedding"), "embedding", None
         transposed = _is_conv1d(owner)
         looks = looks_fused(place, shape[::-1] if transposed else shape)
+        cut = self.cuts.get(id(owner))
+        if cut is not None and place.tensor == "weight":
+            parent = place.modules[-2] if len(place.modules) > 1 else owner
+            looks = f"{cut}, how is not known: rekindle.blocks.register({type(parent).__name__}, …)"
         if looks and (transposed or isinstance(owner, nn.Linear | nn.modules.conv._ConvNd)):
             return (), does, looks
-        if isinstance(owner, nn.modules.conv._ConvNd):
+        if isinstance(owner, nn.modules.conv._ConvNd) and place.tensor == "weight":
             recipe = convolution(shape, groups=owner.groups, transposed=owner.transposed, flat=self.conv == "flat")
             tap = convolution(shape, groups=owner.groups, transposed=owner.transposed, flat=False)(shape)[0]
             does = "depthwise" if owner.groups > 1 and tap.smaller == 1 else "conv" if does == "other" else does
@@ -300,30 +313,17 @@ def mark_heads(found: list[Found], heads: set[str], reason: str = "output head")
     return marked
 
 
-def _detect_heads(model: nn.Module, found: list[Found], finder: _Finder) -> set[str]:
-    core = _core(model)
-    layers = output_layers(core)
-    held = {id(p) for layer in layers for p in layer.parameters()}
-    chosen = {f.name for f in found if finder.identity.get(f.name) in held}
+def _detect_heads(found: list[Found], finder: _Finder) -> set[str]:
+    # A trace also ends in what closes a block; told and named heads are heads whatever their role.
+    plain = ("other", "conv", "embedding", "query", "key", "value")  # `value` is also what critics are called
+    middle = {f.name for f in found if f.role not in plain or f.name in finder.known_class}
+    chosen = {name for name, witness in finder.head_names.items() if witness != "traced" or name not in middle}
     matrices_found = [f for f in found if f.blocks and f.role not in ("embedding", "adapter")]
-    if chosen or is_backbone(core) or len(matrices_found) < 2:
+    if chosen or is_backbone(root_of(finder.model)) or len(matrices_found) < 2:
         return chosen
-    # Nothing is told: the last matrix, unless its own class or name says that it is the middle of a block.
+    # No witness: the last matrix, unless its own class or name says that it is the middle of a block.
     last = matrices_found[-1]
     return {last.name} if last.role in ("other", "conv") and last.name not in finder.known_class else set()
-
-
-def _core(model: nn.Module) -> nn.Module:
-    """Through wrappers, and through modules that only hold one other."""
-    while True:
-        inner = [c for c in model.children() if any(True for _ in c.parameters())]
-        inside = wrapped(model)
-        if inside is not None:
-            model = inside
-        elif len(inner) == 1 and not any(True for _ in model.parameters(recurse=False)):
-            model = inner[0]
-        else:
-            return model
 
 
 def _head_dim(place: Location) -> int | None:

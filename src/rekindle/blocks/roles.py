@@ -1,4 +1,4 @@
-"""What a weight does in its network: its role, and which layer is the head.
+"""What a weight does in its network: its role.
 
 A role is a label for choosing targets and for printing; it never decides how matrices lie in a tensor, so here a
 name may speak.
@@ -14,9 +14,9 @@ from torch import nn
 from rekindle.blocks.names import Location
 
 _ATTENTION_ROLES = (
-    ("query", {"q", "query_proj", "w_q", "linear_q"}),
-    ("key", {"k", "key_proj", "w_k", "linear_k"}),
-    ("value", {"v", "value_proj", "w_v", "linear_v"}),
+    ("query", {"q", "query_proj", "w_q", "linear_q", "q_head"}),
+    ("key", {"k", "key_proj", "w_k", "linear_k", "k_head"}),
+    ("value", {"v", "value_proj", "w_v", "linear_v", "v_head"}),
     (
         "attention-output",
         {"o", "out_proj", "to_out", "linear_out", "wo", "w_o", "c_proj", "proj", "dense", "projection", "out"},
@@ -24,8 +24,8 @@ _ATTENTION_ROLES = (
 )
 _MLP_ROLES = (
     ("mlp-out", {"down", "fc2", "c_proj", "wo", "lin2", "linear2", "w2", "out_proj"}),
-    ("mlp-gate", {"gate", "wi_0", "w1", "linear_gate"}),
-    ("mlp-in", {"up", "fc1", "wi", "wi_1", "lin1", "linear1", "w3", "in_proj", "dense"}),
+    ("mlp-gate", {"gate", "wi_0", "w1", "linear_gate", "fc1_g"}),
+    ("mlp-in", {"up", "fc1", "fc1_x", "wi", "wi_1", "lin1", "linear1", "w3", "in_proj", "dense"}),
 )
 
 # Names that mean one thing wherever they stand; the others need an attention or MLP module above them.
@@ -45,8 +45,6 @@ _MLP = re.compile(
 )
 _ROUTER = re.compile(r"router|topk.*gate|gating", re.IGNORECASE)
 _ADAPTERS = ("lora_", "ia3_", "hada_", "vera_", "oft_", "boft_")
-_HEAD_NAMES = {"head", "heads", "lm_head", "classifier", "fc", "score", "qa_outputs", "cls", "logits", "output_layer"}
-_HEAD_NAMES |= {"embed_out", "decoder_head", "action_net", "value_net", "fc_out", "classification_head", "output"}
 
 
 def role(place: Location) -> str:
@@ -115,43 +113,6 @@ def is_router(place: Location) -> bool:
     if leaf in ("router", "shared_expert_gate"):
         return True
     return leaf in ("gate", "wg") and any("expert" in child for child, _ in parent.named_children())
-
-
-def output_layers(model: nn.Module) -> list[nn.Module]:
-    """The head as the model itself tells it: `get_output_embeddings()`, else children with a head's name.
-
-    The known names count directly under the model only (`fc`, `classifier`, `lm_head`, …); of a sequence the last
-    layer that has matrices is the head. Empty if nothing is told.
-
-    >>> net = nn.ModuleDict({"body": nn.Linear(2, 2), "classifier": nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))})
-    >>> output_layers(net) == [net["classifier"][1]]
-    True
-    """
-    for module in model.modules():
-        told = getattr(module, "get_output_embeddings", None)
-        if callable(told):
-            try:
-                layer = told()
-            except (NotImplementedError, AttributeError):
-                layer = None
-            if isinstance(layer, nn.Module):
-                return [layer]
-            break
-    found = []
-    for name, child in model.named_children():
-        if name in _HEAD_NAMES:
-            layers = [m for m in child.modules() if any(p.dim() > 1 for p in m.parameters(recurse=False))]
-            found += layers[-1:]
-    return found
-
-
-def is_backbone(model: nn.Module) -> bool:
-    """Whether a transformers model says that it is the body without a head.
-
-    >>> is_backbone(nn.Linear(2, 2))
-    False
-    """
-    return getattr(model, "base_model_prefix", None) is not None and getattr(model, "base_model", None) is model
 
 
 def _context(above: Sequence[str]) -> str:

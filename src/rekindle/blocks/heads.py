@@ -1,0 +1,199 @@
+"""Which layers are heads: whatever ends in the model's output.
+
+A head is a layer whose output leaves the model and that no later matrix reads; a model may have several (an actor and
+a critic, a policy head and a value head, class logits and boxes). Three witnesses, all of which count:
+
+1. what the model itself says: `get_output_embeddings()` of the model and of every model inside it;
+2. its source (`rekindle.consumers.source`): from the root down, the submodules whose output no other submodule with
+   matrices reads. A layer that is added to what it was computed from writes into a residual stream and is no head,
+   so an encoder without a head has none: its last MLP output is an embedding that others read.
+3. names that mean a head (`lm_head`, `cls_logits`; `value_head`, `mu` unless the source shows a later reader).
+
+Where none speaks, the last matrix in registration order is taken, unless its role says that it is the middle of a
+block. `heads=` overrules all of it.
+"""
+
+from __future__ import annotations
+
+import re
+
+from torch import nn
+
+from rekindle.blocks.fused import output_layers
+from rekindle.blocks.names import unwrapped, wrapped
+from rekindle.consumers.graph import as_layer
+from rekindle.consumers.source import uses_of
+from rekindle.consumers.values import at, has_matrices, layers_in
+
+_DIRECT = {"head", "heads", "lm_head", "classifier", "fc", "score", "qa_outputs", "cls", "logits", "output_layer"}
+_DIRECT |= {"embed_out", "decoder_head", "action_net", "value_net", "fc_out", "classification_head", "output"}
+# Names that mean a head at any depth, even where its output is read again (boxes are refined layer by layer).
+ANYWHERE = re.compile(
+    r"cls_logits|cls_score|bbox_(pred|embed|predictor)|class_(embed|labels_classifier|predictor)"
+    r"|mask_fcn_logits|kps_score_lowres|seq_relationship|(enc|dec)_(score|bbox)_head"
+)
+# Names that mean one unless the source shows a later reader (stable-baselines3 has a `value_net` before `value_net`).
+USUALLY = re.compile(
+    r"(lm|v|q|value|policy|action|actor|critic|advantage|classification|reward|mu|sigma|log_?std)_heads?"
+    r"|(ctc|aux|mlm|nsp|vocab|codec|speaker)_heads?|head_dist|auxiliary_head|aux_classifier|qa_outputs|embed_out"
+    r"|(action|value|policy)_net|log_?std|(fc_)?(mu|mean|log_?std)(_(layer|linear))?|mean_linear"
+)
+_AGENT = re.compile(r"actor|critic|policy|value|q_?net|^q\d?$|^qf\d?$|^pi$|^vf\d?$|target|advantage|reward|agent", re.I)
+_TASK = re.compile(r"For[A-Z]|Head|With[A-Z]\w*Head|LMHead|DoubleHeads")
+
+
+def find_heads(model: nn.Module) -> dict[int, str]:
+    """`id(layer)` of every head and its witness ("told", "named" or "traced"), empty where none speaks.
+
+    >>> net = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 3), nn.Softmax(-1))
+    >>> find_heads(net) == {id(net[2]): "traced"}
+    True
+    """
+    core = root_of(model)
+    if as_layer("", core) is not None:
+        return {}
+    told = {id(layer): "told" for layer in _told(model)}
+    if is_backbone(core):
+        return told
+    read: set[int] = set()
+    found = {id(layer): "traced" for layer in _ends(core, set(), read)}
+    return found | {id(layer): "named" for layer in _named(core, read)} | told
+
+
+def is_backbone(model: nn.Module) -> bool:
+    """Whether a transformers model says that it is the body without a head.
+
+    Such a model is its own `base_model`; so is one whose class has no body of the usual name (`ParakeetForCTC`), which
+    its class name tells apart.
+
+    >>> is_backbone(nn.Linear(2, 2))
+    False
+    """
+    own = getattr(model, "base_model_prefix", None) is not None and getattr(model, "base_model", None) is model
+    return own and _TASK.search(type(model).__name__) is None
+
+
+def root_of(model: nn.Module) -> nn.Module:
+    """Through wrappers, and through modules that only hold one other.
+
+    >>> net = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+    >>> root_of(nn.DataParallel(nn.Sequential(net))) is net
+    True
+    """
+    while True:
+        inner = [c for c in model.children() if any(True for _ in c.parameters())]
+        if wrapped(model) is not None:
+            model = unwrapped(model)
+        elif is_backbone(model):
+            return model
+        elif len(inner) == 1 and not any(True for _ in model.parameters(recurse=False)):
+            model = inner[0]
+        else:
+            return model
+
+
+def _told(model: nn.Module) -> list[nn.Module]:
+    """`get_output_embeddings()` of every model inside, and the head of a class that only names it."""
+    found = []
+    for module in model.modules():
+        told = getattr(module, "get_output_embeddings", None)
+        if callable(told):
+            try:
+                layer = told()
+            except (NotImplementedError, AttributeError):
+                continue
+            if isinstance(layer, nn.Module):
+                found.append(layer)
+    return found
+
+
+def _named(model: nn.Module, read: set[int]) -> list[nn.Module]:
+    """Layers whose name says head; `read` are those that the source shows to be read by others."""
+    found = []
+    for name, module in model.named_modules():
+        above, _, leaf = name.rpartition(".")
+        always = ANYWHERE.fullmatch(leaf) is not None
+        if not (always or USUALLY.fullmatch(leaf) or (not above and leaf in _DIRECT)):
+            continue
+        if leaf == "v_head" and "k_head" in model.get_submodule(above)._modules:
+            continue  # Funnel's query, key and value are called so
+        parts = list(module) if isinstance(module, nn.ModuleList) else [module]
+        layers = [layer for part in parts for layer in list(layers_in(part))[-1:]]
+        found += [layer for layer in layers if always or id(layer) not in read]
+    return found
+
+
+def _ends(module: nn.Module, seen: set[int], read: set[int]) -> list[nn.Module]:
+    """The layers inside whose output leaves the module and is read by no other matrix; those that are go to `read`."""
+    if id(module) in seen:
+        return []
+    seen.add(id(module))
+    if as_layer("", module) is not None:
+        return [module]
+    inner = module._modules.get("base_layer")
+    if inner is not None:
+        return _ends(inner, seen, read)
+    if isinstance(module, nn.Sequential):
+        solid = [child for child in module.children() if has_matrices(child)]
+        _mark(solid[:-1], read)
+        return _ends(solid[-1], seen, read) if solid else []
+    if isinstance(module, nn.ModuleList | nn.ModuleDict):
+        return _apart(dict(module.named_children()), seen, read)
+    uses = uses_of(module)
+    if uses is None:
+        return []
+    found: list[nn.Module] = []
+    solids = {path for path in uses.called if any(has_matrices(m) for m in at(module, path))}
+    consumed = {a for a, b in uses.feeds if b in solids and a != b and not _inside(a, b)}
+    for path in sorted(consumed | uses.added):
+        _mark(at(module, path), read)
+    for path in sorted(solids - consumed - uses.added):
+        if uses.leaves and path not in uses.leaves:
+            continue
+        chosen = at(module, path)
+        if (path, path) in uses.feeds:  # a chain: only its last element's output leaves
+            chosen = chosen[-1:]
+        for child in chosen:
+            found += _ends(child, seen, read)
+    called = {path.split(".")[0] for path in uses.called}
+    apart = {n: c for n, c in module.named_children() if n not in called and _AGENT.search(n)}
+    return found + _apart(apart, seen, read)
+
+
+def _mark(modules: list[nn.Module], read: set[int]) -> None:
+    read |= {id(inner) for module in modules for inner in module.modules()}
+
+
+def _apart(children: dict[str, nn.Module], seen: set[int], read: set[int]) -> list[nn.Module]:
+    """Networks that nothing calls together (an actor beside its critics): each has its own output.
+
+    What another one could read by its size is no head: an encoder beside a decoder.
+    """
+    found = []
+    widths = {name: _input_width(child) for name, child in children.items()}
+    for name, child in children.items():
+        if as_layer("", child) is not None:
+            continue
+        for layer in _ends(child, seen, read):
+            width = _output_width(layer)
+            if _AGENT.search(name) or not any(w == width for n, w in widths.items() if n != name):
+                found.append(layer)
+    return found
+
+
+def _input_width(module: nn.Module) -> int | None:
+    first = next((layer for m in module.modules() if (layer := as_layer("", m)) is not None), None)
+    return None if first is None else first.in_size
+
+
+def _output_width(module: nn.Module) -> int | None:
+    layer = as_layer("", module)
+    return None if layer is None else layer.out_size
+
+
+def _inside(a: str, b: str) -> bool:
+    """Whether one path is part of the other: a module and its own child."""
+    return a.startswith(f"{b}.") or b.startswith(f"{a}.")
+
+
+__all__ = ["ANYWHERE", "find_heads", "is_backbone", "output_layers", "root_of"]

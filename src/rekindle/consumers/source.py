@@ -1,0 +1,87 @@
+"""What a class's own source does with the outputs of its submodules, read without running it.
+
+`uses_of(module)` reads the methods of the module's class (the syntax tree, once per class) and follows each
+submodule's output through them: is it cut into parts, does another submodule read it, is it added to what it was
+computed from, does it become scores, does it leave the class? torch.fx cannot trace most published models, and a
+method without a caller (`get_value`, `get_action`) is in no trace at all; the source shows both.
+
+Paths are attribute names below the module; `*` stands for the elements of a ModuleList or Sequential.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import linecache
+from functools import lru_cache
+from typing import Any
+
+from torch import nn
+
+from rekindle.consumers.statements import Reader, TooLong
+from rekindle.consumers.values import Uses
+
+
+def uses_of(module: nn.Module) -> Uses | None:
+    """What the class of this module does with its submodules' outputs; None if its source cannot be read.
+
+    >>> uses_of(nn.Linear(1, 1)) is None  # torch's own classes are known without reading
+    True
+    """
+    kind = type(module)
+    key = (kind, tuple((name, type(child)) for name, child in module._modules.items()))
+    if key not in _CACHE:
+        _CACHE[key] = None  # a class that holds itself: the inner one is unknown while the outer is read
+        _CACHE[key] = _read(module)
+    return _CACHE[key]
+
+
+_CACHE: dict[Any, Uses | None] = {}
+
+
+def _read(module: nn.Module) -> Uses | None:
+    kind = type(module)
+    if kind.__module__.startswith("torch.nn.") or kind.__module__.startswith("torch.ao."):
+        return None
+    methods = _methods(kind)
+    if not methods:
+        return None
+    reader = Reader(module, methods)
+    try:
+        reader.run()
+    except (RecursionError, TooLong):
+        return None
+    return reader.finish()
+
+
+def _methods(kind: type) -> dict[str, list[ast.FunctionDef]]:
+    """Every method of a class with its definitions, nearest first, torch's own left out."""
+    found: dict[str, list[ast.FunctionDef]] = {}
+    for cls in kind.__mro__:
+        # The base classes of transformers hold thousands of lines about loading and generation.
+        package, _, rest = cls.__module__.partition(".")
+        if package in ("torch", "builtins") or (package == "transformers" and not rest.startswith("models.")):
+            continue
+        for name, value in vars(cls).items():
+            function = inspect.unwrap(value.__func__ if isinstance(value, staticmethod | classmethod) else value)
+            code = getattr(function, "__code__", None)
+            if code is None or name == "__init__":
+                continue
+            node = _functions(code.co_filename).get((code.co_name, code.co_firstlineno))
+            if node is not None:
+                found.setdefault(name, []).append(node)
+    return found
+
+
+@lru_cache(maxsize=256)
+def _functions(filename: str) -> dict[tuple[str, int], ast.FunctionDef]:
+    try:
+        tree = ast.parse("".join(linecache.getlines(filename)))
+    except (SyntaxError, ValueError):
+        return {}
+    found = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+            found[node.name, first] = node
+    return found

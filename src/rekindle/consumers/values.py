@@ -1,0 +1,127 @@
+"""What is recorded while a class's source is read: values, cuts, and the uses of its submodules that follow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+_NONE: frozenset[Any] = frozenset()
+
+
+@dataclass(frozen=True)
+class Split:
+    """One place where an output is cut: by which operation, and into how many equal last-axis parts if that is sure."""
+
+    how: str
+    equal: int | None = None
+    names: tuple[str, ...] = ()
+
+
+@dataclass
+class Uses:
+    """What a class does with the outputs of its submodules, by path.
+
+    `splits` and `splits_input`: what is cut into parts that do not come together again. `feeds`: (a, b) where b reads
+    something computed from a; `passes`: the same with nothing but elementwise functions and reshapes between.
+    `added`: a is added to what it was computed from (a residual connection). `scores`: a's output is turned into
+    scores (softmax, top-k). `returns`: a's output leaves, unchanged in kind; `leaves`: something computed from it and
+    from no later matrix leaves. `own` says how the class cuts its own weight.
+    """
+
+    called: set[str] = field(default_factory=set)
+    splits: dict[str, Split] = field(default_factory=dict)
+    splits_input: Split | None = None
+    feeds: set[tuple[str, str]] = field(default_factory=set)
+    passes: set[tuple[str, str]] = field(default_factory=set)
+    added: set[str] = field(default_factory=set)
+    scores: set[str] = field(default_factory=set)
+    returns: set[str] = field(default_factory=set)
+    leaves: set[str] = field(default_factory=set)
+    own: Split | None = None
+
+
+def has_matrices(module: nn.Module) -> bool:
+    """Whether the module holds weights that transform, rather than norms, activations or tables."""
+    return any(
+        parameter.dim() > 1
+        for inner in module.modules()
+        if not isinstance(inner, nn.Embedding | nn.EmbeddingBag | nn.LayerNorm)
+        for parameter in inner._parameters.values()
+        if parameter is not None
+    )
+
+
+def at(module: nn.Module, path: str) -> list[nn.Module]:
+    """The modules that a path means, every element for a `*`.
+
+    >>> net = nn.ModuleDict({"a": nn.Sequential(nn.ReLU(), nn.Tanh())})
+    >>> [type(m).__name__ for m in at(net, "a.*")]
+    ['ReLU', 'Tanh']
+    """
+    found = [module]
+    for name in filter(None, path.split(".")):
+        if name == "*":
+            found = [child for m in found for child in m.children()]
+        else:
+            found = [child for m in found if (child := m._modules.get(name)) is not None]
+    return found
+
+
+def layers_in(module: nn.Module) -> Iterator[nn.Module]:
+    """The modules inside that hold a matrix themselves."""
+    for inner in module.modules():
+        if any(p is not None and p.dim() > 1 for p in inner._parameters.values()):
+            yield inner
+
+
+@dataclass(frozen=True)
+class Value:
+    """What is known of one expression.
+
+    `ids` are the values that it is or has as addends, `ancestors` all values it was computed from; `direct` the
+    submodules whose output it still is, element by element; `near` those from whose output it was computed without
+    another matrix between; `taint` all of them. `parts` are (split, index) pairs; `split` is a sequence of parts.
+    """
+
+    ids: frozenset[int] = _NONE
+    ancestors: frozenset[int] = _NONE
+    direct: frozenset[str] = _NONE
+    near: frozenset[str] = _NONE
+    taint: frozenset[str] = _NONE
+    parts: frozenset[tuple[Any, str]] = _NONE
+    viewed: bool = False
+    split: Any = None
+    module: str | None = None
+    weight: bool = False
+    items: tuple[Value, ...] | None = None
+    method: str | None = None
+
+
+EMPTY = Value()
+INPUT = "<input>"
+OWN = "<weight>"
+
+
+@dataclass
+class Cut:
+    """A place where a value is cut, and which of its parts were joined again."""
+
+    direct: frozenset[str]
+    how: str
+    count: int | None = None
+    equal: int | None = None
+    parts: set[str] = field(default_factory=set)
+    joined: set[str] = field(default_factory=set)
+    names: tuple[str, ...] = ()
+    sliced: bool = False
+
+    @property
+    def harmless(self) -> bool:
+        """Whether the parts come together again, or there is only one."""
+        if self.sliced and len(self.parts) < 2:
+            return True
+        count = len(self.parts) if self.sliced else self.count
+        return count is not None and len(self.joined) >= count > 1
