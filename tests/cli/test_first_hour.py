@@ -134,6 +134,28 @@ def test_a_folder_is_not_written_under_the_name_of_a_file(tmp_path: Path) -> Non
     assert not (tmp_path / "f.safetensors").exists()
 
 
+def test_plan_lists_instead_of_failing(tmp_path: Path) -> None:
+    torch.save({"conv.weight": torch.randn(8, 4, 3, 3), "norm.bias": torch.zeros(8)}, tmp_path / "net.pt")
+    result = run("plan", tmp_path / "net.pt")
+    if "nothing to project" in result.stdout:  # where a convolution's groups are not assumed
+        assert "conv.weight" in result.stdout and "norm.bias" in result.stdout
+    assert result.exit_code == 0, result.output
+
+
+def test_torchs_advice_to_run_code_is_never_passed_on() -> None:
+    from rekindle.cli.terminal import _line
+
+    advice = "Weights only load failed. Set weights_only=False to load it. Do so only if you trust the source."
+    assert "weights_only" not in _line(RuntimeError(advice))
+
+
+def test_hints_name_options_and_not_arguments(tmp_path: Path) -> None:
+    torch.save(weights(), tmp_path / "net.pt")
+    line = one_line(run("plan", tmp_path / "net.pt", "--targets", "no.such.layer"))
+    assert "--targets no.such.layer" in line and "targets=" not in line and "include=" not in line
+    assert "--reference" in run("inspect", tmp_path / "net.pt").stdout
+
+
 # A user's own code
 
 MODEL = """

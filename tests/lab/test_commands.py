@@ -19,7 +19,7 @@ from rekindle.lab.results.statistics import Difference
 from rekindle.lab.results.wording import measure
 from rekindle.lab.settings import Setting
 from rekindle.lab.study import Study
-from rekindle.lab.views.terminal import Board, tables
+from rekindle.lab.views.terminal import Board, live, tables
 from rekindle.lab.views.text import document, sentences, won
 
 OWN = Path(__file__).parents[2] / "examples" / "lab_own.py"
@@ -372,6 +372,20 @@ def test_runs_of_tuning_do_not_mix_with_the_arms() -> None:
     lines = [line.split() for line in drawn(board).splitlines()]
     assert ["fire", "40"] in lines
     assert ["fire", "(tuned)", "60"] in lines
+
+
+def test_a_log_has_plain_lines_with_the_time_left(capsys: pytest.CaptureFixture[str]) -> None:
+    with live(Board("labels", {"fire": "fire"})) as watch:
+        watch(event("started", "fire", {}, done=0, left=None))
+        for _ in range(5):
+            watch(event("progress", "fire", {}, done=0, left=40.0))
+        watch(event("task", "fire", {"task": 0, "online_accuracy": 0.4}, done=1, left=30.0))
+        watch(event("refused", "fire-qk", {"kind": "end", "refused": "no attention"}, done=2, left=20.0))
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "labels: 0 of 4 runs"
+    assert lines[1].startswith("labels: 1 of 4 runs, ") and lines[1].endswith("s left")
+    assert lines[2] == "refused: fire-qk on labels: no attention"
+    assert len(lines) == 4 and "\x1b" not in "".join(lines)
 
 
 def test_the_bar_never_goes_back() -> None:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from rekindle.projection.planning import Entry, Plan
     from rekindle.projection.receipt import Receipt
 
+NOTHING_LEFT = "leaves nothing to project"  # what the library says then
 _SAFETENSORS, _TORCH = (".safetensors",), (".pt", ".pth", ".bin", ".ckpt")
 
 
@@ -69,8 +70,15 @@ def plan(
     from rekindle.checkpoint import open_checkpoint
 
     asked = options.planning(targets, include, exclude, heads, scale, conv, split_heads)
+    described_by = options.architecture(config, model)
     with open_checkpoint(path) as checkpoint:
-        drawn = draw(checkpoint, options.architecture(config, model), asked)
+        try:
+            drawn = draw(checkpoint, described_by, asked)
+        except ValueError as error:
+            if json or output is not None or NOTHING_LEFT not in str(error):
+                raise
+            show(_listing(checkpoint, described_by))
+            return
     if output is not None:
         write_text(output, as_json(drawn.to_dict()), force)
         say(f"plan: {output}")
@@ -78,6 +86,19 @@ def plan(
         show_json(drawn.to_dict())
     else:
         show(drawn.table(width()))
+
+
+def _listing(checkpoint: Checkpoint, config: Any) -> str:
+    """Every tensor of a file that holds nothing to project, with the reason."""
+    from rekindle.cli.weights import layers_of
+    from rekindle.tables import table
+
+    rows = [
+        [layer.name, "×".join(map(str, layer.shape)), layer.reason or "not among the targets"]
+        for layer in layers_of(checkpoint, config)[0]
+    ]
+    lines = table(("tensor", "shape", "skipped, because"), rows, width(), left=(0, 1, 2))
+    return "\n".join([*lines, "", "nothing to project: --config, --model or --plan tell how tensors are used"])
 
 
 def draw(checkpoint: Checkpoint, config: Any, asked: Mapping[str, Any]) -> Plan:
@@ -173,22 +194,9 @@ def fire(
             asked = {}
         before, data = examined(path, described_by, planned)
         data |= {"health": before.health.to_dict(), "plan": planned.to_dict()}
-    receipt = _run(
-        path,
-        None if in_place else target,
-        plan=planned,
-        **asked,
-        config=described_by,
-        strength=strength,
-        solver=solver,
-        tol=tol,
-        steps=steps,
-        dtype=dtype,
-        optimizer_state=optimizer_state,
-        force=force,
-        in_place=in_place,
-        resume=resume,
-    )
+    how = {"strength": strength, "solver": solver, "tol": tol, "steps": steps, "dtype": dtype, "config": described_by}
+    how |= {"optimizer_state": optimizer_state, "force": force, "in_place": in_place, "resume": resume}
+    receipt = _run(path, None if in_place else target, plan=planned, **asked, **how)
     data |= made("fire") | {"receipt": receipt.to_dict()}
     if html is not None:
         after, written = examined(target, described_by, planned)

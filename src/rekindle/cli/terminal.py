@@ -38,6 +38,10 @@ _AS_OPTIONS = {
     "include=… asks for them by name": "--include asks for them by name",
 }
 
+_ARGUMENT = re.compile(r"\b(targets|include|exclude|heads|scale|conv|split_heads|dtype|solver)='([^']*)'")
+# Advice of torch's that would run whatever code a file holds.
+_UNSAFE = re.compile(r"[^.;]*\bweights_only\b[^.;]*[.;]?")
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -99,6 +103,7 @@ def _line(error: Exception) -> str:
         text = f"{error.filename}: {error.strerror}"
     else:
         text = " ".join(str(error).split()) or type(error).__name__
+    text = _UNSAFE.sub("", text).strip() or "the file needs code to be read, which could be harmful"
     known = isinstance(error, ValueError | OSError | ImportError | TypeError) or type(error).__name__ == "MethodError"
     if not known:
         text = f"{type(error).__name__}: {text} (REKINDLE_TRACEBACK=1 shows where)"
@@ -108,12 +113,13 @@ def _line(error: Exception) -> str:
 def as_options(text: str) -> str:
     """A sentence of the library in the words of the command line.
 
-    >>> as_options("include=… asks for them by name")
-    '--include asks for them by name'
+    >>> as_options("include=… asks for them by name"), as_options("targets='mlp' matches nothing")
+    ('--include asks for them by name', '--targets mlp matches nothing')
     """
     for argument, option in _AS_OPTIONS.items():
         text = text.replace(argument, option)
-    return text
+    text = text.replace(", include=[], exclude=[]", "").replace(", exclude=[]", "")
+    return _ARGUMENT.sub(lambda found: f"--{found[1].replace('_', '-')} {found[2]}", text)
 
 
 def say(text: str) -> None:

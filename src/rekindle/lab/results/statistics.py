@@ -48,21 +48,11 @@ class Interval:
 
 
 @dataclass(frozen=True)
-class Difference:
+class Difference(Interval):
     """Arm minus reference over the seeds that both have: t-interval, two-sided p, and Holm's p once it is known."""
 
-    mean: float
-    low: float | None
-    high: float | None
-    count: int
     p: float | None = None
     holm: float | None = None
-    note: str | None = None
-    values: tuple[float, ...] = ()
-
-    def to_dict(self) -> dict[str, Any]:
-        """All fields, ready for JSON."""
-        return asdict(self)
 
     def __str__(self) -> str:
         if self.low is None or self.high is None:
@@ -102,9 +92,9 @@ def paired(arm: Mapping[int, float], reference: Mapping[int, float], *, level: f
     if _flat(differences):
         zero = interval.mean == 0.0
         note = "equal on every seed" if zero else "the same difference on every seed: no test"
-        return Difference(interval.mean, interval.low, interval.high, len(seeds), 1.0 if zero else None, note=note)
+        return Difference(interval.mean, interval.low, interval.high, len(seeds), note, p=1.0 if zero else None)
     p = float(_scipy().ttest_rel([arm[seed] for seed in seeds], [reference[seed] for seed in seeds]).pvalue)
-    return Difference(interval.mean, interval.low, interval.high, len(seeds), p)
+    return Difference(interval.mean, interval.low, interval.high, len(seeds), p=p)
 
 
 def holm(p_values: Mapping[str, float | None]) -> dict[str, float | None]:

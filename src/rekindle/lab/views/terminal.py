@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,12 +19,14 @@ from rekindle.lab.results.comparison import Comparison
 from rekindle.lab.results.wording import duration, measure
 from rekindle.lab.tuning import SEEDS, tuned_name
 from rekindle.lab.views.text import Column, columns, sentences
+from rekindle.report.words import printable
 
 if TYPE_CHECKING:
     from rekindle.lab.execution import Event
 
 _CELL, _NAME = 6, 22
 _MOST_ARMS = 24
+_EVERY = 30.0  # seconds between lines of a log while nothing is done
 _FIRST_TO_GO = ("seeds", "first task", "recovery, steps", "p (Holm)", "remedy", "drop", "kept", "against nothing")
 
 
@@ -130,13 +133,38 @@ def _short(value: float) -> str:
 
 @contextmanager
 def live(board: Board, *, quiet: bool = False) -> Iterator[Any]:
-    """The board on stderr while the block runs, if that is a terminal; yields what takes the events."""
+    """The board on stderr while the block runs, plain lines where that is no terminal; yields what takes the events."""
     console = Console(stderr=True)
-    if quiet or not console.is_terminal:
+    if quiet:
         yield None
-        return
-    with Live(board, console=console, refresh_per_second=4, transient=True):
-        yield board
+    elif not console.is_terminal:
+        yield _Lines(board)
+    else:
+        with Live(board, console=console, refresh_per_second=4, transient=True):
+            yield board
+
+
+class _Lines:
+    """Progress for a log: a line when a run is done, and every so often in between."""
+
+    def __init__(self, board: Board) -> None:
+        self.board, self._done, self._written, self._notes = board, -1, time.monotonic(), 0
+
+    def __call__(self, event: Event) -> None:
+        board = self.board
+        board(event)
+        for note in board.notes[self._notes :]:
+            self._write(note)
+        self._notes = len(board.notes)
+        if board.done != self._done or time.monotonic() - self._written > _EVERY:
+            self._done = board.done
+            left = f", {duration(board.left)} left" if board.left is not None else ""
+            self._write(f"{board.title}: {board.done} of {board.total} runs{left}")
+
+    def _write(self, line: str) -> None:
+        self._written = time.monotonic()
+        sys.stderr.write(f"{printable(line)}\n")
+        sys.stderr.flush()
 
 
 def tables(listed: Sequence[Comparison], width: int) -> RenderableType:
