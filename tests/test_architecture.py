@@ -6,6 +6,7 @@ Lazy imports and those for type checkers count too: whoever reads a module has t
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from graphlib import TopologicalSorter
@@ -79,6 +80,14 @@ GRAPH = {name: imported(path, modules()) - {name, "rekindle"} for name, path in 
 
 def test_every_module_is_in_a_room() -> None:
     assert {room(name) for name in GRAPH} <= {*ORDER, *PUBLIC}
+
+
+def test_the_design_page_draws_the_same_picture() -> None:
+    page = (SRC.parent / "docs" / "design.md").read_text()
+    drawn = re.findall(r"^\| `([a-z]+)/?` \|", page, flags=re.M)
+    assert drawn == [name for name in ORDER if name in drawn] and set(drawn) >= {room(name) for name in GRAPH} - {
+        *PUBLIC
+    }
 
 
 @pytest.mark.xfail(reason="under construction", strict=False)
