@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from rekindle import methods
-from rekindle.methods.call import Call
+from rekindle.methods.call import Call, replicated
 
 
 def net():
@@ -96,6 +96,18 @@ def one(name, rank, by_batches):
     return difference(model) if moved else float("inf")
 
 
+def bare(name, rank):
+    """The same for a trainer that hands over the module inside its wrapper."""
+    method, inner = METHODS[name](rank), net()
+    model = DistributedDataParallel(inner)
+    adam = torch.optim.Adam(inner.parameters(), lr=0.05)
+    with replicated(), method.observe(inner):
+        for seed in range(4):
+            step(model, adam, rank, seed)
+            method(inner, adam)
+    return difference(inner)
+
+
 def together(rank):
     """ReDo over two ranks judges as one process with all the data does."""
     model = DistributedDataParallel(net())
@@ -138,6 +150,8 @@ def worker(rank, port, results):
         ways = (False, True) if hasattr(make(0), "observe") and name != "hare" else (False,)
         for by_batches in ways:
             found[f"{name} {'batches' if by_batches else 'observed'}"] = one(name, rank, by_batches)
+    for name in ("cbp", "snr"):
+        found[f"{name} bare"] = bare(name, rank)
     found["as one"] = together(rank)
     found["injection"] = injection()
     found["rewrapped"] = rewrapped(rank)

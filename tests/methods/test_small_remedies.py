@@ -21,6 +21,7 @@ from rekindle.methods import (
     L2Init,
     NormalizeAndProject,
     Parseval,
+    RandomIsometry,
     ReDo,
     Rescale,
     SingularClip,
@@ -345,3 +346,15 @@ def test_methods_compute_in_full_precision_under_autocast():
         inside = IsometryLoss(1.0).loss_term(cast)
     assert torch.equal(plain[0].weight, cast[0].weight)
     torch.testing.assert_close(inside, IsometryLoss(1.0).loss_term(cast))
+
+
+def test_members_of_a_compose_draw_from_their_own_generators():
+    def result(method, **options):
+        model = net()
+        method(model, **options)
+        return model[0].weight.detach()
+
+    assert torch.equal(result(Compose([RandomIsometry(seed=3)])), result(RandomIsometry(seed=3)))
+    given = {"generator": torch.Generator().manual_seed(9)}
+    same = {"generator": torch.Generator().manual_seed(9)}
+    assert torch.equal(result(Compose([RandomIsometry(seed=3)]), **given), result(RandomIsometry(), **same))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from numbers import Real
 from typing import Any, Literal
@@ -22,7 +23,8 @@ from rekindle.blocks.names import unwrapped
 from rekindle.integrations import ranks
 from rekindle.integrations.mirroring import Mirror, Mirrors
 from rekindle.integrations.rounds import Rounds
-from rekindle.methods.remedy import MOMENTS
+from rekindle.methods.call import replicated
+from rekindle.methods.remedy import MOMENTS, Remedy
 from rekindle.monitoring.guard import Guard
 from rekindle.monitoring.monitor import Monitor
 from rekindle.monitoring.schedules import Firing, Schedule
@@ -80,6 +82,8 @@ class Application:
         if not callable(self.method):
             raise TypeError(f"method is a method, a Schedule or a name, got {type(method).__name__}")
         self._at = _steps(at)
+        if at is None and every is None and when is None and self._schedule is None:
+            every = getattr(self.method, "period", None)
         self._every = _period(every)
         if when is not None and not isinstance(when, Trigger):
             raise TypeError(f"when is a trigger of rekindle.triggers, got {type(when).__name__}")
@@ -137,7 +141,8 @@ class Application:
             self.method.remember(self._model)
         watches = getattr(self.method, "watches", False)
         if hasattr(self.method, "observe") and (watches or self._batches is None):
-            self._observing = self.method.observe(self._model)
+            with replicated() if ranks.world() > 1 else nullcontext():
+                self._observing = self.method.observe(self._model)
         self._rounds = Rounds(
             opened,
             before=self._before if self._parts.keys() & {"loss", "backward"} else None,
@@ -330,9 +335,9 @@ class Application:
         return receipt
 
     def _after(self) -> None:
-        """What acts after every step: on every rank, or on rank 0 if it judges by statistics of the data."""
+        """What acts after every step: on every rank; a foreign method that watches the data on rank 0."""
         assert self._model is not None
-        if self._observing is not None and ranks.world() > 1:
+        if self._observing is not None and ranks.world() > 1 and not isinstance(self.method, Remedy):
             self.last = ranks.together(lambda: self._call("step"), (self._model,), self._optimizer, rarely=True)
         else:
             self.last = self._call("step")
@@ -346,7 +351,10 @@ class Application:
 
     def _call(self, moment: str) -> Receipt:
         method = self._parts[moment]
-        receipt: Receipt = method(self._model, self._optimizer, batches=self._batches, loss=self._loss)
+        # Events are applied on rank 0 alone; at every step remedies agree over the ranks about what they saw and drew.
+        everywhere = moment != "event" and ranks.world() > 1 and isinstance(method, Remedy)
+        with replicated() if everywhere else nullcontext():
+            receipt: Receipt = method(self._model, self._optimizer, batches=self._batches, loss=self._loss)
         return receipt
 
     def _add_gradient(self) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -36,6 +37,7 @@ class Call:
     batches: Iterable[Batch] | None = None
     loss: Loss | None = None
     own: torch.Generator = field(default_factory=torch.Generator, repr=False)
+    given: torch.Generator | None = field(default=None, repr=False)
 
     @cached_property
     def inner(self) -> nn.Module:
@@ -44,12 +46,13 @@ class Call:
 
     @cached_property
     def generator(self) -> torch.Generator:
-        """Where random numbers come from; all replicas get the state of the first."""
+        """The given generator, or the method's own, never the global one; all replicas get the state of the first."""
+        generator = self.own if self.given is None else self.given
         if self.replicas is not None:
-            state = [self.own.get_state()]
+            state = [generator.get_state()]
             dist.broadcast_object_list(state, src=self._source, group=self.replicas)
-            self.own.set_state(state[0])
-        return self.own
+            generator.set_state(state[0])
+        return generator
 
     @cached_property
     def replicas(self) -> Any:
@@ -85,12 +88,30 @@ class Call:
         return dist.get_global_rank(self.replicas, 0)
 
 
+_given: ContextVar[Any] = ContextVar("replicas", default=None)
+
+
+@contextmanager
+def replicated(group: Any = None) -> Iterator[None]:
+    """Inside, bare models count as replicas over this process group (by default all processes), as within DDP.
+
+    For trainers that hand a method the module inside of their wrapper. Every process must make the same calls.
+    """
+    token = _given.set(dist.group.WORLD if group is None else group)
+    try:
+        yield
+    finally:
+        _given.reset(token)
+
+
 def replicas(model: nn.Module) -> Any:
     """The process group of a DDP wrapper around the model, None without one or if it has one member.
 
     >>> replicas(nn.Linear(1, 1)) is None
     True
     """
+    if _given.get() is not None:
+        return _given.get()
     inside: nn.Module | None = model
     while inside is not None:
         if isinstance(inside, DistributedDataParallel):

@@ -70,7 +70,7 @@ class Compose(Remedy):
             through = [getattr(m, "name", repr(m)) for m in self.methods if _moment(m) == "loss"]
             notes = [f"{name} acts through loss_term(model)" for name in through]
         done = [
-            method(call.model, call.optimizer, batches=call.batches, loss=call.loss, generator=call.own)
+            method(call.model, call.optimizer, batches=call.batches, loss=call.loss, generator=call.given)
             for method in acting
         ]
         changed = {name for receipt in done for name in receipt.changed}

@@ -67,7 +67,7 @@ class Remedy:
         """
         meter = Meter()
         with full_precision(model):
-            done = self.apply(Call(model, optimizer, batches, loss, self._own if generator is None else generator))
+            done = self.apply(Call(model, optimizer, batches, loss, self._own, generator))
         settings = done.settings or self.settings()
         return replace(done, settings=settings, seconds=meter.seconds, memory=meter.memory)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from rekindle.monitoring.monitor import Monitor
-from rekindle.monitoring.triggers import Flat, Metrics, Trigger, flat, name_in
+from rekindle.monitoring.triggers import AtBoundary, Every, Flat, Metrics, Trigger, flat, name_in
 
 if TYPE_CHECKING:
     from rekindle.projection.receipt import Batch, Loss, Method, Receipt
@@ -27,6 +27,9 @@ class Firing:
 class Schedule:
     """A method, applied where a trigger says so.
 
+    Without a trigger it goes by what the method says of itself: every `period` steps, else after every step for a
+    method whose moment is that, else at task boundaries.
+
     >>> from rekindle.monitoring.triggers import Every
     >>> from rekindle.projection.receipt import Receipt
     >>> schedule = Schedule(lambda model, optimizer=None, **more: Receipt("nothing"), Every(2))
@@ -36,7 +39,8 @@ class Schedule:
     Firing(step=2, reason='every 2 steps')
     """
 
-    def __init__(self, method: Method, trigger: Trigger) -> None:
+    def __init__(self, method: Method, trigger: Trigger | None = None) -> None:
+        trigger = _own_trigger(method) if trigger is None else trigger
         self.method, self.trigger = method, trigger
         self.firings: list[Firing] = []
         self._sample: Any = None
@@ -101,3 +105,12 @@ class Schedule:
         self.firings = [Firing(**each) for each in state["firings"]]
         if "method" in state and hasattr(self.method, "load_state_dict"):
             self.method.load_state_dict(state["method"])
+
+
+def _own_trigger(method: Method) -> Trigger:
+    moment, period = getattr(method, "moment", "event"), getattr(method, "period", None)
+    if moment in ("backward", "loss"):
+        raise ValueError(f"{method!r} acts within every step (moment {moment!r}): a schedule has nothing to decide")
+    if period is not None:
+        return Every(period)
+    return Every(1) if moment == "step" else AtBoundary()
