@@ -15,7 +15,7 @@ from rekindle.lab import tuning
 from rekindle.lab.arms import ARMS, Arm
 from rekindle.lab.execution.store import Record
 from rekindle.lab.results import Entry, Results
-from rekindle.lab.results.comparison import ArmRuns, Comparison
+from rekindle.lab.results.comparison import ArmComparison, ArmRuns
 from rekindle.lab.results.statistics import holm, paired, t_interval
 from rekindle.lab.settings import Setting
 from rekindle.lab.study import Study
@@ -178,7 +178,7 @@ def test_tuned_arms_are_held_against_tuned_references() -> None:
         contender("nothing (tuned)", {0: 0.4, 1: 0.5}, tuned=True),
         contender("fire (tuned)", {0: 0.6, 1: 0.8}, tuned=True),
     ]
-    found = Comparison(TINY, {each.name: each for each in arms}).differences("headline", "nothing")
+    found = ArmComparison(TINY, {each.name: each for each in arms}).differences("headline", "nothing")
     assert found["fire"] is not None and found["fire"].mean == pytest.approx(0.45)
     assert found["fire (tuned)"] is not None and found["fire (tuned)"].mean == pytest.approx(0.25)
     assert "nothing (tuned)" not in found

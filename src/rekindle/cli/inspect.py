@@ -103,7 +103,7 @@ def inspect(
     else:
         from rekindle.diagnosis.results import described as health_text
 
-        show(f"{health_text(health, width())}\nnext: {following}")
+        show(health_text(health, width(), following))
     _exit_on(fail_on, health)
 
 

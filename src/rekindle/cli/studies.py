@@ -18,7 +18,7 @@ from rekindle.extras import install
 from rekindle.report.words import printable
 
 if TYPE_CHECKING:
-    from rekindle.lab.results import Comparison, Results
+    from rekindle.lab.results import ArmComparison, Results
     from rekindle.lab.study import Study
 
 COMMANDS = "commands.txt"
@@ -113,7 +113,7 @@ def present(data: dict[str, Any], json: bool) -> None:
             say(f"[yellow]{escape(code)}[/]")
 
 
-def print_tables(found: list[Comparison]) -> None:
+def print_tables(found: list[ArmComparison]) -> None:
     """The tables and what the numbers mean, on stdout."""
     from rekindle.lab.views.terminal import tables
 

@@ -237,8 +237,8 @@ class Comparison:
         return compared(self, terminal_width(110, 10_000))
 
 
-def described(health: Health, width: int) -> str:
-    """The whole of a Health as text."""
+def described(health: Health, width: int, following: str | None = None) -> str:
+    """The whole of a Health as text; `following` is what to do next, in the words of whoever asks."""
     lines = [f"Health ({health.mode}, {health.seconds:.2g} s)"]
     lines += _layers("weights", health.weights, health, _WEIGHTS, ("role", "shape"), width)
     lines += _layers("units", health.units, health, _UNITS, ("kind", "at"), width)
@@ -260,7 +260,19 @@ def described(health: Health, width: int) -> str:
         )
     for sign, remedy in verdict.remedies().items():
         lines += _wrap(f"  {sign}: {remedy}", width)
+    lines.append(f"next: {following or _following(health)}")  # in one line, to be copied
     return "\n".join(lines)
+
+
+def _following(health: Health) -> str:
+    """The call that follows from the verdict, where `report` is this Health."""
+    if health.verdict == "act":
+        return "rekindle.plan(model, targets=report), then rekindle.fire(model, optimizer, targets=report), then train"
+    if health.verdict == "watch":
+        return "rekindle.probe(model, new_batches, loss=loss) measures whether plasticity is lost"
+    if not health.units:
+        return "rekindle.health(model, batches, loss=loss) measures activity and gradients too"
+    return "train on; rekindle.health(model, batches, reference=report) later compares with now"
 
 
 def concluded(health: Health) -> str:

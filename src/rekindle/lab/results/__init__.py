@@ -9,7 +9,7 @@
 Imports settings and the store, never a view. Start with `comparison`.
 """
 
-from rekindle.lab.results.comparison import ArmRuns, Comparison, comparisons
+from rekindle.lab.results.comparison import ArmComparison, ArmRuns, comparisons
 from rekindle.lab.results.study import Entry, Results
 
-__all__ = ["ArmRuns", "Comparison", "Entry", "Results", "comparisons"]
+__all__ = ["ArmComparison", "ArmRuns", "Entry", "Results", "comparisons"]

@@ -1,6 +1,6 @@
 """The arms of one setting compared: values by seed, intervals, paired differences, prices and curves.
 
-Every interval that a table, a page, a document or a terminal shows is computed here, once. A `Comparison` is made
+Every interval that a table, a page, a document or a terminal shows is computed here, once. A `ArmComparison` is made
 from the runs of a study or from the dictionary that `Results.to_dict` gave, so that a page can be made from a file.
 """
 
@@ -96,7 +96,7 @@ class Pair:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class ArmComparison:
     """One setting: its arms in the study's order, why others were refused or failed, and what tuning chose."""
 
     setting: Setting
@@ -365,7 +365,7 @@ NUMBERS: dict[str, Callable[[Any, Setting], float | None]] = {
 }
 
 
-def comparisons(data: Mapping[str, Any]) -> list[Comparison]:
+def comparisons(data: Mapping[str, Any]) -> list[ArmComparison]:
     """A comparison for each setting of what `Results.to_dict` gave, in its order.
 
     >>> comparisons({"settings": {}, "runs": []})
@@ -397,7 +397,7 @@ def comparisons(data: Mapping[str, Any]) -> list[Comparison]:
             for key, made in (data.get("tuning") or {}).items()
             if key.startswith(prefix)
         }
-        found.append(Comparison(setting, arms, chosen=chosen, classes=about.get("classes"), **reasons))
+        found.append(ArmComparison(setting, arms, chosen=chosen, classes=about.get("classes"), **reasons))
     return found
 
 

@@ -14,7 +14,7 @@ from rekindle.lab import tuning
 from rekindle.lab.arms import Arm
 from rekindle.lab.execution.store import Record, Row, flat
 from rekindle.lab.results import metrics
-from rekindle.lab.results.comparison import NOTHING, ArmRuns, Comparison, Rows, choice
+from rekindle.lab.results.comparison import NOTHING, ArmComparison, ArmRuns, Rows, choice
 from rekindle.lab.results.statistics import STREAMS_FOR_IQM, Interval, interquartile_mean
 from rekindle.lab.settings import Setting
 
@@ -82,7 +82,7 @@ class Results:
         return pandas.DataFrame([flat(row) for row in self.rows]).drop(columns="kind", errors="ignore")
 
     @cached_property
-    def comparisons(self) -> dict[str, Comparison]:
+    def comparisons(self) -> dict[str, ArmComparison]:
         """The arms of each setting that have a finished run, in the study's order, tuned ones after the untuned."""
         found = {}
         for name, setting in self.settings.items():
@@ -103,7 +103,9 @@ class Results:
                 if entry.record.state in reasons:
                     reasons[entry.record.state].setdefault(entry.name, entry.reason or "")
             chosen = {a: choice(made.to_dict()) for (s, a), made in (self.choices or {}).items() if s == name}
-            found[name] = Comparison(setting, arms, chosen=chosen, classes=self._stream(name).get("classes"), **reasons)
+            found[name] = ArmComparison(
+                setting, arms, chosen=chosen, classes=self._stream(name).get("classes"), **reasons
+            )
         return found
 
     def table(self, metric: str = "headline", setting: str | None = None) -> list[Row]:
@@ -132,7 +134,7 @@ class Results:
         as good as new; streams whose tasks are not equally hard have none. A tuned arm is held against doing nothing
         tuned.
         """
-        arms: dict[str, list[Comparison]] = {}
+        arms: dict[str, list[ArmComparison]] = {}
         for comparison in self.comparisons.values():
             for name in comparison.arms:
                 arms.setdefault(name, []).append(comparison)
@@ -225,7 +227,7 @@ class Results:
         return next((dict(e.record.rows[0].get("versions") or {}) for e in self.entries if e.record.rows), {})
 
 
-def _scores(comparison: Comparison, arm: str) -> list[float]:
+def _scores(comparison: ArmComparison, arm: str) -> list[float]:
     """Its headline on each seed as a share of the first task's value; none where tasks are not equally hard."""
     setting, each = comparison.setting, comparison.arms[arm]
     out: list[float] = []

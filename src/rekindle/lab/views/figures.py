@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from rekindle.lab.results.comparison import FIRE, NOTHING, REFERENCES, Comparison
+from rekindle.lab.results.comparison import FIRE, NOTHING, REFERENCES, ArmComparison
 from rekindle.lab.results.statistics import SEEDS_FOR_INTERVAL
 from rekindle.lab.results.wording import measure
 from rekindle.lab.views.plots import Dot, Line, Whisker, curves, forest, scatter
@@ -16,7 +16,7 @@ _HEALTH = ("dormant", "effective_rank", "dfi", "norm")
 _FITTING, _GENERALISING = "online_accuracy", "test_accuracy"
 
 
-def shown_arms(comparison: Comparison) -> list[str]:
+def shown_arms(comparison: ArmComparison) -> list[str]:
     """The arms that get a color: FIRE, nothing and the full reset, then the best of the others."""
     first = [arm for arm in _KNOWN_FIRST if arm in comparison.values]
     rest = [arm for arm in comparison.ranked if arm not in first]
@@ -26,7 +26,7 @@ def shown_arms(comparison: Comparison) -> list[str]:
     return [arm for arm in _KNOWN_FIRST if arm in order] + [arm for arm in order if arm not in _KNOWN_FIRST]
 
 
-def learning(comparison: Comparison) -> list[Picture]:
+def learning(comparison: ArmComparison) -> list[Picture]:
     """The headline over the tasks, and the test measure beside it where there is one."""
     drawn = []
     key = comparison.setting.headline
@@ -55,7 +55,7 @@ def learning(comparison: Comparison) -> list[Picture]:
     return drawn
 
 
-def differences(comparison: Comparison) -> list[Picture]:
+def differences(comparison: ArmComparison) -> list[Picture]:
     """Each arm minus doing nothing, and FIRE minus the references."""
     measured = comparison.headline
     against = [
@@ -78,7 +78,7 @@ def differences(comparison: Comparison) -> list[Picture]:
     ]
 
 
-def retention(comparison: Comparison) -> list[Picture]:
+def retention(comparison: ArmComparison) -> list[Picture]:
     """What is left of earlier tasks right after the remedy, and at the end of each task."""
     measured = measure("old_accuracy" if comparison.headline.unit == "%" else "old_loss")
     key = "old_accuracy" if comparison.headline.unit == "%" else "old_loss"
@@ -102,7 +102,7 @@ def retention(comparison: Comparison) -> list[Picture]:
     return drawn
 
 
-def health(comparison: Comparison) -> list[Picture]:
+def health(comparison: ArmComparison) -> list[Picture]:
     """Measures of the network at the end of each task."""
     drawn = []
     for key in _HEALTH:
@@ -116,7 +116,7 @@ def health(comparison: Comparison) -> list[Picture]:
     return drawn
 
 
-def over_streams(found: Sequence[Comparison]) -> list[Picture]:
+def over_streams(found: Sequence[ArmComparison]) -> list[Picture]:
     """FIRE minus nothing, minus a full reset and minus a random isometry, a line per stream; wins to the right.
 
     Streams measure different things, so that each difference is a share of what the first task had.
@@ -147,7 +147,7 @@ def over_streams(found: Sequence[Comparison]) -> list[Picture]:
     ]
 
 
-def trade_off(found: Sequence[Comparison]) -> list[Picture]:
+def trade_off(found: Sequence[ArmComparison]) -> list[Picture]:
     """Fitting against generalising where both were measured on different streams: the scales of FIRE above all."""
     fitting = next((c for c in found if c.setting.headline == _FITTING), None)
     general = next((c for c in found if c.setting.headline == _GENERALISING), None)
@@ -171,7 +171,7 @@ def trade_off(found: Sequence[Comparison]) -> list[Picture]:
     ]
 
 
-def _lines(comparison: Comparison, *keys: str) -> list[Line]:
+def _lines(comparison: ArmComparison, *keys: str) -> list[Line]:
     """Curves of a measure in its unit; a band ends where the measure does, whatever few seeds make of its interval."""
     measured = measure(keys[-1].removesuffix("_start"))
     top = 100.0 if measured.unit == "%" else math.inf
@@ -192,7 +192,7 @@ def _within(value: float | None, top: float) -> float | None:
     return None if value is None else min(max(value, 0.0), top)
 
 
-def _interval(comparison: Comparison, arm: str, reference: str, label: str) -> Whisker | None:
+def _interval(comparison: ArmComparison, arm: str, reference: str, label: str) -> Whisker | None:
     difference = comparison.against(arm, reference)
     if difference is None:
         return None
@@ -205,7 +205,7 @@ def _ends(low: float | None, high: float | None) -> tuple[float, float] | None:
     return None if low is None or high is None else (100 * low, 100 * high)
 
 
-def _first(comparison: Comparison) -> float | None:
+def _first(comparison: ArmComparison) -> float | None:
     """The mean of the first task over all runs: what a fresh network reaches there."""
     key = comparison.setting.headline
     runs = [rows for arm in comparison.arms.values() for rows in arm.runs.values()]
@@ -213,12 +213,12 @@ def _first(comparison: Comparison) -> float | None:
     return abs(sum(values) / len(values)) if values else None
 
 
-def _meaningless(comparison: Comparison, key: str) -> bool:
+def _meaningless(comparison: ArmComparison, key: str) -> bool:
     """Test accuracy of random labels is chance by construction: no picture."""
     return "random" in comparison.setting.stream
 
 
-def _bands(comparison: Comparison) -> str:
+def _bands(comparison: ArmComparison) -> str:
     count = len(comparison.seeds)
     if count < SEEDS_FOR_INTERVAL:
         return f"{'One seed' if count == 1 else 'Two seeds'}: no intervals."

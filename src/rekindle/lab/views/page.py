@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rekindle.extras import install
-from rekindle.lab.results.comparison import FIRE, Comparison, comparisons
+from rekindle.lab.results.comparison import FIRE, ArmComparison, comparisons
 from rekindle.lab.results.wording import duration
 from rekindle.lab.views import figures
 from rekindle.lab.views.svg import STYLE, Picture, colors
@@ -58,7 +58,7 @@ def render(data: Mapping[str, Any]) -> str:
     )
 
 
-def _facts(found: Sequence[Comparison]) -> list[str]:
+def _facts(found: Sequence[ArmComparison]) -> list[str]:
     arms = list(dict.fromkeys(arm for each in found for arm in each.values))
     seeds = {seed for each in found for seed in each.seeds}
     runs = sum(len(values) for each in found for values in each.values.values())
@@ -70,7 +70,7 @@ def _facts(found: Sequence[Comparison]) -> list[str]:
     ]
 
 
-def _first(found: Sequence[Comparison]) -> Headline:
+def _first(found: Sequence[ArmComparison]) -> Headline:
     """Neutral in color: an experiment has a result, not a mark."""
     if not any(each.ranked for each in found):
         return Headline("plan", "No result", NOT_YET)
@@ -87,13 +87,13 @@ def _first(found: Sequence[Comparison]) -> Headline:
     return Headline("plan", "Result", sentence, tuple(more))
 
 
-def _over_streams(found: Sequence[Comparison]) -> list[Any]:
+def _over_streams(found: Sequence[ArmComparison]) -> list[Any]:
     if len(found) < 2:
         return []
     return [picture.figure() for picture in (*figures.over_streams(found), *figures.trade_off(found))]
 
 
-def _stream(found: Comparison, *, alone: bool) -> dict[str, Any]:
+def _stream(found: ArmComparison, *, alone: bool) -> dict[str, Any]:
     """One stream as the template takes it."""
     shown = columns(found) if found.ranked else []
     ink = colors(figures.shown_arms(found))

@@ -15,7 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from rekindle.lab.results.comparison import Comparison
+from rekindle.lab.results.comparison import ArmComparison
 from rekindle.lab.results.wording import duration, measure
 from rekindle.lab.tuning import SEEDS, tuned_name
 from rekindle.lab.views.text import Column, columns, sentences
@@ -167,7 +167,7 @@ class _Lines:
         sys.stderr.flush()
 
 
-def tables(listed: Sequence[Comparison], width: int) -> RenderableType:
+def tables(listed: Sequence[ArmComparison], width: int) -> RenderableType:
     """The result: a table per setting, and under each what the numbers mean."""
     parts: list[RenderableType] = []
     for found in listed:
@@ -180,7 +180,7 @@ def tables(listed: Sequence[Comparison], width: int) -> RenderableType:
     return Group(*parts[:-1])
 
 
-def _table(found: Comparison, width: int) -> Table:
+def _table(found: ArmComparison, width: int) -> Table:
     shown = _fitting(columns(found), found, width)
     table = Table(box=None, pad_edge=False)
     table.add_column("arm", no_wrap=True)
@@ -197,7 +197,7 @@ def _table(found: Comparison, width: int) -> Table:
     return table
 
 
-def _fitting(listed: list[Column], found: Comparison, width: int) -> list[Column]:
+def _fitting(listed: list[Column], found: ArmComparison, width: int) -> list[Column]:
     """Without the columns that a narrow terminal has no room for; the page and --json have them all."""
     kept = list(listed)
     names = max(map(len, found.ranked))

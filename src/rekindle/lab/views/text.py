@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rekindle.lab.arms import Arm
-from rekindle.lab.results.comparison import FIRE, FRESH, NOTHING, Comparison, Pair, comparisons
+from rekindle.lab.results.comparison import FIRE, FRESH, NOTHING, ArmComparison, Pair, comparisons
 from rekindle.lab.results.statistics import SEEDS_FOR_INTERVAL, Difference, Interval, holm
 from rekindle.lab.results.wording import Measure, chance, duration, measure, ordinal
 from rekindle.lab.settings import Setting
@@ -20,17 +20,17 @@ NOT_YET = "No run has finished yet."
 # Sentences
 
 
-def sentences(found: Comparison) -> list[str]:
+def sentences(found: ArmComparison) -> list[str]:
     """Was plasticity lost, who won and by how much, did FIRE, and what limits the conclusions."""
     return list(_sentences(found))
 
 
-def won(found: Comparison) -> bool:
+def won(found: ArmComparison) -> bool:
     """FIRE, tuned or not, has the best mean."""
     return bool(found.ranked) and _base(found.ranked[0]) == FIRE
 
 
-def _sentences(found: Comparison) -> Iterator[str]:
+def _sentences(found: ArmComparison) -> Iterator[str]:
     if not found.ranked:
         yield from _diverged(found) if found.arms else [NOT_YET]
         return
@@ -60,7 +60,7 @@ def _sentences(found: Comparison) -> Iterator[str]:
         yield f"{count}: differences have no intervals, and a small one may be chance."
 
 
-def _gap(found: Comparison, validity: Mapping[str, Any]) -> str:
+def _gap(found: ArmComparison, validity: Mapping[str, Any]) -> str:
     """What was lost where the first task is no measure of it."""
     measured, fresh = found.headline, found.against(FRESH, NOTHING)
     told = f"Doing nothing had {measured.value(validity['last'])} {measured.name} {_span(found)}"
@@ -73,7 +73,7 @@ def _gap(found: Comparison, validity: Mapping[str, Any]) -> str:
     return f"{told}: {_told(found, fresh)}{'' if gained else ', which is worse: it had lost nothing'}."
 
 
-def _diverged(found: Comparison) -> Iterator[str]:
+def _diverged(found: ArmComparison) -> Iterator[str]:
     """A mean of what survived flatters, so that it must be said."""
     for name, arm in found.arms.items():
         without = len(arm.runs) - len(found.values.get(name, ()))
@@ -82,11 +82,11 @@ def _diverged(found: Comparison) -> Iterator[str]:
             yield f"{_called(name)} diverged in {arm.diverged} of {len(arm.runs)} runs{left_out}."
 
 
-def _span(found: Comparison) -> str:
+def _span(found: ArmComparison) -> str:
     return "on the last task" if found.last == 1 else f"over the last {found.last}"
 
 
-def _loss(found: Comparison, validity: Mapping[str, Any]) -> str:
+def _loss(found: ArmComparison, validity: Mapping[str, Any]) -> str:
     measured, first, end = found.headline, validity["first"], validity["last"]
     told = (
         f"Doing nothing went from {measured.value(first)} {measured.name} on the first task to "
@@ -99,7 +99,7 @@ def _loss(found: Comparison, validity: Mapping[str, Any]) -> str:
     return f"{told}: it did not lose its plasticity, so this stream cannot show what a remedy gives back."
 
 
-def _win(found: Comparison, best: str) -> str:
+def _win(found: ArmComparison, best: str) -> str:
     name = _called(best)
     start = f"{name} was best of {len(found.ranked)} with {_mean(found, best)}"
     reference = NOTHING if NOTHING in found.values and best != NOTHING else found.ranked[1]
@@ -113,7 +113,7 @@ def _win(found: Comparison, best: str) -> str:
     return f"{start}{f'; the seeds cannot tell it from {_joined(alike)}' if alike else ''}."
 
 
-def _not_won(found: Comparison, best: str) -> str:
+def _not_won(found: ArmComparison, best: str) -> str:
     place = ordinal(found.ranked.index(FIRE) + 1)
     start = "A variant of FIRE was best" if won(found) else "FIRE did not win"
     text = (
@@ -129,12 +129,12 @@ def _not_won(found: Comparison, best: str) -> str:
     return f"{text}."
 
 
-def _mean(found: Comparison, arm: str) -> str:
+def _mean(found: ArmComparison, arm: str) -> str:
     measured, interval = found.headline, found.interval(arm)
     return f"{measured.value(interval.mean)} {measured.ends(interval)}".strip()
 
 
-def _told(found: Comparison, difference: Difference) -> str:
+def _told(found: ArmComparison, difference: Difference) -> str:
     measured = found.headline
     return f"{measured.difference(difference.mean)} {measured.step} {measured.difference_ends(difference)}".strip()
 
@@ -210,7 +210,7 @@ class Column:
         return f"{self.shown(value)} {self.ends(arm) if value is not None else ''}".strip()
 
 
-def columns(found: Comparison) -> list[Column]:
+def columns(found: ArmComparison) -> list[Column]:
     """The columns that at least one arm fills; each is asked by the arm's name."""
     measured = found.headline
     old = measure("old_accuracy" if measured.unit == "%" else "old_loss")
@@ -272,11 +272,11 @@ def columns(found: Comparison) -> list[Column]:
     return [column for column in listed if any(column.value(arm) is not None for arm in found.ranked)]
 
 
-def _priced(found: Comparison, heading: str, meaning: str, key: str, shown: Callable[[float | None], str]) -> Column:
+def _priced(found: ArmComparison, heading: str, meaning: str, key: str, shown: Callable[[float | None], str]) -> Column:
     return Column(heading, meaning, lambda arm: _number(found.number(arm, key)), shown)
 
 
-def _around(found: Comparison) -> str:
+def _around(found: ArmComparison) -> str:
     few = len(found.seeds) < SEEDS_FOR_INTERVAL
     return "the values of the seeds in parentheses" if few else "with its 95 % interval"
 
@@ -348,7 +348,7 @@ def document(data: Mapping[str, Any], stem: str) -> Document:
     return Document("\n".join(lines), pictures)
 
 
-def _table(found: Comparison) -> list[str]:
+def _table(found: ArmComparison) -> list[str]:
     """The lines of the table, and under it what its numbers are."""
     if not found.ranked:
         return []
