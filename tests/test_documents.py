@@ -14,6 +14,7 @@ import rekindle
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+ALONE = {"trainers.md"}  # whole scripts with trainers, in tests/integrations/test_page.py
 
 
 class MyAttention(nn.Module):
@@ -68,7 +69,7 @@ ELSEWHERE = {
 }
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [p for p in PAGES if p.name not in ALONE], ids=lambda page: page.name)
 def test_the_snippets_run(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names = world()
     for code in snippets(page):

@@ -1,0 +1,47 @@
+"""The scripts of docs/trainers.md run as written, from the first to the last, in a folder of their own."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+
+PAGE = Path(__file__).parents[2] / "docs" / "trainers.md"
+NEEDS = {
+    "accelerate": ("accelerate",),
+    "transformers": ("transformers",),
+    "LoRA": ("transformers", "peft"),
+    "TRL": ("transformers", "trl", "datasets"),
+    "Lightning": ("lightning", "sklearn"),
+    "Ignite": ("ignite", "sklearn", "lightning"),
+}
+
+
+def sections() -> list[tuple[str, str]]:
+    parts = re.split(r"^## (.*)$", PAGE.read_text(), flags=re.M)
+    titled = zip(parts[1::2], parts[2::2], strict=True)
+    return [(title, code) for title, text in titled for code in re.findall(r"```python\n(.*?)```", text, flags=re.S)]
+
+
+@pytest.fixture(scope="module")
+def names() -> dict[str, object]:
+    return {"__name__": "page"}
+
+
+@pytest.mark.parametrize(("title", "code"), sections(), ids=lambda value: value if len(value) < 30 else "script")
+def test_the_script_runs(title: str, code: str, names: dict[str, object], tmp_path: Path) -> None:
+    missing = [package for package in NEEDS.get(title, ()) if importlib.util.find_spec(package) is None]
+    if missing:
+        pytest.skip(f"needs {', '.join(missing)}")
+    before = Path.cwd()
+    os.chdir(tmp_path)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            exec(compile(code, str(PAGE), "exec"), names)
+    finally:
+        os.chdir(before)
