@@ -17,7 +17,7 @@ import torch.distributed as dist
 from launching import world
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -370,3 +370,132 @@ def case_a_plan_made_before_sharding_is_carried_out() -> None:
     rekindle.fire(model, plan=plan)
     rekindle.fire(alone, plan=plan)
     compare(model, alone)
+
+
+def case_health_measures_whole_matrices_of_shards() -> None:
+    for mode in ("cheap", "full"):
+        alone = rekindle.health(gpt(), mode=mode)
+        found = rekindle.health(sharded(gpt(), world_mesh()), mode=mode)
+        assert found.weights.keys() == alone.weights.keys()
+        for name, numbers in alone.weights.items():
+            for key, value in numbers.items():
+                assert math.isclose(found.weights[name][key], value, rel_tol=1e-4, abs_tol=1e-5), (name, key)
+        assert found.whole == pytest.approx(alone.whole, rel=1e-4)
+        assert str(found.verdict) == str(alone.verdict)
+
+
+def case_health_of_a_broken_shard_says_so_everywhere() -> None:
+    model = sharded(gpt(), world_mesh())
+    if dist.get_rank() == 1:
+        model.layers[0].up.weight.detach().to_local()[0, 0] = float("nan")
+    assert "layers.0.up.weight" in rekindle.health(model).broken
+
+
+def case_health_with_batches_and_gradients() -> None:
+    model, alone = sharded(gpt(), world_mesh()), gpt()
+
+    def loss(m: nn.Module, batch: Any) -> Tensor:
+        return m(batch).logsumexp(-1).mean()
+
+    found, expected = (rekindle.health(m, [TOKENS], loss=loss) for m in (model, alone))
+    assert all("Monitor" in each.reason for each in found.unmeasured if each.what == "gradient")
+    assert found.units.keys() == expected.units.keys()
+    compare(model, gpt(), 0)
+    model(TOKENS)
+
+
+def case_monitor() -> None:
+    model = sharded(gpt(), world_mesh())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    monitor = rekindle.Monitor(model, optimizer, every=2)
+    for _ in range(4):
+        step(model, optimizer)
+    monitor.detach()
+    health = monitor.history[-1].health
+    alone = gpt()
+    other = torch.optim.AdamW(alone.parameters(), lr=1e-3)
+    twin = rekindle.Monitor(alone, other, every=2)
+    for _ in range(4):
+        step(alone, other)
+    expected = twin.history[-1].health
+    twin.detach()
+    assert health.gradients == pytest.approx(expected.gradients, rel=1e-2, abs=1e-5)
+    assert health.whole["effective_learning_rate"] == pytest.approx(expected.whole["effective_learning_rate"], rel=1e-2)
+
+
+def case_methods_refuse_by_name_with_a_way_out_that_works() -> None:
+    from rekindle import methods
+    from rekindle.sharding import gathered
+
+    model, alone = sharded(gpt(), world_mesh()), gpt()
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (model, alone)]
+    for m, optimizer in zip((model, alone), optimizers, strict=True):
+        step(m, optimizer)
+    before = [whole(p).clone() for p in model.parameters()]
+    with pytest.raises(ValueError, match=r"ShrinkPerturb works on whole parameters and .* is sharded .*gathered"):
+        methods.ShrinkPerturb(seed=1)(model, optimizers[0])
+    with pytest.raises(ValueError, match=r"ReDo works on whole parameters.*plain copy"):
+        methods.ReDo()(model, optimizers[0], batches=[TOKENS])
+    assert all(torch.equal(whole(p), old) for p, old in zip(model.parameters(), before, strict=True))
+    with gathered(model, optimizers[0]):
+        methods.RandomIsometry(seed=1)(model, optimizers[0])
+        with pytest.raises(RuntimeError, match="forward pass is not possible"):
+            model(TOKENS)
+    methods.RandomIsometry(seed=1)(alone, optimizers[1])
+    compare(model, alone, 1e-4)
+    for name, state in state_of(model, optimizers[0]).items():
+        for key, value in state_of(alone, optimizers[1])[name].items():
+            assert torch.allclose(state[key], value, atol=1e-6), (name, key)
+    for m, optimizer in zip((model, alone), optimizers, strict=True):
+        step(m, optimizer)
+    compare(model, alone, 1e-3)
+
+
+def case_fire_as_a_method_and_the_optimizer_reset_work_on_shards() -> None:
+    from rekindle import methods
+
+    model, alone = sharded(gpt(), world_mesh()), gpt()
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (model, alone)]
+    for m, optimizer in zip((model, alone), optimizers, strict=True):
+        step(m, optimizer)
+        methods.Compose([methods.FIRE(layouts=LAYOUTS), methods.OptimizerReset()])(m, optimizer)
+    compare(model, alone, 1e-4)
+    assert all(not bool(v.any()) for s in state_of(model, optimizers[0]).values() for v in s.values())
+
+
+def case_stacked_experts_on_a_part_of_the_mesh() -> None:
+    """Expert parallel beside data parallel: two groups of ranks hold the same experts, dense weights are on all."""
+    if dist.get_world_size() < 4:
+        return
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "expert"))
+    model = placed(gpt(), mesh["expert"], lambda name, p: [Shard(0)] if "experts" in name else None)
+    check(placed(model, world_mesh(), lambda name, p: [Shard(0)] if name.endswith("out.weight") else None))
+
+
+def case_fsdp1_is_refused_and_works_when_summoned() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 9), nn.ReLU(), nn.Linear(9, 7), nn.ReLU(), nn.Linear(7, 2))
+    alone = copy.deepcopy(model)
+    model[2] = FullyShardedDataParallel(model[2], use_orig_params=True, device_id=torch.device("cpu"))
+    wrapped = FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (wrapped, alone)]
+    data = torch.randn(4, 5)
+    for m, optimizer in zip((wrapped, alone), optimizers, strict=True):
+        m(data).square().mean().backward()
+        optimizer.step()
+    with pytest.raises(ValueError, match=r"wrapped by FSDP1.*summon_full_params"):
+        rekindle.fire(wrapped, optimizers[0])
+    rekindle.fire(alone, optimizers[1])
+    with FullyShardedDataParallel.summon_full_params(wrapped, writeback=True):
+        receipt = rekindle.fire(wrapped.module, optimizers[0])
+    assert receipt.changed == ("0.weight", "2.weight")
+    with FullyShardedDataParallel.summon_full_params(wrapped):
+        for a, b in zip(wrapped.parameters(), alone.parameters(), strict=True):
+            assert torch.allclose(a, b, atol=1e-5)
+
+
+def case_a_parametrised_sharded_weight_is_skipped_with_the_reason() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(6, 6)), nn.Linear(6, 6), nn.Linear(6, 2))
+    plan = rekindle.plan(fully_shard(model, mesh=world_mesh()))
+    assert "parametrised and sharded" in next(e.reason for e in plan.entries if e.name == "0.weight")

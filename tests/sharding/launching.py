@@ -27,16 +27,9 @@ TIMEOUT = 400  # seconds on a busy machine; a quiet one takes a tenth
 def launch(world: int, folder: Path, names: list[str] | None = None) -> dict[str, list[str | None]]:
     """Run all cases (or these) on `world` processes; what each rank raised, by case."""
     here = Path(__file__).parent
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16",  # some VMs announce AMX and die of it
-        "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests"), str(here)]),
-        "TORCH_CPP_LOG_LEVEL": "ERROR",
-    }
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
     command += [str(here / "launching.py"), str(folder), *(names or [])]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT)
+    done = subprocess.run(command, env=surroundings(), capture_output=True, text=True, timeout=TIMEOUT)
     results: dict[str, list[str | None]] = {}
     for rank in range(world):
         path = folder / f"{rank}.json"
@@ -45,6 +38,17 @@ def launch(world: int, folder: Path, names: list[str] | None = None) -> dict[str
         for name, text in json.loads(path.read_text()).items():
             results.setdefault(name, []).append(text)
     return results
+
+
+def surroundings() -> dict[str, str]:
+    """The environment of a rank: one thread, this tree's package."""
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16",  # some VMs announce AMX and die of it
+        "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests"), str(Path(__file__).parent)]),
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+    }
 
 
 def cases(world: int) -> list[str]:

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
-from launching import cases, launch
+from launching import cases, launch, surroundings
 
 
 @pytest.fixture(scope="module")
@@ -30,3 +36,22 @@ def test_on_two_processes(two: dict[str, list[str | None]], name: str) -> None:
 @pytest.mark.parametrize("name", cases(4))
 def test_on_four_processes(four: dict[str, list[str | None]], name: str) -> None:
     well(four, name, 4)
+
+
+@pytest.mark.parametrize("kind", ["killed", "stuck"])
+def test_when_a_rank_dies_or_hangs_the_others_raise_within_the_time_out(tmp_path: Path, kind: str) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = {**surroundings(), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    command = [sys.executable, str(Path(__file__).parent / "dying.py"), str(tmp_path), kind]
+    ranks = [subprocess.Popen(command, env={**environment, "RANK": str(rank)}) for rank in (0, 1)]
+    try:
+        ranks[0].wait(timeout=200)
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+    result = json.loads((tmp_path / "0.json").read_text())
+    assert "rank 0 lost its peers while" in result["error"]
+    assert result["kept"]  # atomic=True put back what had been written

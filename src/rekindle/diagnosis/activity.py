@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from rekindle.blocks.names import cleaner
+from rekindle.blocks.storage import is_sharded
 from rekindle.diagnosis.attention import HeadEntropy, entropy, entropy_share
 from rekindle.diagnosis.hooks import Activated, Attended, Watch
 from rekindle.diagnosis.units import UnitActivity, UnitSums, rows_of
@@ -31,6 +32,8 @@ from rekindle.isolation import Batch, Loss, call, isolated, padding_mask
 from rekindle.measures.matrices import Mode
 
 __all__ = ["Activity", "Unmeasured", "activity"]
+
+_SHARDED = "sharded (FSDP2): a Monitor sees the gradients of training steps"
 
 
 @dataclass(frozen=True)
@@ -241,7 +244,9 @@ class _Gradients:
 
     def unmeasured(self) -> list[Unmeasured]:
         missing = [
-            Unmeasured(name, "gradient", "no gradient reaches it") for name in self.named if name not in self.sums
+            Unmeasured(name, "gradient", _SHARDED if is_sharded(self.named[name]) else "no gradient reaches it")
+            for name in self.named
+            if name not in self.sums
         ]
         return missing + [Unmeasured(name, "gradient", "it is frozen") for name in self.frozen]
 

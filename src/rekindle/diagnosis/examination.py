@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Protocol
 
@@ -20,9 +20,11 @@ from torch import Tensor, nn
 from rekindle.blocks import parametrized
 from rekindle.blocks.finding import Block, Found, find
 from rekindle.blocks.names import locate
+from rekindle.blocks.storage import is_sharded
 from rekindle.diagnosis.activity import Activity, Unmeasured, activity
 from rekindle.diagnosis.curvature import Curvature, hessian_eigenvalue
 from rekindle.diagnosis.results import Comparison, Health
+from rekindle.diagnosis.shards import measure_shards
 from rekindle.diagnosis.units import UnitActivity
 from rekindle.diagnosis.verdict import Thresholds, Verdict
 from rekindle.engine.precision import full_precision
@@ -33,7 +35,7 @@ from rekindle.measures.threads import side_by_side, workers_for
 from rekindle.projection.scales import Scale
 
 # Rows of an embedding are looked up, a depthwise kernel has 1-wide matrices: their spectra say nothing.
-_PASSED_OVER = ("embedding", "depthwise", "sharded")
+_PASSED_OVER = ("embedding", "depthwise")
 
 __all__ = ["Comparison", "Health", "Thresholds", "Verdict", "health"]
 
@@ -53,7 +55,8 @@ def health(
 
     Without batches only weights are measured, without a `loss(model, batch)` no gradients. `curvature` adds the
     largest Hessian eigenvalue (up to 100 Hessian-vector products). Cheap mode finds no eigenvalue of a weight.
-    The model is left as it was: weights, `.grad`, buffers, modes, hooks and random numbers.
+    The model is left as it was: weights, `.grad`, buffers, modes, hooks and random numbers. On a model with DTensor
+    parameters every process must make the call; weights are measured whole, units on each rank's own batches.
 
     >>> fresh = nn.Linear(8, 8)
     >>> spoilt = nn.Linear(8, 8)
@@ -124,17 +127,22 @@ class HealthBuilder:
     def read_weights(self, model: nn.Module, parameters: Iterable[Found] | None = None) -> None:
         """Measure every matrix; `parameters` spares looking for them again."""
         chosen = []
-        for found in find(model) if parameters is None else parameters:
+        for found in find(model, sharded=True) if parameters is None else parameters:
             reason = found.refusal or next((found.marks[mark] for mark in _PASSED_OVER if mark in found.marks), None)
             if reason is None:
                 chosen.append(found)
             elif len(found.shape) > 1:
                 self.unmeasured.append(Unmeasured(found.name, "weight", reason))
+        shards = [found for found in chosen if not found.parametrized and is_sharded(model.get_parameter(found.key))]
+        chosen = [found for found in chosen if found not in shards]
         weights = ((found, _weight(model, found)) for found in chosen)
         # Threads are for LAPACK on processors; an accelerator is kept busy by one.
         processors = all(parameter.device.type == "cpu" for parameter in model.parameters())
         for _ in self.measured(weights, sum(math.prod(found.shape) for found in chosen) if processors else 0):
             pass
+        for found, known in zip(shards, measure_shards(model, shards, self.mode), strict=True):
+            self._take(found, {called(found, block): known[i] for i, block in enumerate(found.blocks) if i in known})
+        self._sum_up()
 
     def measured(
         self, weights: Iterable[tuple[Held, Tensor]], numbers: int
@@ -144,16 +152,19 @@ class HealthBuilder:
         Large models are measured by several threads, which see a few weights ahead.
         """
         for held, found in side_by_side(self._measure, weights, workers=workers_for(numbers)):
-            for block in held.blocks:
-                name = called(held, block)
-                self.about[name] = {"role": block.role, "shape": _shape(block.count, block.out, block.in_)}
-                if name not in found:
-                    self.broken[name] = "the weight holds NaN or Inf"
-                    continue
-                sizes = {"rows": block.count * block.out, "columns": block.in_, "matrices": block.count}
-                self.weights[name] = {**found[name].summary(), **{key: float(size) for key, size in sizes.items()}}
+            self._take(held, found)
             yield held, found
         self._sum_up()
+
+    def _take(self, held: Held, found: Mapping[str, Measures]) -> None:
+        for block in held.blocks:
+            name = called(held, block)
+            self.about[name] = {"role": block.role, "shape": _shape(block.count, block.out, block.in_)}
+            if name not in found:
+                self.broken[name] = "the weight holds NaN or Inf"
+                continue
+            sizes = {"rows": block.count * block.out, "columns": block.in_, "matrices": block.count}
+            self.weights[name] = {**found[name].summary(), **{key: float(size) for key, size in sizes.items()}}
 
     @full_precision()
     def _measure(self, weight: tuple[Held, Tensor]) -> tuple[Held, dict[str, Measures]]:

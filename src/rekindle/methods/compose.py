@@ -31,6 +31,7 @@ class Compose(Remedy):
     """
 
     name = "compose"
+    sharded = True  # its members decide
 
     def __init__(self, methods: Sequence[Method]) -> None:
         if not methods:

@@ -24,6 +24,7 @@ class FIRE(Remedy):
     """
 
     name = "fire"
+    sharded = True
 
     def __init__(self, *, recalibrate: bool = False, seed: int = 0, **options: Any) -> None:
         super().__init__(seed=seed)

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from rekindle import initial
 from rekindle.methods.call import Call, full_precision
 from rekindle.projection.receipt import Batch, Loss, Meter, Receipt
+from rekindle.sharding.wrappers import refuse_shards, settle
 
 Moment = Literal["event", "step", "backward", "loss"]
 Batches = Literal["none", "any", "all"]
@@ -48,6 +49,7 @@ class Remedy:
     batches: Batches = "none"
     watches: bool = False
     period: int | None = None
+    sharded: ClassVar[bool] = False  # whether it works on DTensor parameters
 
     def __init__(self, *, seed: int = 0) -> None:
         self._own = torch.Generator().manual_seed(seed)
@@ -66,6 +68,9 @@ class Remedy:
         generator: where random numbers come from; without one, the method's own, which is part of its state.
         """
         meter = Meter()
+        if not self.sharded:
+            settle(model)
+            refuse_shards(model, type(self).__name__, self.batches != "none" or self.watches)
         with full_precision(model):
             done = self.apply(Call(model, optimizer, batches, loss, self._own, generator))
         settings = done.settings or self.settings()

@@ -187,6 +187,7 @@ class OptimizerReset(Remedy):
     """
 
     name = "optimizer-reset"
+    sharded = True
     policy: ClassVar[str] = "fresh"
 
     def __init__(self, *, targets: Targets = "trainable", seed: int = 0) -> None:

@@ -34,6 +34,7 @@ from rekindle.diagnosis.verdict import Thresholds
 from rekindle.isolation import Batch, Loss, Recorded, check_loss
 from rekindle.measures.matrices import Mode
 from rekindle.monitoring.sinks import Sink, send
+from rekindle.sharding.norms import norms
 
 
 @dataclass(frozen=True)
@@ -152,7 +153,7 @@ class Monitor:
             reading = HealthBuilder(self.mode, self.thresholds.tau)
             if self._samples % self.weights_every == 0:
                 if self._found is None:
-                    self._found = find(self.model)
+                    self._found = find(self.model, sharded=True)
                 reading.read_weights(self.model, self._found)
             found = self._activity()
             reading.add_activity(found)
@@ -178,13 +179,13 @@ class Monitor:
         """What the step itself shows: gradients as they were used, and how far the weights went."""
         held = [(name, p, p.grad) for name, p in self._named if p.grad is not None and not p.grad.is_sparse]
         if held and not reading.gradients:
-            norms = torch.stack(torch._foreach_norm([grad for _, _, grad in held])).double()
-            reading.gradients = dict(zip([name for name, _, _ in held], norms.tolist(), strict=True))
-            reading.whole["gradient_norm"] = float(norms.norm())
+            sizes = norms([grad for _, _, grad in held])
+            reading.gradients = dict(zip([name for name, _, _ in held], sizes.tolist(), strict=True))
+            reading.whole["gradient_norm"] = float(sizes.norm())
         if self._before is not None:
             weights = [p.detach() for _, p in self._named]
-            moved = torch.stack(torch._foreach_norm(torch._foreach_sub(weights, self._before))).double()
-            sizes = torch.stack(torch._foreach_norm(self._before)).double()
+            moved = norms([now - then for now, then in zip(weights, self._before, strict=True)])
+            sizes = norms(self._before)
             if float(sizes.norm()) > 0:
                 reading.whole["effective_learning_rate"] = float(moved.norm() / sizes.norm())
             for (name, _), ratio, size in zip(self._named, (moved / sizes).tolist(), sizes.tolist(), strict=True):

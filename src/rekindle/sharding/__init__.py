@@ -10,6 +10,7 @@ from rekindle.sharding.owners import Parcel, assign
 from rekindle.sharding.spread import LayoutNotSupported, Spread
 from rekindle.sharding.team import LostRank, RankError, Team
 from rekindle.sharding.units import Unit, units
+from rekindle.sharding.whole import gathered
 
 __all__ = [
     "Exchange",
@@ -21,5 +22,6 @@ __all__ = [
     "Team",
     "Unit",
     "assign",
+    "gathered",
     "units",
 ]

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from rekindle.blocks.layouts import Layout
-from rekindle.sharding.spread import Range
+from rekindle.blocks.storage import is_sharded
+from rekindle.sharding.spread import LayoutNotSupported, Range, Spread
+from rekindle.sharding.team import Team
 from rekindle.sharding.units import factors, sizes
+from rekindle.sharding.wrappers import device_of, local
 
 
 def square_sums(layout: Layout, local: Tensor, extents: tuple[tuple[Range, ...], ...]) -> Tensor:
@@ -41,3 +47,31 @@ def square_sums(layout: Layout, local: Tensor, extents: tuple[tuple[Range, ...],
         summed.index_add_(dim, number.to(total.device)[keep], total.index_select(dim, keep))
         total = summed
     return total.reshape([taken_sizes[f] for f in order]).permute([order.index(f) for f in layout.count]).flatten()
+
+
+def norms(tensors: Sequence[Tensor]) -> Tensor:
+    """‖t‖ of each tensor in float64, DTensors as a whole: then every process of their meshes must make the call.
+
+    >>> norms([torch.tensor([3.0, 4.0]), torch.ones(4)])
+    tensor([5., 2.], dtype=torch.float64)
+    """
+    if not any(is_sharded(tensor) for tensor in tensors):
+        return torch.stack(list(torch._foreach_norm(list(tensors)))).double()
+    found = torch.zeros(len(tensors), dtype=torch.float64)
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        own = local(tensor)
+        if is_sharded(tensor):
+            try:
+                spread = Spread.of(tensor)
+            except LayoutNotSupported:  # a partial sum: a gradient that is not reduced yet
+                whole: Any = tensor.detach()
+                found[place] = whole.full_tensor().double().square().sum().cpu()
+                continue
+            groups.setdefault(spread.ranks, []).append(place)
+            if not spread.sends(torch.distributed.get_rank(), spread.ranks[0]):
+                continue  # another rank's copy counts
+        found[place] = own.double().square().sum().cpu()
+    for ranks, places in groups.items():
+        found[places] = Team.of(ranks, device_of(tensors[places[0]])).sum(found[places])
+    return found.sqrt()

@@ -35,11 +35,12 @@ def refuse_hidden(model: nn.Module) -> None:
     >>> refuse_hidden(nn.Linear(2, 2))
     """
     for name, module in model.named_modules():
-        if _is(module, "FullyShardedDataParallel") and not _summoned(module):
+        # Inside summon_full_params the root gives its parameters other names than they have: take the module in it.
+        if _is(module, "FullyShardedDataParallel") and not (name and _summoned(module)):
             raise LayoutNotSupported(
                 f"{name or 'the model'} is wrapped by FSDP1, which flattens its parameters. Use fully_shard (FSDP2), "
-                "or `with FullyShardedDataParallel.summon_full_params(model, writeback=True): rekindle.fire(model, "
-                "optimizer)` with use_orig_params=True, on every rank"
+                "or `with FullyShardedDataParallel.summon_full_params(model, writeback=True): "
+                "rekindle.fire(model.module, optimizer)` with use_orig_params=True, on every rank"
             )
     for name, parameter in model.named_parameters():
         if hasattr(parameter, "ds_id") and not parameter.numel():
@@ -68,6 +69,27 @@ def spreads(model: nn.Module) -> dict[str, Spread]:
                 if name.startswith(prefix) and name not in found and len(ranks) > 1 and parameter.numel():
                     found[name] = Spread.replicated(tuple(parameter.shape), ranks)
     return found
+
+
+def refuse_shards(model: nn.Module, who: str, batches: bool) -> None:
+    """Raise if the model has DTensor parameters: `who` works on whole parameters, or looks at batches too.
+
+    >>> refuse_shards(nn.Linear(2, 2), "ReDo", True)
+    """
+    found = next((name for name, parameter in model.named_parameters() if is_sharded(parameter)), None)
+    if found is None:
+        return
+    if batches:
+        way = (
+            "apply it to a plain copy of the model, loaded from get_model_state_dict(model, "
+            "options=StateDictOptions(full_state_dict=True)) and put back with set_model_state_dict"
+        )
+    else:
+        way = (
+            f"use `with rekindle.sharding.gathered(model, optimizer): {who}(...)(model, optimizer)` on every rank, "
+            "where the whole model fits into its memory"
+        )
+    raise LayoutNotSupported(f"{who} works on whole parameters and {found!r} is sharded (DTensor): {way}")
 
 
 def distributed(model: nn.Module, *, copies: bool = True) -> tuple[Team, dict[str, Spread]]:
