@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from rekindle.checkpoint import Checkpoint
     from rekindle.projection.planning import Entry, Plan
     from rekindle.projection.receipt import Receipt
+    from rekindle.sharding.estimate import Estimate
 
 NOTHING_LEFT = "leaves nothing to project"  # what the library says then
 _SAFETENSORS, _TORCH = (".safetensors",), (".pt", ".pth", ".bin", ".ckpt")
@@ -52,6 +53,10 @@ def plan(
         Path | None,
         typer.Option("--output", "-o", metavar="PLAN.json", help="Keep the plan for fire --plan.", show_default=False),
     ] = None,
+    ranks: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Also predict the cost on N processes (FSDP2).", show_default=False),
+    ] = None,
     json: options.Json = False,
     force: options.Force = False,
 ) -> None:
@@ -64,6 +69,8 @@ def plan(
       rekindle plan ./my-model --targets attention.qk --scale nearest
 
       rekindle plan resnet.pth --model torchvision.models:resnet18 -o plan.json
+
+      rekindle plan ./my-model --ranks 64
     """
     if output is not None:
         refuse_existing(output, force)
@@ -82,10 +89,19 @@ def plan(
     if output is not None:
         write_text(output, as_json(drawn.to_dict()), force)
         say(f"plan: {output}")
+    costs = [] if ranks is None else _costs(drawn, ranks)
     if json:
-        show_json(drawn.to_dict())
+        show_json({**drawn.to_dict(), **({"costs": [asdict(cost) for cost in costs]} if costs else {})})
     else:
-        show(drawn.table(width()))
+        show("\n".join([drawn.table(width()), *map(str, costs)]))
+
+
+def _costs(drawn: Plan, ranks: int) -> list[Estimate]:
+    """What carrying out the plan on so many processes would cost, on processors like this one and on GPUs."""
+    from rekindle.sharding.estimate import ACCELERATOR, estimate, measured_here
+
+    weights = [([block.layout for block in entry.blocks], entry.dtype.itemsize) for entry in drawn.selected]
+    return [estimate(weights, ranks, machine) for machine in (measured_here(), ACCELERATOR)]
 
 
 def _listing(checkpoint: Checkpoint, config: Any) -> str:

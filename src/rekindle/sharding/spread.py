@@ -144,8 +144,19 @@ class Spread:
 
     def holders(self, box: Box) -> tuple[int, ...]:
         """The ranks that hold all of a box."""
-        whole = volume(box)
-        return tuple(rank for rank in self.ranks if self.held(rank, box) == whole)
+        # Whoever holds all of it holds its first element: looking at every rank takes long where there are thousands.
+        at: dict[int, int] = {}
+        ranges: list[tuple[Range, ...]] = [((0, size),) if size else () for size in self.shape]
+        for dim, axis in self.splits:
+            total = sum(stop - start for start, stop in ranges[dim])
+            before = sum(min(stop, box[dim][0]) - start for start, stop in ranges[dim] if start < box[dim][0])
+            at[axis] = before // max(1, -(-total // self.mesh[axis]))
+            if at[axis] >= self.mesh[axis]:
+                return ()
+            ranges[dim] = _chunk(ranges[dim], self.mesh[axis], at[axis])
+        choices = ([at[axis]] if axis in at else range(size) for axis, size in enumerate(self.mesh))
+        found = [self.ranks[_flat(coordinate, self.mesh)] for coordinate in itertools.product(*choices)]
+        return tuple(found) if found and self.held(found[0], box) == volume(box) else ()
 
     def boundaries(self, dim: int) -> tuple[int, ...]:
         """Where a dimension is cut between ranks."""
@@ -159,6 +170,13 @@ def volume(box: Box) -> int:
     8
     """
     return math.prod(stop - start for start, stop in box)
+
+
+def _flat(coordinate: tuple[int, ...], mesh: tuple[int, ...]) -> int:
+    place = 0
+    for here, size in zip(coordinate, mesh, strict=True):
+        place = place * size + here
+    return place
 
 
 @lru_cache(maxsize=4096)

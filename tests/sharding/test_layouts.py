@@ -1,0 +1,128 @@
+"""What each rank holds, boxes of whole matrices, owners and lots: no processes needed."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rekindle.blocks.layouts import matrices
+from rekindle.sharding.estimate import ACCELERATOR, estimate
+from rekindle.sharding.gram import factor
+from rekindle.sharding.owners import Parcel, assign, lots
+from rekindle.sharding.spread import Spread, volume
+from rekindle.sharding.units import units
+
+SPLITS = [(), ((0, 0),), ((1, 0),), ((0, 0), (1, 1)), ((0, 0), (0, 1)), ((0, 1), (0, 0)), ((1, 1),)]
+
+
+def chunked(tensor: torch.Tensor, spread: Spread, coordinate: tuple[int, ...]) -> torch.Tensor:
+    """The obvious reference: cut with torch.chunk, one cut after the other."""
+    for dim, axis in spread.splits:
+        parts = tensor.chunk(spread.mesh[axis], dim)
+        here = coordinate[axis]
+        tensor = parts[here] if here < len(parts) else tensor.narrow(dim, 0, 0)
+    return tensor
+
+
+@given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 4), st.integers(1, 3), st.sampled_from(SPLITS))
+def test_every_rank_holds_what_chunk_gives_it(rows, columns, first, second, splits):
+    spread = Spread((rows, columns), (first, second), tuple(range(first * second)), splits)
+    whole = torch.arange(rows * columns).reshape(rows, columns)
+    for rank in spread.ranks:
+        expected = chunked(whole, spread, spread.coordinate(rank))
+        assert spread.local_shape(rank) == tuple(expected.shape)
+        box = ((0, rows), (0, columns))
+        rebuilt = torch.full_like(expected, -1)
+        for piece in spread.pieces(rank, box):
+            rebuilt[piece.local] = whole[piece.inside]
+        assert torch.equal(rebuilt, expected)
+
+
+@given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 4), st.integers(1, 3), st.sampled_from(SPLITS), st.data())
+def test_holders_are_those_that_hold_all_of_a_box(rows, columns, first, second, splits, data):
+    spread = Spread((rows, columns), (first, second), tuple(range(first * second)), splits)
+    top, left = data.draw(st.integers(0, rows - 1)), data.draw(st.integers(0, columns - 1))
+    box = ((top, data.draw(st.integers(top + 1, rows))), (left, data.draw(st.integers(left + 1, columns))))
+    assert spread.holders(box) == tuple(rank for rank in spread.ranks if spread.held(rank, box) == volume(box))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "shape"),
+    [
+        (matrices("out in"), (5, 7)),
+        (matrices("(part out) in", part=("query", "key", "value")), (12, 5)),
+        (matrices("in (part out)", part=("query", "key", "value")), (5, 12)),
+        (matrices("(head part dim) in", part=("query", "key", "value"), head=2, heads="head"), (12, 5)),
+        (matrices("(part dim) in", part={"query": 4, "key": 1, "value": 1}, heads="part"), (12, 5)),
+        (matrices("expert (part out) in", part=("gate", "up"), count="expert"), (5, 6, 4)),
+        (matrices("(group out) in a b", count="group a b", group=2), (6, 4, 3, 3)),
+        (matrices("(group in) out a", count="group a", inputs="in", group=2), (6, 4, 3)),
+    ],
+)
+def test_units_hold_every_matrix_once_and_read_what_the_block_reads(recipe, shape):
+    whole = torch.arange(math.prod(shape)).reshape(shape)
+    blocks = recipe(shape)
+    spread = Spread(shape, (3,), (0, 1, 2), ((0, 0),))
+    seen = {}
+    for unit in units([block.layout for block in blocks], spread, grain=1):
+        box = whole[tuple(slice(low, high) for low, high in unit.box)].contiguous()
+        for part in unit.parts:
+            for number, matrix in zip(part.numbers, part.layout.read(box), strict=True):
+                assert (part.block, number) not in seen
+                seen[part.block, number] = matrix
+    for index, block in enumerate(blocks):
+        for number, matrix in enumerate(block.read(whole)):
+            assert torch.equal(seen.pop((index, number)), matrix)
+    assert not seen
+
+
+def parcels(sizes: list[int], ranks: int) -> list[Parcel]:
+    found = []
+    for number, size in enumerate(sizes):
+        spread = Spread((size, size), (ranks,), tuple(range(ranks)), ((0, 0),))
+        unit = units([matrices("out in")((size, size))[0].layout], spread)[0]
+        found.append(Parcel(number, unit, spread, 4))
+    return found
+
+
+def test_owners_are_balanced_and_the_same_on_every_process():
+    given_ = parcels([64] * 7 + [32] * 9 + [48] * 5, 4)
+    first, second = assign(given_), assign(given_)
+    assert first == second
+    load = {rank: sum(p.unit.cost for p in first if p.owner == rank) for rank in range(4)}
+    assert max(load.values()) <= sum(load.values()) / 4 + max(p.unit.cost for p in first)
+
+
+def test_a_lot_holds_no_more_than_its_budget_or_one_parcel_per_owner():
+    assigned = assign(parcels([8, 16, 24, 8, 8, 8, 32], 2))
+    queue = lots(assigned, budget=1024)
+    assert sorted(index for lot in queue for index in lot) == list(range(7))
+    for lot in queue:
+        for owner in (0, 1):
+            held = [assigned[i].size for i in lot if assigned[i].owner == owner]
+            assert sum(held) <= 1024 or len(held) == 1
+
+
+def test_the_gram_route_turns_ill_conditioned_matrices_down():
+    w = torch.randn(200, 6, dtype=torch.float64)
+    found = factor(w.T @ w, 1e-6)
+    u, _, vh = torch.linalg.svd(w, full_matrices=False)
+    assert torch.allclose(w @ found.factor, u @ vh, atol=1e-10)
+    w[:, 0] = w[:, 1] + 1e-6 * w[:, 0]
+    assert factor(w.T @ w, 1e-6) is None
+    assert factor(torch.zeros(3, 3, dtype=torch.float64), 1e-6) is None
+
+
+def test_an_estimate_counts_what_moves():
+    layout = matrices("out in")((256, 256))[0].layout
+    weights = [([layout], 4)] * 16
+    four = estimate(weights, 4, ACCELERATOR)
+    # Each matrix: three quarters go to its owner and three quarters come back, over four ranks.
+    assert four.moved * 4 == pytest.approx(16 * 2 * 0.75 * 256 * 256 * 4)
+    experts = matrices("expert out in", count="expert")((8, 64, 64))[0].layout
+    assert estimate([([experts], 4)], 4, ACCELERATOR).moved == 0
+    assert "64 ranks" in str(estimate(weights, 64, ACCELERATOR))
