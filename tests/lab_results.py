@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rekindle.lab.arms import ARMS, Arm
-from rekindle.lab.execution.store import Record
-from rekindle.lab.results import Entry, Results
+from rekindle.lab.execution.store import RunRecord
+from rekindle.lab.results import Results, RunEntry
 from rekindle.lab.settings import Setting
 
 # Headline on the last task; every arm starts at FIRST, and seeds differ by a few thousandths.
@@ -88,14 +88,16 @@ def results(
                     rows.append(task_row(setting, name, task, value))
                 rows.append({"kind": "end", "seconds": float(tasks)})
                 entries.append(
-                    Entry(setting, shown, arm, tuning, seed, f"{name}{seed}{tuning}", Record("finished", tuple(rows)))
+                    RunEntry(
+                        setting, shown, arm, tuning, seed, f"{name}{seed}{tuning}", RunRecord("finished", tuple(rows))
+                    )
                 )
         for name, why in (refused or {}).items():
             rows = [{"kind": "start"}, {"kind": "end", "refused": why}]
-            entries.append(Entry(setting, name, Arm(name), False, 0, name, Record("refused", tuple(rows))))
+            entries.append(RunEntry(setting, name, Arm(name), False, 0, name, RunRecord("refused", tuple(rows))))
         for name, why in (failed or {}).items():
             rows = [{"kind": "start"}, {"kind": "failed", "error": why}]
-            entries.append(Entry(setting, name, Arm(name), False, 0, name, Record("failed", tuple(rows))))
+            entries.append(RunEntry(setting, name, Arm(name), False, 0, name, RunRecord("failed", tuple(rows))))
     return Results({"name": "made-up", "seeds": list(range(seeds))}, tuple(entries))
 
 

@@ -15,13 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lab_fakes import row
-from rekindle.lab.execution.store import Record, Store, flat, frame, parse, replace
+from rekindle.lab.execution.store import RunRecord, RunStore, flat, frame, parse, replace
 
 START = {"kind": "start", "identity": "abc", "run": {"setting": {"name": "digits"}, "arm": {"name": "fire"}, "seed": 3}}
 ROWS = [START, *(row(task, 0.5, remedy=task > 0) for task in range(3)), {"kind": "end", "seconds": 1.5}]
 
 
-def write(store: Store, identity: str, rows: list[dict[str, Any]]) -> None:
+def write(store: RunStore, identity: str, rows: list[dict[str, Any]]) -> None:
     claim = store.claim(identity)
     assert claim is not None
     with claim:
@@ -34,7 +34,7 @@ def whole() -> bytes:
 
 
 def test_rows_are_kept_in_order_and_progress_is_not(tmp_path: Path) -> None:
-    store = Store(tmp_path)
+    store = RunStore(tmp_path)
     write(store, "abc", [*ROWS[:2], {"kind": "progress", "task": 1}, *ROWS[2:]])
     record = store.read("abc")
     assert record.state == "finished" and list(record.rows) == ROWS
@@ -43,7 +43,7 @@ def test_rows_are_kept_in_order_and_progress_is_not(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("cut", [*range(0, len(whole()), 97), len(whole()) - 2, len(whole()) - 1, len(whole())])
 def test_a_file_cut_anywhere_is_taken_up_again(cut: int, tmp_path: Path) -> None:
-    store = Store(tmp_path)
+    store = RunStore(tmp_path)
     write(store, "abc", [])
     store.path("abc").write_bytes(whole()[:cut])
     # The end row counts as soon as its closing bracket is there.
@@ -60,7 +60,7 @@ def test_a_file_cut_anywhere_is_taken_up_again(cut: int, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("tail", [b"", b"\n", b"\x00" * 5000, b'{"kind":"task","task":3', b"\n\n{}x\n"])
 def test_a_claim_makes_the_file_whole(tail: bytes, tmp_path: Path) -> None:
-    store = Store(tmp_path)
+    store = RunStore(tmp_path)
     store.runs.mkdir()
     end = whole() if tail else whole()[:-1]
     store.path("abc").write_bytes(end + tail)
@@ -71,7 +71,7 @@ def test_a_claim_makes_the_file_whole(tail: bytes, tmp_path: Path) -> None:
 
 
 def test_a_row_without_its_newline_is_not_joined_to_the_next(tmp_path: Path) -> None:
-    store = Store(tmp_path)
+    store = RunStore(tmp_path)
     store.runs.mkdir()
     second = whole().index(b"\n", whole().index(b"\n") + 1)
     store.path("abc").write_bytes(whole()[:second])
@@ -80,7 +80,7 @@ def test_a_row_without_its_newline_is_not_joined_to_the_next(tmp_path: Path) -> 
 
 
 def test_what_is_finished_stays_until_a_later_attempt_is_finished(tmp_path: Path) -> None:
-    store = Store(tmp_path)
+    store = RunStore(tmp_path)
     later = [{**START, "code": "new"}, row(0, 0.1, remedy=False)]
     write(store, "abc", [*ROWS, *later])
     assert list(store.read("abc").rows) == ROWS
@@ -101,7 +101,7 @@ def test_garbage_at_the_end_costs_a_finished_run_nothing_and_an_unfinished_one_i
         )
     )
     with tempfile.TemporaryDirectory() as folder:
-        store = Store(folder)
+        store = RunStore(folder)
         store.runs.mkdir(parents=True)
         store.path("abc").write_bytes(whole()[:cut] + garbage)
         if cut == len(whole()):
@@ -119,7 +119,7 @@ def test_garbage_at_the_end_costs_a_finished_run_nothing_and_an_unfinished_one_i
 
 
 def test_a_second_attempt_follows_the_first_and_the_finished_one_counts(tmp_path: Path) -> None:
-    store = Store(tmp_path)
+    store = RunStore(tmp_path)
     first = [START, row(0, 0.1, remedy=False), {"kind": "failed", "error": "out of luck"}]
     write(store, "abc", first)
     assert store.read("abc").state == "failed" and not store.read("abc").settles("")
@@ -136,10 +136,10 @@ def test_a_lost_line_in_the_middle_makes_the_attempt_worthless(tmp_path: Path) -
 
 
 def test_one_writer_within_and_across_processes(tmp_path: Path) -> None:
-    store = Store(tmp_path)
+    store = RunStore(tmp_path)
     claim = store.claim("abc")
     assert claim is not None and store.claim("abc") is None and store.claim("other") is not None
-    code = "import sys; from rekindle.lab.execution.store import Store; print(Store(sys.argv[1]).claim('abc'))"
+    code = "import sys; from rekindle.lab.execution.store import RunStore; print(RunStore(sys.argv[1]).claim('abc'))"
     out = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "None"
     claim.release()
@@ -151,36 +151,36 @@ def test_one_writer_within_and_across_processes(tmp_path: Path) -> None:
 def test_a_killed_writer_lets_go(tmp_path: Path) -> None:
     code = """
 import os, signal, sys
-from rekindle.lab.execution.store import Store
-claim = Store(sys.argv[1]).claim("abc")
+from rekindle.lab.execution.store import RunStore
+claim = RunStore(sys.argv[1]).claim("abc")
 claim.append({"kind": "start"})
 os.kill(os.getpid(), signal.SIGKILL)
 """
     died = subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)
     assert died.returncode == -9
-    claim = Store(tmp_path).claim("abc")
+    claim = RunStore(tmp_path).claim("abc")
     assert claim is not None and claim.record.state == "partial"
     claim.release()
 
 
 def test_a_row_that_json_cannot_hold_is_not_half_written(tmp_path: Path) -> None:
-    claim = Store(tmp_path).claim("abc")
+    claim = RunStore(tmp_path).claim("abc")
     assert claim is not None
     with claim:
         claim.append(START)
         with pytest.raises(ValueError, match="JSON"):
             claim.append({"kind": "task", "task": 0, "loss": float("nan")})
-        assert Store(tmp_path).path("abc").read_bytes().count(b"\n") == 1
+        assert RunStore(tmp_path).path("abc").read_bytes().count(b"\n") == 1
 
 
 @pytest.mark.parametrize("identity", ["", "../x", "a/b", "a.b"])
 def test_an_identity_cannot_leave_the_folder(identity: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="identity"):
-        Store(tmp_path).claim(identity)
+        RunStore(tmp_path).claim(identity)
 
 
 def test_study_json(tmp_path: Path) -> None:
-    store = Store(tmp_path / "new")
+    store = RunStore(tmp_path / "new")
     with pytest.raises(FileNotFoundError, match="not the folder of a study"):
         store.description()
     store.describe({"name": "x"})
@@ -206,7 +206,7 @@ def test_replace_leaves_the_old_file_if_it_fails_and_nothing_beside(tmp_path: Pa
 def test_the_table_is_sorted_flat_and_the_same_every_time(tmp_path: Path) -> None:
     pandas = pytest.importorskip("pandas")
     pytest.importorskip("pyarrow")
-    store = Store(tmp_path)
+    store = RunStore(tmp_path)
     for identity, arm, seed in (("zz", "fire", 0), ("aa", "nothing", 1), ("mm", "fire", 1)):
         run = {
             "setting": {"name": "digits"},
@@ -231,12 +231,12 @@ def test_the_table_is_sorted_flat_and_the_same_every_time(tmp_path: Path) -> Non
 
 def test_an_empty_folder_has_an_empty_table(tmp_path: Path) -> None:
     assert len(frame([])) == 0
-    assert Store(tmp_path).finished() == set() and Store(tmp_path).read("abc") == Record("new")
+    assert RunStore(tmp_path).finished() == set() and RunStore(tmp_path).read("abc") == RunRecord("new")
     assert flat({"a": {"b": {"c": None}}}) == {}
 
 
 def test_readers_see_whole_rows_while_one_writes(tmp_path: Path) -> None:
-    store, seen = Store(tmp_path), set()
+    store, seen = RunStore(tmp_path), set()
     claim = store.claim("abc")
     assert claim is not None
 

@@ -20,7 +20,7 @@ from lab_fakes import TASKS, Inline
 from rekindle.lab.arms import Arm
 from rekindle.lab.execution import MOST_LOSSES, Durations, Event, Running, described, time_left
 from rekindle.lab.execution.local import Pool
-from rekindle.lab.execution.store import Store
+from rekindle.lab.execution.store import RunStore
 from rekindle.lab.runs import _source
 from rekindle.lab.settings import Setting
 from rekindle.lab.study import Study
@@ -387,7 +387,7 @@ def test_a_start_is_not_made_twice_at_once(tmp_path: Path) -> None:
 
 
 def test_time_left_is_never_less_than_the_longest_run_needs(tmp_path: Path) -> None:
-    run, claim = Run(TINY, Arm("nothing"), 0), Store(tmp_path).claim("abc")
+    run, claim = Run(TINY, Arm("nothing"), 0), RunStore(tmp_path).claim("abc")
     assert claim is not None
     with claim:
         assert time_left([Running(run, claim, 50.0).left()], [2.0], 8) == pytest.approx(50.0, abs=0.5)

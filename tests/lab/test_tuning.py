@@ -13,8 +13,8 @@ import pytest
 from lab_fakes import TASKS, Inline, row
 from rekindle.lab import tuning
 from rekindle.lab.arms import ARMS, Arm
-from rekindle.lab.execution.store import Record
-from rekindle.lab.results import Entry, Results
+from rekindle.lab.execution.store import RunRecord
+from rekindle.lab.results import Results, RunEntry
 from rekindle.lab.results.comparison import ArmComparison, ArmRuns
 from rekindle.lab.results.statistics import holm, paired, t_interval
 from rekindle.lab.settings import Setting
@@ -189,7 +189,9 @@ def test_a_diverged_run_is_counted_and_said(tmp_path: Path) -> None:
     good, bad = row(0, 0.5, remedy=False), row(0, 0.5, remedy=False) | {"online_loss": None, "diverged": True}
     start = {"kind": "start", "stream": {"classes": 10, "tasks": 1}}
     entries = tuple(
-        Entry(setting, "fire", Arm("fire"), False, seed, str(seed), Record("finished", (start, task, {"kind": "end"})))
+        RunEntry(
+            setting, "fire", Arm("fire"), False, seed, str(seed), RunRecord("finished", (start, task, {"kind": "end"}))
+        )
         for seed, task in enumerate((good, good, bad))
     )
     (line,) = Results({"name": "s"}, entries).table()
@@ -207,7 +209,7 @@ def test_over_five_streams_there_is_an_interquartile_mean() -> None:
             for seed in (0, 1):
                 rows = ({"kind": "start"}, row(0, 0.5, remedy=False), row(1, level, remedy=False), {"kind": "end"})
                 entries.append(
-                    Entry(setting, arm, Arm(arm), False, seed, f"{number}{arm}{seed}", Record("finished", rows))
+                    RunEntry(setting, arm, Arm(arm), False, seed, f"{number}{arm}{seed}", RunRecord("finished", rows))
                 )
     found = Results({"name": "s"}, tuple(entries)).over_streams()
     assert found["note"] is None
@@ -224,7 +226,7 @@ def test_a_loss_is_valid_by_its_distance_to_chance() -> None:
     tasks = [row(0, 0.5, remedy=False) | {"online_loss": 0.5}, row(1, 0.5, remedy=False) | {"online_loss": 2.0}]
     rows = (start, *tasks, {"kind": "end"})
     results = Results(
-        {"name": "s"}, (Entry(setting, "nothing", Arm("nothing"), False, 0, "x", Record("finished", rows)),)
+        {"name": "s"}, (RunEntry(setting, "nothing", Arm("nothing"), False, 0, "x", RunRecord("finished", rows)),)
     )
     got = results.validity("loss")
     chance = math.log(10)

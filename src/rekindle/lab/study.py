@@ -22,8 +22,8 @@ from rekindle.lab import tuning
 from rekindle.lab.arms import ARMS, Arm, arms, from_stored
 from rekindle.lab.execution import Event, Execution, Outcome, Watcher, described
 from rekindle.lab.execution.local import TARGET, Executor, Pool
-from rekindle.lab.execution.store import Store
-from rekindle.lab.results import Entry, Results
+from rekindle.lab.execution.store import RunStore
+from rekindle.lab.results import Results, RunEntry
 from rekindle.lab.results.metrics import headline
 from rekindle.lab.runs import Run
 from rekindle.lab.settings import SETTINGS, Setting, read_source
@@ -73,9 +73,9 @@ class Study:
         self.folder = UNNAMED.with_name(self.name) if self.folder == UNNAMED else Path(self.folder)
 
     @property
-    def store(self) -> Store:
+    def store(self) -> RunStore:
         """The folder's files."""
-        return Store(self.folder)
+        return RunStore(self.folder)
 
     # What there is to do
 
@@ -95,11 +95,11 @@ class Study:
             for seed in tuning.SEEDS
         ]
 
-    def choices(self) -> dict[tuple[str, str], tuning.Choice]:
+    def choices(self) -> dict[tuple[str, str], tuning.TunedChoice]:
         """By setting and arm: the configuration that the finished tuning runs choose."""
         if not self.tune:
             return {}
-        chosen: dict[tuple[str, str], tuning.Choice] = {}
+        chosen: dict[tuple[str, str], tuning.TunedChoice] = {}
         for setting in self.settings:
             for arm in self.arms:
                 tried = tuning.candidates(arm)
@@ -170,7 +170,7 @@ class Study:
         return Results(
             self.to_dict(),
             tuple(
-                Entry(
+                RunEntry(
                     run.setting, name, run.arm, tuned, run.seed, run.identity, self.store.read(run.identity), _code(run)
                 )
                 for run, name, tuned in plan
@@ -305,7 +305,7 @@ def _found(cls: type[Study], what: str | Path | Sequence[str]) -> Study:
         return cls.from_dict({"settings": list(what)})
     path = Path(what)
     if path.is_dir() and ((path / "study.json").exists() or str(what) not in SETTINGS):
-        return cls.from_dict(Store(path).description(), folder=path)
+        return cls.from_dict(RunStore(path).description(), folder=path)
     if path.suffix in (".yaml", ".yml", ".json", ".py"):
         if not path.is_file():
             raise FileNotFoundError(f"there is no study file {str(what)!r}")

@@ -42,7 +42,7 @@ def candidates(arm: Arm, budget: int = BUDGET) -> list[Arm]:
 
 
 @dataclass(frozen=True)
-class Choice:
+class TunedChoice:
     """The configuration that did best on the tuning seeds: its place among the candidates, and all their values.
 
     `arm` is None, and `note` says why, if no candidate finished on every tuning seed.
@@ -59,7 +59,7 @@ class Choice:
         return {"arm": arm, "place": self.place, "values": list(self.values), "note": self.note}
 
 
-def choose(tried: Sequence[Arm], values: Sequence[Mapping[int, float]], *, falling: bool) -> Choice:
+def choose(tried: Sequence[Arm], values: Sequence[Mapping[int, float]], *, falling: bool) -> TunedChoice:
     """The candidate with the best mean over the tuning seeds; of equals the first, so that the default stays.
 
     values: for each candidate the headline by seed. One that did not finish on every tuning seed is out.
@@ -72,10 +72,10 @@ def choose(tried: Sequence[Arm], values: Sequence[Mapping[int, float]], *, falli
     means = [fmean(value[seed] for seed in SEEDS) if all(seed in value for seed in SEEDS) else None for value in values]
     places = [place for place, mean in enumerate(means) if mean is not None]
     if not places:
-        return Choice(None, None, tuple(means), "no configuration finished on the tuning seeds")
+        return TunedChoice(None, None, tuple(means), "no configuration finished on the tuning seeds")
     sign = 1.0 if falling else -1.0
     best = min(places, key=lambda place: (sign * (means[place] or 0.0), place))
-    return Choice(tried[best], best, tuple(means))
+    return TunedChoice(tried[best], best, tuple(means))
 
 
 def tuned_name(name: str) -> str:

@@ -19,7 +19,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from rekindle.lab.execution.local import LAST, Executor
-from rekindle.lab.execution.store import Claim, Row, Store
+from rekindle.lab.execution.store import Claim, Row, RunStore
 from rekindle.monitoring.sinks import Sink, send
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ class Execution:
     """Does runs with an executor until none is left; `do` may be called again with more."""
 
     def __init__(
-        self, store: Store, executor: Executor, *, watch: Watcher | None = None, sinks: Iterable[Sink] = ()
+        self, store: RunStore, executor: Executor, *, watch: Watcher | None = None, sinks: Iterable[Sink] = ()
     ) -> None:
         self.store, self.executor = store, executor
         self.watch, self.sinks = watch, list(sinks)

@@ -46,7 +46,7 @@ class RayExecutor:
         if self._own:
             _join(ray, address, workers)
         self.slots = workers or max(1, int(ray.cluster_resources().get("CPU", 1)))
-        self._board = ray.remote(num_cpus=0, max_restarts=-1)(Board).remote()
+        self._latest = ray.remote(num_cpus=0, max_restarts=-1)(LatestProgress).remote()
         self._perform = ray.remote(num_cpus=1, max_retries=RETRIES)(perform)
         self._running: dict[Any, str] = {}
         self._asked = 0.0
@@ -54,7 +54,7 @@ class RayExecutor:
     def submit(self, identity: str, job: dict[str, Any]) -> None:
         """Begin a run."""
         text = _source(job)
-        reference = self._perform.remote(self._target, identity, job, self._starts, self._board, text)
+        reference = self._perform.remote(self._target, identity, job, self._starts, self._latest, text)
         self._running[reference] = identity
 
     def events(self, timeout: float) -> list[tuple[str, Row]]:
@@ -82,24 +82,24 @@ class RayExecutor:
         for reference in self._running:
             self._ray.cancel(reference, force=True)
         self._running.clear()
-        self._ray.kill(self._board)
+        self._ray.kill(self._latest)
         if self._own:
             self._ray.shutdown()
             self._own = False
 
     def _progress(self) -> list[tuple[str, Row]]:
         try:
-            taken: list[tuple[str, Row]] = self._ray.get(self._board.take.remote(), timeout=5.0)
+            taken: list[tuple[str, Row]] = self._ray.get(self._latest.take.remote(), timeout=5.0)
         except self._ray.exceptions.RayError:
             return []
         return taken
 
 
-class Board:
+class LatestProgress:
     """The last news of every run, until somebody asks.
 
-    >>> board = Board()
-    >>> board.post("abc", {"kind": "progress", "task": 1}); board.take(), board.take()
+    >>> latest = LatestProgress()
+    >>> latest.post("abc", {"kind": "progress", "task": 1}); latest.take(), latest.take()
     ([('abc', {'kind': 'progress', 'task': 1})], [])
     """
 
@@ -117,7 +117,7 @@ class Board:
 
 
 def perform(
-    target: str, identity: str, job: dict[str, Any], starts: str | None, board: Any, text: str | None = None
+    target: str, identity: str, job: dict[str, Any], starts: str | None, latest: Any, text: str | None = None
 ) -> list[Row]:
     """One run, in a Ray worker. `text` is the user's file, which another machine may not have."""
     import torch
@@ -130,12 +130,12 @@ def perform(
         for row in rows_of(target, job, None if starts is None else Path(starts)):
             tasks = tasks or row.get("stream", {}).get("tasks")
             if row["kind"] == "progress":
-                board.post.remote(identity, row | {"tasks": tasks})
+                latest.post.remote(identity, row | {"tasks": tasks})
                 continue
             rows.append(row)
             if row["kind"] not in (*LAST, "printed"):
                 done = {"kind": "progress", "task": row.get("task", -1) + 1, "step": 0, "steps": 1, "tasks": tasks}
-                board.post.remote(identity, done)
+                latest.post.remote(identity, done)
     return rows
 
 

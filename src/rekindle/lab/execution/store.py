@@ -32,7 +32,7 @@ WRITTEN = frozenset({"start", "task", "end", "failed"})
 
 
 @dataclass(frozen=True)
-class Record:
+class RunRecord:
     """What a run's file says: the rows of the attempt that counts, and how that attempt ended.
 
     `state` is "new" (nothing usable), "partial" (cut off), "failed" (an exception), "refused" (the arm cannot be
@@ -53,8 +53,9 @@ class Record:
         What other code finished or refused is done again. What was finished before the code was recorded is kept: it
         cannot be judged, and is shown as such.
 
-        >>> old, new = Record("finished", ({"kind": "start"},)), Record("refused", ({"kind": "start", "code": "a"},))
-        >>> old.settles("b"), new.settles("a"), new.settles("b"), Record("failed").settles("a")
+        >>> old = RunRecord("finished", ({"kind": "start"},))
+        >>> new = RunRecord("refused", ({"kind": "start", "code": "a"},))
+        >>> old.settles("b"), new.settles("a"), new.settles("b"), RunRecord("failed").settles("a")
         (True, True, False, False)
         """
         if self.state == "finished":
@@ -62,7 +63,7 @@ class Record:
         return self.state == "refused" and self.code == code
 
 
-def parse(content: bytes) -> tuple[Record, int]:
+def parse(content: bytes) -> tuple[RunRecord, int]:
     """The record in a run's file, and how many bytes of it are whole lines: what follows them is a torn tail.
 
     The last attempt that reached its end counts, else the last one.
@@ -72,7 +73,7 @@ def parse(content: bytes) -> tuple[Record, int]:
     ('finished', 44)
     """
     rows: list[Row] | None = None  # of the attempt in progress; None if it cannot be trusted
-    ended: Record | None = None
+    ended: RunRecord | None = None
     position = good = 0
     for line in io.BytesIO(content):
         position += len(line)
@@ -92,10 +93,10 @@ def parse(content: bytes) -> tuple[Record, int]:
             missing = kind == "task" and row.get("task") != sum(each.get("kind") == "task" for each in rows)
             rows = None if missing else [*rows, row]
             if rows is not None and kind == "end":
-                ended, rows = Record("refused" if row.get("refused") else "finished", tuple(rows)), None
+                ended, rows = RunRecord("refused" if row.get("refused") else "finished", tuple(rows)), None
     if ended is not None or not rows:
-        return ended or Record("new"), good
-    return Record("failed" if rows[-1].get("kind") == "failed" else "partial", tuple(rows)), good
+        return ended or RunRecord("new"), good
+    return RunRecord("failed" if rows[-1].get("kind") == "failed" else "partial", tuple(rows)), good
 
 
 class Claim:
@@ -137,11 +138,11 @@ class Claim:
         self.release()
 
 
-class Store:
+class RunStore:
     """The folder of a study.
 
     >>> import tempfile
-    >>> store = Store(Path(tempfile.mkdtemp()))
+    >>> store = RunStore(Path(tempfile.mkdtemp()))
     >>> with store.claim("abc") as claim:
     ...     for row in ({"kind": "start"}, {"kind": "task", "task": 0}, {"kind": "end"}):
     ...         claim.append(row)
@@ -172,12 +173,12 @@ class Store:
             return None
         return Claim(path, handle)
 
-    def read(self, identity: str) -> Record:
+    def read(self, identity: str) -> RunRecord:
         """What is known of a run now; a run that is being written reads as partial."""
         try:
             return parse(self.path(identity).read_bytes())[0]
         except FileNotFoundError:
-            return Record("new")
+            return RunRecord("new")
 
     def identities(self) -> list[str]:
         """Every run that has a file, in order of name."""
@@ -213,7 +214,7 @@ class Store:
         replace(path, buffer.getvalue())
         return path
 
-    def records(self) -> Iterator[tuple[str, Record]]:
+    def records(self) -> Iterator[tuple[str, RunRecord]]:
         """Every finished run with its rows."""
         for identity in self.identities():
             record = self.read(identity)
@@ -260,11 +261,11 @@ def flat(row: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 FIRST_COLUMNS = ("setting", "arm", "seed", "identity", "arm_lr", "arm_options", "task", "name")
 
 
-def frame(records: Iterable[tuple[str, Record]]) -> Any:
+def frame(records: Iterable[tuple[str, RunRecord]]) -> Any:
     """A pandas DataFrame with one row a task; the same whatever the order of the records.
 
     >>> start = {"kind": "start", "run": {"setting": {"name": "digits"}, "arm": {"name": "fire"}, "seed": 0}}
-    >>> table = frame([("abc", Record("finished", (start, {"kind": "task", "task": 0, "test_loss": 0.5})))])
+    >>> table = frame([("abc", RunRecord("finished", (start, {"kind": "task", "task": 0, "test_loss": 0.5})))])
     >>> table[["setting", "arm", "seed", "task", "test_loss"]].values.tolist()
     [['digits', 'fire', 0, 0, 0.5]]
     """

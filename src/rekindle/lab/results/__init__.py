@@ -10,6 +10,6 @@ Imports settings and the store, never a view. Start with `comparison`.
 """
 
 from rekindle.lab.results.comparison import ArmComparison, ArmRuns, comparisons
-from rekindle.lab.results.study import Entry, Results
+from rekindle.lab.results.study import Results, RunEntry
 
-__all__ = ["ArmComparison", "ArmRuns", "Entry", "Results", "comparisons"]
+__all__ = ["ArmComparison", "ArmRuns", "Results", "RunEntry", "comparisons"]

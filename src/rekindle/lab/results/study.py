@@ -12,7 +12,7 @@ from typing import Any
 from rekindle.extras import require
 from rekindle.lab import tuning
 from rekindle.lab.arms import Arm
-from rekindle.lab.execution.store import Record, Row, flat
+from rekindle.lab.execution.store import Row, RunRecord, flat
 from rekindle.lab.results import metrics
 from rekindle.lab.results.comparison import NOTHING, ArmComparison, ArmRuns, Rows, choice
 from rekindle.lab.results.statistics import STREAMS_FOR_IQM, Interval, interquartile_mean
@@ -22,7 +22,7 @@ FORMAT = 1
 
 
 @dataclass(frozen=True)
-class Entry:
+class RunEntry:
     """One run of the study, with what is known of it."""
 
     setting: Setting
@@ -31,7 +31,7 @@ class Entry:
     tuned: bool
     seed: int
     identity: str
-    record: Record
+    record: RunRecord
     code: str | None = None
     """The code that would make it today (`Run.code`); None where that is not known."""
 
@@ -58,8 +58,8 @@ class Results:
     """
 
     study: Mapping[str, Any]
-    entries: tuple[Entry, ...]
-    choices: Mapping[tuple[str, str], tuning.Choice] | None = None
+    entries: tuple[RunEntry, ...]
+    choices: Mapping[tuple[str, str], tuning.TunedChoice] | None = None
 
     @cached_property
     def settings(self) -> dict[str, Setting]:
@@ -202,9 +202,9 @@ class Results:
             said.append(f"{unknown} of {len(done)} runs were made by a version that did not record its code")
         return "; ".join(said) or None
 
-    def _first(self, state: str) -> list[Entry]:
+    def _first(self, state: str) -> list[RunEntry]:
         """The first entry of each setting and arm in this state: the reason is the same for every seed."""
-        found: dict[tuple[str, str], Entry] = {}
+        found: dict[tuple[str, str], RunEntry] = {}
         for entry in self.entries:
             if entry.record.state == state:
                 found.setdefault((entry.setting.name, entry.name), entry)
@@ -241,7 +241,7 @@ def _scores(comparison: ArmComparison, arm: str) -> list[float]:
     return out
 
 
-def _as_dict(entry: Entry) -> dict[str, Any]:
+def _as_dict(entry: RunEntry) -> dict[str, Any]:
     return {
         "setting": entry.setting.name,
         "arm": entry.name,
