@@ -11,7 +11,7 @@ the unmistakable names go anywhere, and `module.` only where all keys begin with
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
@@ -49,21 +49,15 @@ class Location:
     modules: tuple[nn.Module, ...]
     tensor: str
     computed: bool = False
+    owner: nn.Module = field(init=False)  # the module that holds the parameter
+    name: str = field(init=False)  # the dotted name
+    module: str = field(init=False)  # the dotted name of the owner
 
-    @property
-    def owner(self) -> nn.Module:
-        """The module that holds the parameter."""
-        return self.modules[-1]
-
-    @property
-    def name(self) -> str:
-        """The dotted name."""
-        return ".".join((*self.names, self.tensor))
-
-    @property
-    def module(self) -> str:
-        """The dotted name of the owner."""
-        return ".".join(self.names)
+    def __post_init__(self) -> None:
+        """Fields rather than properties: every parameter of a model is asked for them several times."""
+        object.__setattr__(self, "owner", self.modules[-1])
+        object.__setattr__(self, "module", ".".join(self.names))
+        object.__setattr__(self, "name", ".".join((*self.names, self.tensor)))
 
 
 def wrapped(module: nn.Module) -> nn.Module | None:
@@ -129,7 +123,8 @@ def locate(model: nn.Module, key: str) -> Location:
             continue
         modules.append(child)
         names.append(name)
-    hooked = parametrized.hooked_tensor(modules[-1], tensor)
+    # Weights of the older weight_norm and spectral_norm are computed by a hook.
+    hooked = parametrized.hooked_tensor(modules[-1], tensor) if modules[-1]._forward_pre_hooks else None
     return Location(tuple(names), tuple(modules), hooked or tensor, hooked is not None)
 
 
