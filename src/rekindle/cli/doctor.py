@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import importlib.util
 import os
 import pkgutil
@@ -83,6 +82,8 @@ def examined() -> dict[str, Any]:
 
 
 def _version(module: str) -> str | None:
+    import importlib.metadata  # slow to import, and help needs none of it
+
     if importlib.util.find_spec(module) is None:
         return None
     for name in (_DISTRIBUTIONS.get(module, module), module):

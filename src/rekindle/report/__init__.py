@@ -1,5 +1,21 @@
-"""The page: a result as one self-contained HTML file. It takes what `to_dict()` gives and knows nothing else."""
+"""The page: a result as one self-contained HTML file. It takes what `to_dict()` gives and knows nothing else.
 
-from rekindle.report.page import render
+`page` puts it together, `view` decides what is shown, `charts` draws, `markup` escapes, `words` names and writes
+numbers. Imports `extras` alone; jinja2 when a page is made. Start with `page`.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rekindle.report.page import render
 
 __all__ = ["render"]
+
+
+def __getattr__(name: str) -> Any:
+    # `words` is what every command imports: it must not bring the whole page along.
+    if name != "render":
+        raise AttributeError(f"module 'rekindle.report' has no attribute {name!r}")
+    from rekindle.report.page import render
+
+    return render
