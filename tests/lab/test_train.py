@@ -140,7 +140,10 @@ def test_arms_are_paired(arm: str) -> None:
     """The first task is the same for every arm that acts at boundaries, and the data of all tasks are."""
     nothing, treated = without_times(rows(TINY, "nothing")), without_times(rows(TINY, arm))
     assert nothing[0] == treated[0]
-    assert nothing[1]["online_loss"] != treated[1]["online_loss"]
+    if arm == "injection":  # it changes how the network goes on, not what it computes: equal up to rounding at first
+        assert nothing[1]["online_loss"] == pytest.approx(treated[1]["online_loss"], rel=0.05)
+    else:
+        assert nothing[1]["online_loss"] != treated[1]["online_loss"]
 
 
 @pytest.mark.parametrize("keep", [False, True])

@@ -119,6 +119,8 @@ class ContinualBackprop(NeuronRemedy):
             zeros = torch.zeros_like(now[0])
             self._lives[group.name] = _Life(zeros, zeros.clone(), zeros.clone())
         life = self._lives[group.name]
+        # A state that was loaded may be on another device than the model.
+        life.utility, life.mean, life.age = (each.to(now.device) for each in (life.utility, life.mean, life.age))
         life.age += 1
         life.utility.lerp_(now[0] * outgoing(group), 1 - self.decay)
         life.mean.lerp_(now[1], 1 - self.decay)

@@ -140,6 +140,9 @@ class SelfNormalizedReset(NeuronRemedy):
             histogram = torch.zeros(group.width, len(self._edges), dtype=torch.int32, device=fired.device)
             self._clocks[group.name] = _Clock(age, histogram, torch.full_like(age, self.first_threshold))
         clock = self._clocks[group.name]
+        if clock.age.device != fired.device:  # loaded from a state on another device
+            there = (each.to(fired.device) for each in (clock.age, clock.histogram, clock.threshold))
+            clock = self._clocks[group.name] = _Clock(*there)
         for who, left_out in zip(firing > 0, bad.tolist(), strict=True):
             if left_out:
                 self._left_out[group.name] = self._left_out.get(group.name, 0) + 1
