@@ -30,14 +30,15 @@ _DIRECT |= {"embed_out", "decoder_head", "action_net", "value_net", "fc_out", "c
 # Names that mean a head at any depth, even where its output is read again (boxes are refined layer by layer).
 ANYWHERE = re.compile(
     r"cls_logits|cls_score|bbox_(pred|embed|predictor)|class_(embed|labels_classifier|predictor)"
-    r"|mask_fcn_logits|kps_score_lowres|seq_relationship|(enc|dec)_(score|bbox)_head"
+    r"|lm_heads?|mask_fcn_logits|kps_score_lowres|seq_relationship|(enc|dec)_(score|bbox)_head"
 )
 # Names that mean one unless the source shows a later reader (stable-baselines3 has a `value_net` before `value_net`).
 USUALLY = re.compile(
-    r"(lm|v|q|value|policy|action|actor|critic|advantage|classification|reward|mu|sigma|log_?std)_heads?"
+    r"(v|q|value|policy|action|actor|critic|advantage|classification|reward|mu|sigma|log_?std)_heads?"
     r"|(ctc|aux|mlm|nsp|vocab|codec|speaker)_heads?|head_dist|auxiliary_head|aux_classifier|qa_outputs|embed_out"
     r"|(action|value|policy)_net|log_?std|(fc_)?(mu|mean|log_?std)(_(layer|linear))?|mean_linear"
 )
+_LANGUAGE = re.compile(r"lm_heads?")
 _AGENT = re.compile(r"actor|critic|policy|value|q_?net|^q\d?$|^qf\d?$|^pi$|^vf\d?$|target|advantage|reward|agent", re.I)
 _TASK = re.compile(r"For[A-Z]|Head|With[A-Z]\w*Head|LMHead|DoubleHeads")
 
@@ -53,8 +54,8 @@ def find_heads(model: nn.Module) -> dict[int, str]:
     if as_layer("", core) is not None:
         return {}
     told = {id(layer): "told" for layer in _told(model)}
-    if is_backbone(core):
-        return told
+    if is_backbone(core):  # a body that holds whole language models (Bark) has their heads
+        return told | {id(layer): "named" for layer in _named(core, set(), only=_LANGUAGE)}
     read: set[int] = set()
     found = {id(layer): "traced" for layer in _ends(core, set(), read)}
     return found | {id(layer): "named" for layer in _named(core, read)} | told
@@ -84,7 +85,7 @@ def root_of(model: nn.Module) -> nn.Module:
         inner = [c for c in model.children() if any(True for _ in c.parameters())]
         if wrapped(model) is not None:
             model = unwrapped(model)
-        elif is_backbone(model):
+        elif getattr(model, "base_model_prefix", None) is not None:  # a transformers model says itself what it is
             return model
         elif len(inner) == 1 and not any(True for _ in model.parameters(recurse=False)):
             model = inner[0]
@@ -107,15 +108,17 @@ def _told(model: nn.Module) -> list[nn.Module]:
     return found
 
 
-def _named(model: nn.Module, read: set[int]) -> list[nn.Module]:
+def _named(model: nn.Module, read: set[int], only: re.Pattern[str] | None = None) -> list[nn.Module]:
     """Layers whose name says head; `read` are those that the source shows to be read by others."""
     found = []
     for name, module in model.named_modules():
         above, _, leaf = name.rpartition(".")
+        if only is not None and not only.fullmatch(leaf):
+            continue
         always = ANYWHERE.fullmatch(leaf) is not None
         if not (always or USUALLY.fullmatch(leaf) or (not above and leaf in _DIRECT)):
             continue
-        if leaf == "v_head" and "k_head" in model.get_submodule(above)._modules:
+        if leaf in ("q_head", "v_head") and "k_head" in model.get_submodule(above)._modules:
             continue  # Funnel's query, key and value are called so
         parts = list(module) if isinstance(module, nn.ModuleList) else [module]
         layers = [layer for part in parts for layer in list(layers_in(part))[-1:]]
@@ -196,4 +199,4 @@ def _inside(a: str, b: str) -> bool:
     return a.startswith(f"{b}.") or b.startswith(f"{a}.")
 
 
-__all__ = ["ANYWHERE", "find_heads", "is_backbone", "output_layers", "root_of"]
+__all__ = ["ANYWHERE", "USUALLY", "find_heads", "is_backbone", "output_layers", "root_of"]

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from rekindle.blocks.names import Location
+from rekindle.consumers.source import uses_of
 
 _ATTENTION_ROLES = (
     ("query", {"q", "query_proj", "w_q", "linear_q", "q_head"}),
@@ -43,7 +44,8 @@ _ATTENTION = re.compile(r"att(n|ention)|^mha$", re.IGNORECASE)
 _MLP = re.compile(
     r"mlp|ffn|feed_?forward|densereludense|densegated|denseact|expert|intermediate|^ff(_layer)?$", re.IGNORECASE
 )
-_ROUTER = re.compile(r"router|topk.*gate|gating", re.IGNORECASE)
+_ROUTER = re.compile(r"router|topk.*gate|gating$", re.IGNORECASE)
+_ROUTER_NAME = re.compile(r"(^|_)router(_|$)|^shared_expert_gate$")
 _ADAPTERS = ("lora_", "ia3_", "hada_", "vera_", "oft_", "boft_")
 
 
@@ -104,15 +106,29 @@ def is_adapter(place: Location) -> bool:
 
 
 def is_router(place: Location) -> bool:
-    """Whether the parameter scores experts: a router class, or a gate beside experts."""
-    if any(_ROUTER.search(type(m).__name__) for m in place.modules[-1:]):
+    """Whether the parameter scores experts: inside a router, a gate beside experts, or by what becomes of its output.
+
+    >>> moe = nn.ModuleDict({"gate": nn.Linear(4, 2), "experts": nn.ModuleList([nn.Linear(4, 4)])})
+    >>> is_router(Location(("gate",), (moe, moe["gate"]), "weight"))
+    True
+    """
+    if any(_ROUTER_NAME.search(name) for name in place.names):
+        return True
+    if any(_ROUTER.search(type(m).__name__) and not _holds_experts(m) for m in place.modules):
         return True
     if not place.names or len(place.modules) < 2:
         return False
     leaf, parent = place.names[-1], place.modules[-2]
-    if leaf in ("router", "shared_expert_gate"):
+    if not _holds_experts(parent):
+        return False
+    if leaf in ("gate", "wg", "gate_network"):
         return True
-    return leaf in ("gate", "wg") and any("expert" in child for child, _ in parent.named_children())
+    uses = uses_of(parent)
+    return uses is not None and leaf in uses.scores
+
+
+def _holds_experts(module: nn.Module) -> bool:
+    return any("expert" in name for name in module._modules)
 
 
 def _context(above: Sequence[str]) -> str:

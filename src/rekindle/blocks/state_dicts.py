@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from rekindle.blocks.families import FUSED
 from rekindle.blocks.finding import Found, find, mark_heads, named_heads
+from rekindle.blocks.heads import ANYWHERE, USUALLY
 from rekindle.blocks.layouts import matrices
 from rekindle.blocks.names import state_cleaner
 from rekindle.blocks.roles import named_role
@@ -90,7 +91,7 @@ def skeleton(config: Any) -> nn.Module:
     if isinstance(config, str | Path):
         path = Path(config)
         path = path / "config.json" if path.is_dir() else path
-        config = json.loads(path.read_text())
+        config = json.loads(path.read_text(), object_hook=_special_float)
     if isinstance(config, Mapping):
         fields = dict(config)
         kind = fields.pop("model_type", None)
@@ -102,6 +103,11 @@ def skeleton(config: Any) -> nn.Module:
     with torch.device("meta"):
         model: nn.Module = model_class(config) if model_class else transformers.AutoModel.from_config(config)
     return model
+
+
+def _special_float(fields: dict[str, Any]) -> Any:
+    """transformers writes infinities and NaN as {"__float__": "Infinity"}."""
+    return float(fields["__float__"]) if set(fields) == {"__float__"} else fields
 
 
 def _renaming(keys: list[str], names: set[str], prefix: str) -> Callable[[str], str]:
@@ -119,9 +125,10 @@ def _renaming(keys: list[str], names: set[str], prefix: str) -> Callable[[str], 
 
 def _unmatched(key: str, tensor: Tensor, tensors: Mapping[str, Tensor], origin: str) -> Found:
     f = _bare(key, tensor, tensors)
-    if f.refusal and tensor.dim() > 1:
-        return replace(f, refusal=f"not in {origin}")
-    return f
+    if tensor.dim() < 2:
+        return f
+    # What its module does is not known, so a name that looks plain proves nothing (routers, fused weights).
+    return replace(f, refusal=f"not in {origin} under this name", blocks=(), marks={})
 
 
 def _bare_heads(found: list[Found], heads: Any) -> list[Found]:
@@ -130,11 +137,35 @@ def _bare_heads(found: list[Found], heads: Any) -> list[Found]:
     weights = [f for f in found if f.blocks and f.role != "embedding"]
     # Matrices that a bare file cannot explain (convolutions) count too: a single Linear behind them is the head.
     matrices = [f for f in found if len(f.shape) > 1 and f.role != "embedding"]
+    names = [f.name for f in found]
+    if names == sorted(names) and len(weights) > 1:
+        return _sorted_heads(found, weights)
     alone = not weights or len(matrices) < 2 or (len(weights) < 2 and matrices[-1] is not weights[-1])
     if alone or weights[-1].role != "other" or any("head" in f.marks for f in weights):
         return found
     why = "last matrix of the file, taken for the output head (heads= tells otherwise)"
     return mark_heads(found, {weights[-1].name}, why)
+
+
+def _sorted_heads(found: list[Found], weights: list[Found]) -> list[Found]:
+    """safetensors sorts its names, so the last one is the last of the alphabet: every possible head is skipped.
+
+    Possible is the last layer of a numbered sequence, and a layer whose outputs no other matrix of the file takes.
+    """
+    if any("head" in f.marks for f in weights):
+        return found
+    plain = [f for f in weights if f.role == "other"]
+    inputs = [f.blocks[0].in_ for f in weights]
+    unread = {f.name for f in plain if f.blocks[0].out not in inputs}
+    if not unread and plain:
+        numbered = [f for f in plain if f.module.rpartition(".")[2].isdigit()]
+        unread = {max(numbered or plain, key=lambda f: _natural(f.name)).name}
+    why = "possibly the output head: the names of the file are sorted and nothing in it reads this (heads= tells)"
+    return mark_heads(found, unread, why)
+
+
+def _natural(name: str) -> tuple[tuple[int, str], ...]:
+    return tuple((int(part), "") if part.isdigit() else (-1, part) for part in name.split("."))
 
 
 def _untied(tensors: Mapping[str, Tensor], found: dict[str, Found]) -> list[Found]:
@@ -171,11 +202,27 @@ def _bare(key: str, tensor: Tensor, tensors: Mapping[str, Tensor]) -> Found:
         transposed = bias is not None and tensor.shape[0] != tensor.shape[1] and tuple(bias.shape) == (tensor.shape[1],)
         if _EMBEDDING.search(module):
             does, marks = "embedding", {"embedding": "embedding, by its name"}
-        elif steps and steps[-1] in _HEADS and len(steps) <= 2:
+        elif steps and _is_head(steps, tensors):
             does, marks = "head", {"head": "output head, by its name"}
+        elif leaf in ("gate", "router", "wg") and _beside_experts(module, tensors):
+            does, marks = "router", {"router": "router, beside experts"}
     blocks = () if refusal else matrices("in out" if transposed else "out in")(tuple(tensor.shape), does)
     shape = () if tensor.dim() == 0 else tuple(tensor.shape)
     return Found(key, key, does, shape, tensor.dtype, blocks, module, "", refusal, marks)
+
+
+def _is_head(steps: list[str], tensors: Mapping[str, Tensor]) -> bool:
+    above, leaf = ".".join(steps[:-1]), steps[-1]
+    if leaf in ("q_head", "v_head") and any(key.endswith(f"{above}.k_head.weight".lstrip(".")) for key in tensors):
+        return False
+    named = ANYWHERE.fullmatch(leaf) or (USUALLY.fullmatch(leaf) and "_" in leaf)
+    return bool(named) or (leaf in _HEADS and len(steps) <= 2)
+
+
+def _beside_experts(module: str, tensors: Mapping[str, Tensor]) -> bool:
+    above = module.rpartition(".")[0]
+    beside = re.compile(rf"{re.escape(above)}\.(\w*experts?)(\.|$)" if above else r"(\w*experts?)(\.|$)")
+    return any(beside.match(key) for key in tensors)
 
 
 def _unclear(key: str, leaf: str, does: str, tensor: Tensor, tensors: Mapping[str, Tensor]) -> str | None:

@@ -1,0 +1,90 @@
+"""Routers by what they do, and by what stands beside them; heads and routers of files without a config."""
+
+from __future__ import annotations
+
+import json
+
+import torch
+from torch import nn
+
+from rekindle.blocks.finding import find
+from rekindle.blocks.state_dicts import find_in_state, skeleton
+
+
+class Chooser(nn.Module):
+    """A mixture whose scorer has an unusual name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scorer, self.experts = nn.Linear(8, 4), nn.ModuleList([nn.Linear(8, 8) for _ in range(4)])
+
+    def forward(self, x):
+        weights, chosen = torch.softmax(self.scorer(x), dim=-1).topk(2)
+        return sum(weights[..., i : i + 1] * self.experts[int(chosen[0, i])](x) for i in range(2))
+
+
+class Switch(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.ModuleDict({"classifier": nn.Linear(8, 4)})
+        self.mlp = nn.Linear(8, 8)
+
+
+def roles(model: nn.Module) -> dict[str, str]:
+    return {f.name: f.role for f in find(nn.Sequential(model, nn.Linear(8, 2))) if f.blocks}
+
+
+def test_a_layer_that_scores_experts_is_a_router() -> None:
+    found = roles(Chooser())
+    assert found["0.scorer.weight"] == "router"
+    assert found["0.experts.0.weight"] != "router"
+
+
+def test_inside_a_router() -> None:
+    found = roles(Switch())
+    assert found["0.router.classifier.weight"] == "router"
+    assert found["0.mlp.weight"] != "router"
+
+
+def test_a_gate_beside_experts_in_a_file() -> None:
+    names = ["mlp.gate", "mlp.experts.0.up_proj", "mlp.experts.0.down_proj", "other.gate"]
+    tensors = {f"layers.0.{name}.weight": torch.zeros(4, 4) for name in names}
+    found = {f.name: f for f in find_in_state(tensors)}
+    assert found["layers.0.mlp.gate.weight"].reason == "router, beside experts"
+    assert "router" not in found["layers.0.other.gate.weight"].marks
+
+
+def test_sorted_names_do_not_tell_the_last_matrix() -> None:
+    shapes = {"output": (2, 8), "stem": (8, 4), "zwischen": (8, 8)}
+    tensors = {}
+    for name, shape in shapes.items():
+        tensors |= {f"net.{name}.bias": torch.zeros(shape[0]), f"net.{name}.weight": torch.zeros(shape)}
+    marked = [f.name for f in find_in_state(tensors) if "head" in f.marks]
+    assert marked == ["net.output.weight"]
+
+
+def test_numbered_layers_are_sorted_as_numbers() -> None:
+    tensors = {f"net.{i}.weight": torch.zeros(8, 8) for i in (0, 10, 2)}
+    assert [f.name for f in find_in_state(tensors) if "head" in f.marks] == ["net.10.weight"]
+
+
+def test_roles_of_unfused_names() -> None:
+    tensors = {f"blocks.0.mlp.{n}.weight": torch.zeros(4, 4) for n in ("fc1_g", "fc1_x")}
+    tensors |= {f"blocks.0.attention.{n}.weight": torch.zeros(4, 4) for n in ("k_head", "q_head", "v_head")}
+    assert [f.role for f in find_in_state(tensors)] == ["mlp-gate", "mlp-in", "key", "query", "value"]
+
+
+def test_infinities_in_a_config(tmp_path) -> None:
+    small = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = {"model_type": "llama", "vocab_size": 8, "num_key_value_heads": 2, **small}
+    config["time_step_limit"] = [0.0, {"__float__": "Infinity"}]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert skeleton(tmp_path).config.time_step_limit == [0.0, float("inf")]
+
+
+def test_what_the_config_does_not_know_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    found = find_in_state({**model.state_dict(), "mlp.gate.weight": torch.zeros(4, 4)}, model)
+    assert (
+        next(f for f in found if f.name == "mlp.gate.weight").refusal == "not in the given Sequential under this name"
+    )
