@@ -51,6 +51,14 @@ class TestSurroundings:
             torch.set_default_device(before)
         assert same(state_of(plain), state_of(other))
 
+    def test_forward_passes_keep_the_callers_default_device(self) -> None:
+        seen = []
+        model = mlp()
+        model.register_forward_pre_hook(lambda module, args: seen.append(torch.get_default_device().type))
+        with torch.device("meta"):
+            fire(model, batches=[torch.ones(2, 12, device="cpu")])
+        assert seen == ["meta", "meta"]
+
 
 class TestCheckedBeforeTheFirstWrite:
     def test_an_expanded_weight(self) -> None:

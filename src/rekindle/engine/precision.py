@@ -9,9 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 
 import torch
 
+# The default device of whoever called the outermost verb, where it was changed.
+_CALLERS: ContextVar[torch.device | None] = ContextVar("callers_device", default=None)
 _DEVICES = ("cpu", "cuda", "mps", "xpu", "mtia", "hpu")
 
 
@@ -35,10 +38,27 @@ def full_precision() -> Iterator[None]:
         for kind in active:
             stack.enter_context(torch.autocast(kind, enabled=False))
         if elsewhere:
+            stack.callback(_CALLERS.reset, _CALLERS.set(torch.get_default_device()))
             stack.enter_context(torch.device("cpu"))
         yield
     if active:
         torch.clear_autocast_cache()
+
+
+@contextmanager
+def callers_device() -> Iterator[None]:
+    """The caller's default device again, for a forward pass of their model inside `full_precision`.
+
+    >>> with torch.device("meta"), full_precision(), callers_device():
+    ...     torch.ones(1).device
+    device(type='meta')
+    """
+    device = _CALLERS.get()
+    if device is None:
+        yield
+        return
+    with torch.device(device):
+        yield
 
 
 def _enabled(kind: str) -> bool:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from rekindle.blocks.finding import Block
 from rekindle.engine.isometry import Certificate, Solver, Source, solve
-from rekindle.engine.precision import full_precision
+from rekindle.engine.precision import callers_device, full_precision
 from rekindle.engine.transfer import to_host
 from rekindle.isolation import outputs, relative_change
 from rekindle.optimizers import resetting as optimizers
@@ -110,7 +110,7 @@ def fire(
         sharded.check(check_finite, {**call, "optimizer_state": optimizer_state}, mirrored=bool(store.mirrors))
         carry_out = partial(sharded.execute, execute, store)
     batches = None if batches is None else list(batches)
-    before = None if batches is None else outputs(model, batches)
+    before = None if batches is None else _answers(model, batches)
     watch = guard.watch(model, optimizer, also=store.mirrors) if guard is not None else None
     settle(model)  # a forward pass leaves modules of FSDP2 unsharded
     restore = _snapshot(model, optimizer, store, recalibrate is not None) if atomic else None
@@ -131,7 +131,7 @@ def fire(
                 raise MethodError(f"{error}; everything was put back", Receipt("fire")) from error
         raise
     if before is not None:
-        receipt = replace(receipt, outputs_moved=relative_change(before, outputs(model, batches or ())))
+        receipt = replace(receipt, outputs_moved=relative_change(before, _answers(model, batches or ())))
     settings = {**receipt.settings, "optimizer_state": optimizer_state, "biases": biases, "atomic": atomic}
     receipt = replace(receipt, settings=settings, seconds=meter.seconds, memory=meter.memory)
     return receipt if watch is None else watch.settle(receipt)
@@ -469,9 +469,15 @@ def _snapshot(model: nn.Module, optimizer: Any, store: LiveStore, statistics: bo
     return restore
 
 
+def _answers(model: nn.Module, batches: Iterable[Any]) -> list[Tensor]:
+    with callers_device():
+        return outputs(model, batches)
+
+
 def _recalibrated(model: nn.Module, batches: Iterable[Any], receipt: Receipt) -> Receipt:
     try:
-        names = recalibrate_statistics(model, batches)
+        with callers_device():
+            names = recalibrate_statistics(model, batches)
     except Exception as error:
         raise MethodError(f"the weights are written, but recalibration failed: {error}", receipt) from error
     if not names:
