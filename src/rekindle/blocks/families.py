@@ -15,6 +15,7 @@ from torch import nn
 
 from rekindle.blocks.layouts import Recipe, matrices
 from rekindle.blocks.names import Location
+from rekindle.consumers.values import layers_in
 
 Rule = Callable[[Any], Mapping[str, Recipe]]
 
@@ -79,7 +80,7 @@ def looks_fused(place: Location, shape: tuple[int, ...]) -> str | None:
     # A state-space mixer or an attention has an out_proj beside its in_proj; an input layer of that name has not.
     mixer = leaf in ("in_proj", "x_proj") and shape[0] != shape[1] and bool(beside & {"out_proj", "conv1d", "dt_proj"})
     # A fused layer may be wrapped: qkv.linear, to_qkv.0.
-    wrapped = len(names) > 1 and bool(_FUSED_WRAPPED.fullmatch(names[-2]))
+    wrapped = len(names) > 1 and bool(_FUSED_WRAPPED.fullmatch(names[-2])) and len(list(layers_in(parent))) == 1
     if not (mixer or wrapped or FUSED.search(leaf)):
         return None
     if wrapped:
