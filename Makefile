@@ -5,7 +5,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 # One torch thread a process: two threads on two busy cores make a step 10-100 times slower (docs/LOG.md).
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-BENCHMARKS ?= polar fire health methods lab
+BENCHMARKS ?= polar fire health methods lab integrations
 STUDIES := random-labels permuted-inputs warm-start class-incremental alphabet domains optimizer-state nearness replay
 JOINED := tuned scales over-streams
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import rekindle
 from rekindle import methods
 from rekindle.monitoring.guard import Guard
+from rekindle.triggers import Every
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
@@ -156,3 +157,12 @@ def test_without_a_loss_the_models_own_is_taken() -> None:
     assert Guard([torch.ones(1, 2)], max_rise=0.1).measure(Own()) > 0
     with pytest.raises(ValueError, match=r"no \.loss"):
         Guard(DATA, max_rise=0.1).measure(net())
+
+
+def test_a_schedule_under_guard() -> None:
+    model = net()
+    before = copy.deepcopy(model.state_dict())
+    schedule = rekindle.Schedule(methods.FIRE(), Every(1, cooldown=5), guard=Guard(DATA, loss, max_rise=-100.0))
+    receipt = schedule.step(model, None, {})
+    assert receipt is not None and receipt.rolled_back and equal(model.state_dict(), before)
+    assert schedule.step(model, None, {}) is None  # it counts as a firing: no new attempt before the cooldown is over

@@ -101,6 +101,7 @@ class Application:
         if rewarm < 0:
             raise ValueError(f"rewarm is a number of steps, got {rewarm}")
         self.name = name or _name(self.method)
+        guard = guard if self._schedule is None or guard is not None else self._schedule.guard
         self._guard, self._mirrors, self._rewarm = guard, Mirrors(mirrors), rewarm
         self._batches, self._loss = batches, loss
         self._watching, self._monitor = monitor, monitor if isinstance(monitor, Monitor) else None

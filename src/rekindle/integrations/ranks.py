@@ -38,7 +38,7 @@ def refuse_sharded(model: nn.Module, optimizer: Any) -> None:
 
     >>> refuse_sharded(nn.Linear(1, 1), None)
     """
-    advice = "train with DDP or in one process, or apply rekindle.fire to a gathered checkpoint (rekindle fire FILE)"
+    advice = "call rekindle.fire(model, optimizer) on all ranks between steps instead, or train with DDP"
     for module in model.modules():
         if type(module).__name__ in ("FullyShardedDataParallel", "DeepSpeedEngine"):
             raise NotImplementedError(f"{type(module).__name__} holds the model in shards: {advice}")

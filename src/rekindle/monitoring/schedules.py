@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from rekindle.monitoring.guard import Guard
 from rekindle.monitoring.monitor import Monitor
 from rekindle.monitoring.triggers import AtBoundary, Every, Flat, Metrics, Trigger, flat, name_in
 
@@ -28,7 +29,7 @@ class Schedule:
     """A method, applied where a trigger says so.
 
     Without a trigger it goes by what the method says of itself: every `period` steps, else after every step for a
-    method whose moment is that, else at task boundaries.
+    method whose moment is that, else at task boundaries. `guard` takes a remedy back if the loss rises too much.
 
     >>> from rekindle.monitoring.triggers import Every
     >>> from rekindle.projection.receipt import Receipt
@@ -39,9 +40,9 @@ class Schedule:
     Firing(step=2, reason='every 2 steps')
     """
 
-    def __init__(self, method: Method, trigger: Trigger | None = None) -> None:
+    def __init__(self, method: Method, trigger: Trigger | None = None, *, guard: Guard | None = None) -> None:
         trigger = _own_trigger(method) if trigger is None else trigger
-        self.method, self.trigger = method, trigger
+        self.method, self.trigger, self.guard = method, trigger, guard
         self.firings: list[Firing] = []
         self._sample: Any = None
         self._missing = dict.fromkeys(trigger.reads(), True)  # not seen yet, and nothing said about it
@@ -65,7 +66,10 @@ class Schedule:
         reason = self.trigger.consider(given or {})
         if reason is None:
             return None
-        receipt = self.method(model, optimizer, batches=batches, loss=loss)
+        if self.guard is not None:
+            receipt = self.guard(self.method, model, optimizer, batches=batches, loss=loss)
+        else:
+            receipt = self.method(model, optimizer, batches=batches, loss=loss)
         # Only now: a method that refused has not been applied.
         self.trigger.fire()
         self.firings.append(Firing(self.trigger.step, reason))
