@@ -62,7 +62,8 @@ def test_there_are_sixty_families() -> None:
 @pytest.mark.parametrize("name", EXPECTED)
 def test_a_family_is_classified_as_expected(name: str) -> None:
     package, _, model = name.rpartition("/")
-    pytest.importorskip(package or "transformers")
+    if importlib.util.find_spec(package or "transformers") is None:  # timm itself imports only with the stubs
+        pytest.skip(f"{package or 'transformers'} is not installed")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         built = families.build_timm(model) if package else families.build(model)
