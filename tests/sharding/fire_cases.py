@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import copy
 import math
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -499,3 +501,36 @@ def case_a_parametrised_sharded_weight_is_skipped_with_the_reason() -> None:
     model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(6, 6)), nn.Linear(6, 6), nn.Linear(6, 2))
     plan = rekindle.plan(fully_shard(model, mesh=world_mesh()))
     assert "parametrised and sharded" in next(e.reason for e in plan.entries if e.name == "0.weight")
+
+
+def case_a_dcp_checkpoint_is_repaired_as_a_file_and_loaded_under_another_layout() -> None:
+    import torch.distributed.checkpoint as dcp
+
+    from rekindle.checkpoint import fire_file
+
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(folder)
+    source, target = Path(folder[0]) / "in", Path(folder[0]) / "out"
+    dcp.save({"model": sharded(gpt(), world_mesh()).state_dict()}, checkpoint_id=source)
+    alone = gpt()
+    plan = rekindle.plan(alone, layouts=LAYOUTS)
+    if dist.get_rank() == 0:
+        fire_file(source, target, plan=plan)
+    dist.barrier()
+    other = placed(gpt(5), world_mesh(), lambda name, p: [Shard(1)] if p.ndim > 1 else None)
+    state = {"model": other.state_dict()}
+    dcp.load(state, checkpoint_id=target)
+    other.load_state_dict(state["model"])
+    rekindle.fire(alone, plan=plan)
+    compare(other, alone)
+
+
+def case_batches_and_guard_leave_nothing_unsharded() -> None:
+    model, alone = sharded(gpt(), world_mesh()), gpt()
+    receipt = rekindle.fire(model, batches=[TOKENS], **OPTIONS)
+    expected = rekindle.fire(alone, batches=[TOKENS], **OPTIONS)
+    assert near(receipt.outputs_moved, expected.outputs_moved)
+    for module in model.modules():
+        if hasattr(module, "reshard"):
+            module.reshard()
+    compare(model, alone)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import rekindle
 from rekindle.blocks.layouts import matrices
 from rekindle.sharding.estimate import ACCELERATOR, estimate
 from rekindle.sharding.gram import factor
@@ -126,3 +128,28 @@ def test_an_estimate_counts_what_moves():
     experts = matrices("expert out in", count="expert")((8, 64, 64))[0].layout
     assert estimate([([experts], 4)], 4, ACCELERATOR).moved == 0
     assert "64 ranks" in str(estimate(weights, 64, ACCELERATOR))
+
+
+def test_deepspeed_is_refused_with_its_accessors():
+    model = torch.nn.Linear(3, 3)
+    model.weight._hp_mapping = object()  # what ZeRO 1 and 2 attach
+    with pytest.raises(ValueError, match="safe_set_full_fp32_param"):
+        rekindle.fire(model)
+    model = torch.nn.Linear(3, 3)
+    model.weight.ds_id, model.weight.data = 1, torch.empty(0)  # a partitioned parameter of ZeRO 3
+    with pytest.raises(ValueError, match="GatheredParameters"):
+        rekindle.fire(model)
+
+
+def test_the_command_line_predicts_the_cost_on_many_ranks(tmp_path):
+    from safetensors.torch import save_file
+    from typer.testing import CliRunner
+
+    from rekindle.cli.app import app
+
+    save_file({f"layers.{i}.weight": torch.randn(64, 64) for i in range(6)}, tmp_path / "model.safetensors")
+    text = CliRunner().invoke(app, ["plan", str(tmp_path / "model.safetensors"), "--ranks", "4"])
+    assert text.exit_code == 0, text.output
+    assert "4 ranks, this processor" in text.output and "4 ranks, a GPU (assumed" in text.output
+    data = CliRunner().invoke(app, ["plan", str(tmp_path / "model.safetensors"), "--ranks", "4", "--json"])
+    assert json.loads(data.stdout)["costs"][0]["ranks"] == 4

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from rekindle.blocks.layouts import Layout
-from rekindle.engine.isometry import polar
+from rekindle.engine.isometry import WIDE, polar
 from rekindle.sharding.exchange import IN_FLIGHT
 from rekindle.sharding.owners import Parcel, assign, lots
 from rekindle.sharding.spread import Spread
@@ -28,11 +28,13 @@ _SIZES = (32, 128, 384, 768)
 class Machine:
     """What one rank can do: seconds per n²m by the smaller side n, and bytes per second to all others.
 
+    speeds are those of square matrices, wide of those with m ≥ 1.5n, which are solved on the n×n side alone.
     overlaps: messages travel while the rank solves (an accelerator), or take its time (a processor).
     """
 
     name: str
     speeds: tuple[tuple[int, float], ...]
+    wide: tuple[tuple[int, float], ...]
     bandwidth: float
     latency: float = 1e-4
     overlaps: bool = False
@@ -46,36 +48,42 @@ class Machine:
         """
         count, out, in_ = layout.sizes
         n, m = min(out, in_), max(out, in_)
-        return count * n * n * m * self._per_unit(n)
+        return count * n * n * m * _per_unit(n, self.wide if m >= WIDE * n else self.speeds)
 
-    def _per_unit(self, n: int) -> float:
-        known = self.speeds
-        if n <= known[0][0]:
-            return known[0][1]
-        for (a, slow), (b, fast) in itertools.pairwise(known):
-            if n <= b:
-                share = (math.log(n) - math.log(a)) / (math.log(b) - math.log(a))
-                return math.exp((1 - share) * math.log(slow) + share * math.log(fast))
-        return known[-1][1]
+
+def _per_unit(n: int, known: tuple[tuple[int, float], ...]) -> float:
+    if n <= known[0][0]:
+        return known[0][1]
+    for (a, slow), (b, fast) in itertools.pairwise(known):
+        if n <= b:
+            share = (math.log(n) - math.log(a)) / (math.log(b) - math.log(a))
+            return math.exp((1 - share) * math.log(slow) + share * math.log(fast))
+    return known[-1][1]
 
 
 # About 20 products of 2n²m flops per matrix (products only, as on accelerators) at 40 TFLOP/s of float32.
-ACCELERATOR = Machine("a GPU (assumed: 40 TFLOP/s float32, 50 GB/s)", ((4096, 1e-12),), 50e9, 2e-5, overlaps=True)
+ACCELERATOR = Machine(
+    "a GPU (assumed: 40 TFLOP/s float32, 50 GB/s)", ((4096, 1e-12),), ((4096, 1e-12),), 50e9, 2e-5, overlaps=True
+)
 
 
 def measured_here(bandwidth: float = 1e9, rounds: int = 2) -> Machine:
     """This processor, by solving square matrices of a few sizes: about a second. `bandwidth` cannot be seen alone."""
-    speeds = []
     generator = torch.Generator().manual_seed(0)
-    for n in _SIZES:
-        w = torch.randn(max(1, 2**18 // (n * n)), n, n, generator=generator)
-        best = math.inf
-        for _ in range(rounds):
-            began = time.process_time()
-            polar(w, certificate=True)
-            best = min(best, time.process_time() - began)
-        speeds.append((n, best / (w.shape[0] * float(n) ** 3)))
-    return Machine("this processor", tuple(speeds), bandwidth)
+
+    def measured(times: int) -> tuple[tuple[int, float], ...]:
+        found = []
+        for n in _SIZES:
+            w = torch.randn(max(1, 2**18 // (times * n * n)), n, times * n, generator=generator)
+            best = math.inf
+            for _ in range(rounds):
+                began = time.process_time()
+                polar(w, certificate=True)
+                best = min(best, time.process_time() - began)
+            found.append((n, best / (w.numel() * n)))
+        return tuple(found)
+
+    return Machine("this processor", measured(1), measured(4), bandwidth)
 
 
 @dataclass(frozen=True)

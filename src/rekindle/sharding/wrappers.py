@@ -30,7 +30,7 @@ def settle(model: nn.Module) -> int:
 
 
 def refuse_hidden(model: nn.Module) -> None:
-    """Raise if a wrapper hides the parameters: FSDP1 outside of `summon_full_params`, DeepSpeed ZeRO-3.
+    """Raise if a wrapper hides the parameters: FSDP1 outside of `summon_full_params`, DeepSpeed ZeRO.
 
     >>> refuse_hidden(nn.Linear(2, 2))
     """
@@ -46,8 +46,16 @@ def refuse_hidden(model: nn.Module) -> None:
         if hasattr(parameter, "ds_id") and not parameter.numel():
             raise LayoutNotSupported(
                 f"{name!r} is partitioned by DeepSpeed ZeRO-3. Use `with deepspeed.zero.GatheredParameters("
-                "list(model.parameters()), modifier_rank=0): rekindle.fire(model)` on every rank, then "
-                "rekindle.optimizers.reset for the optimizer"
+                "list(model.parameters()), modifier_rank=0): rekindle.fire(model)` on every rank; then set the fp32 "
+                "copies and the optimizer state by deepspeed.utils.safe_set_full_fp32_param and "
+                "safe_set_full_optimizer_state"
+            )
+        if getattr(parameter, "_hp_mapping", None) is not None:
+            raise LayoutNotSupported(
+                f"{name!r} has its fp32 copy in a DeepSpeed ZeRO optimizer, which would overwrite the change at the "
+                "next step. Take deepspeed.utils.safe_get_full_fp32_param(parameter) of each matrix, project it with "
+                "rekindle.polar, and put it back with safe_set_full_fp32_param and, for the optimizer state, "
+                "safe_set_full_optimizer_state"
             )
 
 

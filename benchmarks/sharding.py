@@ -1,0 +1,175 @@
+"""fire() on several processes: speed against one, memory against gathering everything, and the cost model's prediction.
+
+GPT-2-small's shapes as plain layers, cut by FSDP2, gloo, one thread per rank. Times are the CPU time of the busiest
+rank (its communication threads included), because other work on the machine then does not count; wall time stands
+beside. Memory is by how much the peak of a rank's process grows. The prediction is made from this machine's solver
+speed, measured first, and from the bandwidth of an all-to-all, measured on the same processes.
+
+    python benchmarks/sharding.py                      # 1, 2 and 4 processes, about 2 minutes on a quiet machine
+    python benchmarks/sharding.py --layers 4 --rounds 1
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import rekindle
+from rekindle.blocks.layouts import matrices
+from rekindle.sharding.estimate import Machine, estimate, measured_here
+
+SPEED_BAR, MEMORY_BAR, PREDICTION_BAR = 1.6, 0.3, 0.3
+LAYOUTS = {"*.qkv.weight": matrices("(part out) in", part=("query", "key", "value"))}
+
+
+class Layer(nn.Module):
+    """The four weights of a transformer layer; nothing is run through them."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+
+def gpt(layers: int, width: int) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Module()
+    model.layers = nn.ModuleList(Layer(width) for _ in range(layers))
+    return model
+
+
+def status(field: str) -> int:
+    """VmRSS or VmHWM of this process, in bytes (Linux)."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
+    return int(line.split()[1]) * 1024
+
+
+def forget_peak() -> int:
+    """Let the peak begin anew; returns what is resident now."""
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")
+    return status("VmRSS")
+
+
+def bandwidth() -> float:
+    """Bytes that a rank sends per second of its own CPU time."""
+    if dist.get_world_size() == 1:
+        return 1e9
+    data = torch.zeros(dist.get_world_size(), 1 << 21)
+    out = torch.empty_like(data)
+    dist.all_to_all_single(out, data)
+    began = time.process_time()
+    for _ in range(4):
+        dist.all_to_all_single(out, data)
+    sent = 4 * data.numel() * 4 * (1 - 1 / dist.get_world_size())
+    return sent / (time.process_time() - began)
+
+
+def rank(folder: Path, layers: int, width: int, rounds: int) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    size = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (size,))
+    model = gpt(layers, width)
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    warm = gpt(1, 64)
+    fully_shard(warm.layers[0], mesh=mesh)
+    rekindle.fire(warm, heads=(), layouts=LAYOUTS)
+    times, walls, memory = [], [], 0
+    for number in range(rounds):
+        dist.barrier()
+        before, began, wall = forget_peak(), time.process_time(), time.perf_counter()
+        receipt = rekindle.fire(model, heads=(), layouts=LAYOUTS, scale="nearest")
+        times.append(time.process_time() - began)
+        walls.append(time.perf_counter() - wall)
+        memory = max(memory, status("VmHWM") - before)
+        assert receipt.totals()["residual"] <= 1e-6, number
+    before = forget_peak()
+    whole = [p.full_tensor() for p in model.parameters()] if size > 1 else []
+    everything = status("VmHWM") - before
+    del whole
+    numbers = sum(p.numel() for p in model.parameters())
+    result = {
+        "cpu": min(times),
+        "wall": min(walls),
+        "memory": memory,
+        "gathered": max(everything, 4 * numbers),
+        "bandwidth": bandwidth(),
+        "largest": 4 * width * 4 * width,
+    }
+    (folder / f"{dist.get_rank()}.json").write_text(json.dumps(result))
+    dist.barrier()
+    os._exit(0)  # torch 2.13 sometimes aborts while it takes down the threads of FSDP2 and gloo
+
+
+def launch(size: int, options: argparse.Namespace) -> list[dict[str, float]]:
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}", __file__]
+        command += ["--rank", folder, "--layers", str(options.layers), "--width", str(options.width)]
+        command += ["--rounds", str(options.rounds)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        subprocess.run(command, check=True, env=environment, timeout=900)
+        return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(size)]
+
+
+def predicted(size: int, machine: Machine, options: argparse.Namespace) -> float:
+    weights = []
+    plan = rekindle.plan(gpt(options.layers, options.width), heads=(), layouts=LAYOUTS, measure=False, min_norm=0)
+    for entry in plan.selected:
+        weights.append(([block.layout for block in entry.blocks], entry.dtype.itemsize))
+    return estimate(weights, size, machine).seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--width", type=int, default=768)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--processes", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--rank", type=Path, default=None, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.rank is not None:
+        rank(options.rank, options.layers, options.width, options.rounds)
+        return
+    torch.set_num_threads(1)
+    load = os.getloadavg()[0]
+    name = platform.processor() or platform.machine()
+    print(f"{name}, {os.cpu_count()} cores, load {load:.1f}, torch {torch.__version__}")
+    print(f"{options.layers} layers of width {options.width}, one thread per rank\n")
+    print("processes  CPU s (busiest)  wall s  speed-up (CPU)  predicted s  off    memory MB  ÷ gather all")
+    alone = None
+    for size in options.processes:
+        ranks = launch(size, options)
+        cpu, wall = max(r["cpu"] for r in ranks), max(r["wall"] for r in ranks)
+        alone = alone or cpu
+        machine = measured_here(min(r["bandwidth"] for r in ranks), rounds=3)
+        guess = predicted(size, machine, options)
+        memory = max(r["memory"] for r in ranks)
+        share = memory / ranks[0]["gathered"]
+        print(
+            f"{size:9d}  {cpu:15.2f}  {wall:6.2f}  {alone / cpu:14.2f}  {guess:11.2f}  {guess / cpu - 1:+5.0%}"
+            f"  {memory / 1e6:9.0f}  {share:12.2f}"
+        )
+    print(f"\nwanted: 2 processes ≥ {SPEED_BAR} times, memory ≤ {MEMORY_BAR}, prediction within {PREDICTION_BAR:.0%}")
+
+
+if __name__ == "__main__":
+    main()
