@@ -8,7 +8,7 @@ are the identity for a model that is not replicated.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -118,19 +118,3 @@ def replicas(model: nn.Module) -> Any:
             return inside.process_group if dist.get_world_size(inside.process_group) > 1 else None
         inside = wrapped(inside)
     return None
-
-
-@contextmanager
-def full_precision(model: nn.Module) -> Iterator[None]:
-    """No autocast inside: half-precision products would make wrong factors and false figures.
-
-    >>> with torch.autocast("cpu", torch.bfloat16), full_precision(nn.Linear(1, 1)):
-    ...     (torch.ones(1, 1) @ torch.ones(1, 1)).dtype
-    torch.float32
-    """
-    kinds = {"cpu", *(parameter.device.type for parameter in model.parameters())} - {"meta"}
-    with ExitStack() as stack:
-        for kind in kinds:
-            if torch.is_autocast_enabled(kind):
-                stack.enter_context(torch.autocast(kind, enabled=False))
-        yield

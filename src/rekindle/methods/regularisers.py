@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from rekindle.blocks import names
+from rekindle.engine.precision import full_precision
 from rekindle.methods.caching import PerModel
-from rekindle.methods.call import Call, full_precision
+from rekindle.methods.call import Call
 from rekindle.methods.remedy import FromStart, Remedy
 from rekindle.methods.selection import (
     ChosenWeight,
@@ -51,7 +52,7 @@ class Regulariser(Remedy):
 
     def loss_term(self, model: nn.Module) -> Tensor:
         """What to add to the training loss."""
-        with full_precision(model):
+        with full_precision():
             return self.coefficient * self.penalty(model)
 
     def apply(self, call: Call) -> Receipt:

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from rekindle import initial
-from rekindle.methods.call import Call, full_precision
+from rekindle.engine.precision import full_precision
+from rekindle.methods.call import Call
 from rekindle.projection.receipt import Batch, Loss, Meter, Receipt
 from rekindle.sharding.wrappers import refuse_shards, settle
 
@@ -71,7 +72,7 @@ class Remedy:
         if not self.sharded:
             settle(model)
             refuse_shards(model, type(self).__name__, self.batches != "none" or self.watches)
-        with full_precision(model):
+        with full_precision():
             done = self.apply(Call(model, optimizer, batches, loss, self._own, generator))
         settings = done.settings or self.settings()
         return replace(done, settings=settings, seconds=meter.seconds, memory=meter.memory)
