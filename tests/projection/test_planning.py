@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import rekindle
 from rekindle.projection.planning import Entry, Plan, plan
 from rekindle.projection.scales import Scale
 from zoo_models import NAMES, build
@@ -210,9 +211,11 @@ class TestObject:
         assert all(p.grad is None for p in model.parameters())
 
 
-def test_meta_models_are_refused_with_the_reason() -> None:
+def test_meta_models_are_planned_and_not_projected() -> None:
+    live, meta = plan(build("mlp"), measure=False), plan(build("mlp").to("meta"))
+    assert [e.name for e in meta.selected] == [e.name for e in live.selected]
     with pytest.raises(ValueError, match="meta device"):
-        plan(build("mlp").to("meta"))
+        rekindle.fire(build("mlp").to("meta"))
 
 
 def test_entries_know_their_scale() -> None:

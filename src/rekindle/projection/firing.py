@@ -408,6 +408,8 @@ def _check_call(model: Any, planning: Mapping[str, Any]) -> None:
             f"fire() changes an nn.Module in place, got {what}: load it into its model first "
             "(model.load_state_dict), or project a file with rekindle.checkpoint.fire_file(path, new_path)"
         )
+    if any(True for _ in model.parameters()) and all(p.is_meta for p in model.parameters()):
+        raise ValueError(f"{type(model).__name__} is on the meta device: load the weights first")
     known = inspect.signature(make_plan).parameters.keys() if planning else ()
     for name in planning:
         if name not in known:

@@ -374,7 +374,9 @@ def _find(model: Any, config: Any, options: dict[str, Any], sharded: bool) -> li
     if isinstance(model, nn.Module):
         if config is not None:
             raise ValueError("config= goes with a state dict; a live model shows its own layouts")
-        return find(model, sharded=sharded, **options)
+        # A model wholly on the meta device is planned for weights that are elsewhere; half of one is a mistake.
+        meta = all(parameter.is_meta for parameter in model.parameters())
+        return find(model, sharded=sharded, meta=meta, **options)
     if not isinstance(model, Mapping):
         raise TypeError(f"plan() takes a torch.nn.Module or a state dict, got {type(model).__name__}")
     wrong = next((k for k, t in model.items() if not isinstance(t, Tensor)), None)
