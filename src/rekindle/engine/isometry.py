@@ -20,16 +20,16 @@ from rekindle.engine.precision import full_precision
 from rekindle.engine.routes import Solved, Start
 from rekindle.engine.symmetric import norm2
 from rekindle.engine.transfer import to_host
+from rekindle.engine.tuning import tuning
 
-Solver = Literal["auto", "fast", "paper", "svd"]
+Solver = Literal["auto", "fast", "paper", "svd", "products", "halley", "gram"]
+CONVERGING = ("auto", "svd", "products", "halley", "gram")  # the solvers that promise the tolerance
 
 # Elements worked on at a time. On CPUs a million keeps the working set near the caches (8 million take 30 % more
 # time); accelerators want more work a call.
 CPU_CHUNK = 2**20
 ACCELERATOR_CHUNK = 2**24
 
-SVD_UP_TO = 16  # rows up to which batched LAPACK beats any iteration
-PRODUCTS_UP_TO = 48  # rows up to which products beat factorisations on a CPU
 ONE_STEP_FROM = 384  # rows from which on ten steps of the recipe leave so much that a single Halley step leaves less
 FLAT = 0.4  # mean σ² over σ_max² (a Gaussian has .25) from which on the recipe converges, and one step is not enough
 TAME = (1e-12, 1e12)  # ‖W‖²_F within which fourth powers fit into float32
@@ -171,7 +171,8 @@ def polar(
     Args:
         w: a real floating tensor of at least two dimensions, or a list of them.
         solver: `"auto"` converges to `tol`; `"fast"` is the cheapest whose DfI is no worse than that of the paper's ten
-            steps; `"paper"` is the released recipe; `"svd"` the float64 reference.
+            steps; `"paper"` is the released recipe; `"svd"` the float64 reference. `"products"`, `"halley"` and
+            `"gram"` converge like `"auto"` and pin the route, which "auto" chooses by size and kind of CPU.
         tol: DfI/k to reach, k = min(out, in). 0 asks for what the arithmetic can give (about 1e-13 in float32).
         steps: how many steps of the recipe, for `solver="paper"` only (10 if not given).
         complete: fill the directions in which a matrix is zero, so that the result is a true isometry. Without it
@@ -292,10 +293,13 @@ def _solve_group(w: Tensor, seeds: list[int], options: _Options) -> tuple[Tensor
         known, gram2, solved = Start(w, zero, zero), zero, Solved.new(w.clone(), 0)
         solved.residual = solved.size2 = zero
     else:
-        known = solvers.start(w)
+        # Small matrices go by polynomials, which have their own bound of σ_max, and are never repaired one by one.
+        row, n = tuning(), w.shape[1]
+        plain = options.solver == "auto" and n <= min(row.products_up_to, row.resolve_up_to) and not options.certificate
+        known = solvers.start(w, estimate=not plain)
         if not bool(((known.norm2 > TAME[0]) & (known.norm2 < TAME[1])).all()):  # a NaN is in no range
             w, unit = _in_range(w)
-            known = solvers.start(w)
+            known = solvers.start(w, estimate=not plain)
         gram2 = norm2(known.a) if options.certificate else known.norm2
         solved = _by_route(w, known, draw, options)
     if not options.certificate:
@@ -318,24 +322,28 @@ def _solve_group(w: Tensor, seeds: list[int], options: _Options) -> tuple[Tensor
 def _by_route(w: Tensor, known: Start, seeds: Tensor, options: _Options) -> Solved:
     """The one place that chooses: cheapest route first, float64 for what it marks as hard, SVD if all else fails."""
     _, n, m = w.shape
+    row = tuning()
+    chooses = options.solver in ("auto", "fast")
+    on_accelerator = w.device.type != "cpu" and w.dtype == torch.float32
     if options.solver == "paper":
         solved = Solved.new(solvers.by_recipe(w, options.steps), options.steps)
-    elif options.solver == "svd" or n <= SVD_UP_TO:
+    elif options.solver == "svd" or (options.solver in ("auto", "fast") and n <= row.svd_up_to):
         return solvers.by_svd(w, complete=options.complete, seeds=seeds)
-    elif n <= PRODUCTS_UP_TO or (w.device.type != "cpu" and w.dtype == torch.float32):
+    elif options.solver == "products" or (chooses and (n <= row.products_up_to or on_accelerator)):
         solved = solvers.by_products(w, known)
-    elif m >= WIDE * n:
+    elif options.solver == "gram" or (chooses and m >= WIDE * n):
         solved = solvers.by_gram(w, known)
     elif options.solver == "fast" and n >= ONE_STEP_FROM and not bool((known.norm2 > FLAT * n * known.sigma2).any()):
         solved = solvers.by_one_step(w, known)
     else:
         solved = solvers.by_halley(w, known, solvers.FLOOR[w.dtype])
-    if options.solver != "auto":
+    if options.solver not in CONVERGING:
         if options.certificate:
             solvers.measure(solved)
         return solved
 
     settings: dict[str, Any] = {"tol": options.tol, "complete": options.complete, "exact": options.certificate}
+    settings["resolve_up_to"] = row.resolve_up_to
     solvers.settle(w, solved, known.sigma2, seeds=seeds, last=False, **settings)
     hard = solved.hard.nonzero().flatten()
     if len(hard):

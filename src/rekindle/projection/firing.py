@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from rekindle.blocks.finding import Block
-from rekindle.engine.isometry import Certificate, Solver, Source, solve
+from rekindle.engine.isometry import CONVERGING, Certificate, Solver, Source, solve
 from rekindle.engine.precision import callers_device, full_precision
 from rekindle.engine.transfer import to_host
 from rekindle.isolation import outputs, relative_change
@@ -209,7 +209,7 @@ def _solutions(
     numbers: Mapping[tuple[str, Block], Numbers] | None = None,
 ) -> Iterator[tuple[int, Solved]]:
     """The polar factors of these blocks as they come, all weights checked before the first of them."""
-    exact = solving["solver"] in ("auto", "svd")  # the others promise no tolerance
+    exact = solving["solver"] in CONVERGING  # the others promise no tolerance
     sources, turned = [], []
     totals: dict[int, Tensor] = {}
     weight, last = torch.empty(0), None
