@@ -3,7 +3,7 @@
 GPT-2-small's shapes as plain layers, cut by FSDP2, gloo, one thread per rank. Times are the CPU time of the busiest
 rank (its communication threads included), because other work on the machine then does not count; wall time stands
 beside. Memory is by how much the peak of a rank's process grows. The prediction is made from this machine's solver
-speed, measured first, and from the bandwidth of an all-to-all, measured on the same processes.
+speed, measured first, and from the speed of an exchange without solving, measured on the same processes.
 
     python benchmarks/sharding.py                      # 1, 2 and 4 processes, about 2 minutes on a quiet machine
     python benchmarks/sharding.py --layers 4 --rounds 1
@@ -28,7 +28,10 @@ from torch import nn
 
 import rekindle
 from rekindle.blocks.layouts import matrices
+from rekindle.sharding.assembly import Assembly, Item
 from rekindle.sharding.estimate import Machine, estimate, measured_here
+from rekindle.sharding.spread import Spread
+from rekindle.sharding.team import Team
 
 SPEED_BAR, MEMORY_BAR, PREDICTION_BAR = 1.6, 0.3, 0.3
 LAYOUTS = {"*.qkv.weight": matrices("(part out) in", part=("query", "key", "value"))}
@@ -66,17 +69,25 @@ def forget_peak() -> int:
 
 
 def bandwidth() -> float:
-    """Bytes that a rank sends per second of its own CPU time."""
+    """Bytes that a rank sends per second of its own CPU time, packing and assembling included."""
     if dist.get_world_size() == 1:
         return 1e9
-    data = torch.zeros(dist.get_world_size(), 1 << 21)
-    out = torch.empty_like(data)
-    dist.all_to_all_single(out, data)
-    began = time.process_time()
-    for _ in range(4):
-        dist.all_to_all_single(out, data)
-    sent = 4 * data.numel() * 4 * (1 - 1 / dist.get_world_size())
-    return sent / (time.process_time() - began)
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    tensors = [distribute_tensor(torch.zeros(1024, 1024), mesh, [Shard(0)]) for _ in range(16)]
+    layout = matrices("out in")((1024, 1024))[0].layout
+    items = [Item(str(i), tensor, Spread.of(tensor), (layout,)) for i, tensor in enumerate(tensors)]
+    assembly = Assembly(Team.of(range(dist.get_world_size())), items)
+    best = 0.0
+    for _ in range(3):
+        began = time.process_time()
+        for _ in assembly.run(lambda work: None):
+            pass
+        assert assembly.exchange is not None
+        best = max(best, assembly.exchange.bytes_sent / (time.process_time() - began))
+    return best
 
 
 def rank(folder: Path, layers: int, width: int, rounds: int) -> None:
@@ -166,7 +177,7 @@ def main() -> None:
         share = memory / ranks[0]["gathered"]
         print(
             f"{size:9d}  {cpu:15.2f}  {wall:6.2f}  {alone / cpu:14.2f}  {guess:11.2f}  {guess / cpu - 1:+5.0%}"
-            f"  {memory / 1e6:9.0f}  {share:12.2f}"
+            f"  {memory / 1e6:9.0f}  {share:12.2f}   ({machine.bandwidth / 1e6:.0f} MB/s of exchange)"
         )
     print(f"\nwanted: 2 processes ≥ {SPEED_BAR} times, memory ≤ {MEMORY_BAR}, prediction within {PREDICTION_BAR:.0%}")
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from rekindle.blocks.finding import Block
+from rekindle.blocks.names import unwrapped
 from rekindle.engine.isometry import CONVERGING, Certificate, Solver, Source, solve
 from rekindle.engine.precision import callers_device, full_precision
 from rekindle.engine.transfer import to_host
@@ -25,11 +26,12 @@ from rekindle.isolation import outputs, relative_change
 from rekindle.optimizers import resetting as optimizers
 from rekindle.projection.planning import Entry, Plan
 from rekindle.projection.planning import plan as make_plan
+from rekindle.projection.recalibration import agree_statistics, training_layers
 from rekindle.projection.recalibration import recalibrate as recalibrate_statistics
-from rekindle.projection.recalibration import training_layers
 from rekindle.projection.receipt import BlockRecord, Measuring, Meter, MethodError, Receipt, measured, observed, record
 from rekindle.projection.sharded import Numbers, ShardedFire
 from rekindle.projection.stores import LiveStore, Store
+from rekindle.sharding.team import Team
 from rekindle.sharding.wrappers import distributed, refuse_hidden, settle
 
 __all__ = ["LiveStore", "Store", "check_finite", "execute", "fire"]
@@ -123,7 +125,7 @@ def fire(
             raise
         receipt = _finish(receipt, plan, store, optimizer, optimizer_state)
         if recalibrate is not None:
-            receipt = _recalibrated(model, recalibrate, receipt)
+            receipt = _recalibrated(model, recalibrate, receipt, team)
     except BaseException as error:
         if restore is not None:
             restore()
@@ -476,10 +478,13 @@ def _answers(model: nn.Module, batches: Iterable[Any]) -> list[Tensor]:
         return outputs(model, batches)
 
 
-def _recalibrated(model: nn.Module, batches: Iterable[Any], receipt: Receipt) -> Receipt:
+def _recalibrated(model: nn.Module, batches: Iterable[Any], receipt: Receipt, team: Team) -> Receipt:
+    # DDP would give every rank the buffers of the first before each forward pass: pass its own module by it.
+    inner = unwrapped(model) if team.size > 1 else model
     try:
-        with callers_device():
-            names = recalibrate_statistics(model, batches)
+        with callers_device(), team.together():
+            names = recalibrate_statistics(inner, batches)
+        agree_statistics(team, training_layers(inner).values())
     except Exception as error:
         raise MethodError(f"the weights are written, but recalibration failed: {error}", receipt) from error
     if not names:

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from rekindle.isolation import call, isolated
+from rekindle.sharding.team import Team
 
 
 def recalibrate(model: nn.Module, batches: Iterable[Any]) -> tuple[str, ...]:
@@ -67,6 +68,22 @@ def training_layers(model: nn.Module) -> dict[str, _BatchNorm]:
         for name, layer in model.named_modules()
         if isinstance(layer, _BatchNorm) and layer.training and layer.running_mean is not None
     }
+
+
+def agree_statistics(team: Team, layers: Iterable[_BatchNorm]) -> None:
+    """Give every process the statistics of all batches, each rank's share counting alike; no-op for one process.
+
+    >>> agree_statistics(Team.solo(), [nn.BatchNorm1d(2)])
+    """
+    if team.size == 1:
+        return
+    for layer in layers:
+        mean, variance = layer.running_mean, layer.running_var
+        if mean is None or variance is None:
+            continue
+        both = team.sum(torch.stack([mean.double(), variance.double() + mean.double().square()])) / team.size
+        mean.copy_(both[0])
+        variance.copy_(both[1] - both[0].square())
 
 
 @contextlib.contextmanager
