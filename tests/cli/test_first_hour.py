@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from command_line import checkpoint, one_line, run, weights
-from rekindle.cli import options
+from rekindle.cli import laboratory_names, options
 
 __all__ = ["checkpoint"]  # a fixture
 ROOT = Path(__file__).parents[2]
@@ -34,6 +34,10 @@ def as_user(*arguments: object, **environment: str) -> subprocess.CompletedProce
 
 @pytest.mark.parametrize("arguments", [("--help",), ("--version",), ("inspect", "--help"), ("lab", "run", "--help")])
 def test_help_and_version_import_neither_torch_nor_the_laboratory(arguments: tuple[str, ...]) -> None:
+    assert heavy_modules(*arguments) == "heavy: []"
+
+
+def heavy_modules(*arguments: str) -> str:
     code = (
         "import sys; from rekindle.cli import main\n"
         "sys.argv = ['rekindle', *sys.argv[1:]]\n"
@@ -43,7 +47,7 @@ def test_help_and_version_import_neither_torch_nor_the_laboratory(arguments: tup
         "print('heavy:', sorted(heavy & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "heavy: []"
+    return done.stdout.splitlines()[-1]
 
 
 def completed(words: str, **environment: str) -> list[str]:
@@ -53,15 +57,19 @@ def completed(words: str, **environment: str) -> list[str]:
     return found.stdout.split()
 
 
-def test_completion_knows_targets_scales_settings_and_arms(tmp_path: Path) -> None:
-    pytest.importorskip("sklearn")
-    cache = {"XDG_CACHE_HOME": str(tmp_path)}
+def test_completion_knows_targets_scales_settings_and_arms() -> None:
     assert completed("rekindle fire model.pt --targets attention") == ["attention", "attention.qk", "attention-output"]
     assert completed("rekindle plan model.pt --scale ne") == ["nearest"]
-    assert completed("rekindle lab run random-l", **cache)[0] == "random-labels"
-    assert completed("rekindle lab run digits -m nothing,fire-n", **cache)[:1] == ["nothing,fire-nearest"]
-    assert len(list(tmp_path.rglob("names-*.json"))) == 1
+    assert completed("rekindle lab run random-l")[0] == "random-labels"
+    assert completed("rekindle lab run digits -m nothing,fire-n")[:1] == ["nothing,fire-nearest"]
     assert completed("rekindle inspect mod") == []  # then the shell itself offers files
+
+
+def test_completion_imports_neither_torch_nor_the_laboratory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("_REKINDLE_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", "rekindle lab run digits -m fire")
+    monkeypatch.setenv("COMP_CWORD", "5")
+    assert heavy_modules() == "heavy: []"
 
 
 def test_completion_is_up_to_date_with_the_library() -> None:
@@ -70,6 +78,17 @@ def test_completion_is_up_to_date_with_the_library() -> None:
 
     assert set(PRESETS) <= set(options.TARGETS)
     assert get_args(options.Solver) == get_args(Solver)
+
+
+def test_completion_is_up_to_date_with_the_laboratory() -> None:
+    pytest.importorskip("sklearn")
+    from rekindle.lab.catalogue import catalogue
+
+    found = catalogue()
+    assert list(found["settings"]) == laboratory_names.SETTINGS
+    assert list(found["arms"]) == laboratory_names.ARMS
+    assert [*found["groups"], "all"] == laboratory_names.GROUPS
+    assert list(found["data"]) == laboratory_names.DATA
 
 
 # doctor

@@ -5,7 +5,6 @@ Nothing here imports torch before an option is used.
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import importlib.util
 import json
@@ -16,6 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+
+from rekindle.cli import laboratory_names
 
 if TYPE_CHECKING:
     from torch import nn
@@ -270,44 +271,17 @@ def planning(
 # Names of the laboratory
 
 
-def laboratory_names(kind: Literal["settings", "arms", "data"]) -> list[str]:
-    """Settings, arms with their groups, or data sets by name.
-
-    Importing them takes seconds, so they are kept in the user's cache, by the content of the laboratory's files.
-    """
-    folder = Path(__file__).parents[1] / "lab"
-    stamp = hashlib.sha256()
-    for file in sorted(folder.rglob("*.py")):
-        stamp.update(f"{file} {file.stat().st_mtime_ns}".encode())
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    path = cache / "rekindle" / f"names-{stamp.hexdigest()[:16]}.json"
-    try:
-        known: dict[str, list[str]] = json.loads(path.read_text())
-    except (OSError, ValueError):
-        from rekindle.lab.catalogue import catalogue
-
-        found = catalogue()
-        known = {"settings": list(found["settings"]), "arms": [*found["arms"], *found["groups"], "all"]}
-        known["data"] = list(found["data"])
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(known))
-        except OSError:
-            pass  # a cache that cannot be written is done without
-    return known[kind]
-
-
 def complete_settings(incomplete: str) -> list[str]:
     """Settings by name; where none fits, the shell offers files."""
-    return completing(laboratory_names("settings"))(incomplete)
+    return completing(laboratory_names.SETTINGS)(incomplete)
 
 
 def complete_arms(incomplete: str) -> list[str]:
     """The last of several arms with commas."""
     before, comma, last = incomplete.rpartition(",")
-    return [f"{before}{comma}{each}" for each in completing(laboratory_names("arms"))(last)]
+    return [f"{before}{comma}{each}" for each in completing([*laboratory_names.ARMS, *laboratory_names.GROUPS])(last)]
 
 
 def complete_data(incomplete: str) -> list[str]:
     """Data sets by name."""
-    return completing(laboratory_names("data"))(incomplete)
+    return completing(laboratory_names.DATA)(incomplete)

@@ -1,0 +1,29 @@
+"""Names of the laboratory as plain data, so that a shell's completion need not import it (that takes seconds).
+
+A test holds them together with `rekindle.lab.catalogue`, which is where they come from.
+"""
+
+# One name a line would be a hundred lines.
+# ruff: noqa: SIM905
+
+SETTINGS = """
+digits random-labels permuted-inputs label-shift drift warm-start continual class-incremental alphabet domains
+random-labels+replay permuted-inputs+replay drift+replay alphabet+replay domains+replay random-labels+state
+alphabet+state domains+state paper/warm-start-resnet18 paper/warm-start-vit paper/warm-start-vgg16
+paper/continual-resnet18 paper/continual-vit paper/continual-vgg16 paper/class-incremental-vit
+paper/class-incremental-vgg16 paper/gpt
+""".split()
+ARMS = """
+nothing full-reset shrink-perturb shrink-perturb-fresh dash redo regrama continual-backprop
+self-normalized-reset l2-init parseval spectral isometry-loss adamo weight-decay weight-clip normalize-project
+upgd hare-tortoise injection layer-norm-reset muon fire optimizer-reset rescale random-isometry
+random-isometry-nearest fresh-at-norm head-reset fire-10 fire-5 fire-nearest fire-norm fire-init fire-half
+fire-qk fire-attention fire-mlp fire-all fire-state-fresh fire-state-moments fire-state-step fire-state-none
+fire-heads
+""".split()
+GROUPS = """
+main controls solvers scales targets states nearness continuous all
+""".split()
+DATA = """
+digits fashion-mnist mnist cifar-10 cifar-100 tiny-imagenet shakespeare bible
+""".split()
