@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -82,3 +83,27 @@ def test_the_snippets_run(page: Path, capsys: pytest.CaptureFixture[str]) -> Non
 def test_the_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", page.read_text()):
         assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_the_reference_has_every_public_name() -> None:
+    listed = set(re.findall(r"^::: (\S+)", (ROOT / "docs" / "reference.md").read_text(), flags=re.M))
+    modules = {"lab", "methods", "measures", "initial", "optimizers", "checkpoint"}
+    elsewhere = {"scales": "projection.scales", "bounds": "measures.bounds", "blocks": "blocks.families.register"}
+    elsewhere |= {name: f"monitoring.{name}" for name in ("sinks", "triggers")}
+    for name in rekindle.__all__:
+        assert f"rekindle.{elsewhere.get(name, name)}" in listed, name
+    assert modules <= set(rekindle.__all__)
+
+
+def test_examples_in_docstrings_are_rendered_as_code() -> None:
+    pytest.importorskip("griffe", reason="the docs extra is not installed")
+    spec = importlib.util.spec_from_file_location("doctests", ROOT / "docs" / "extensions" / "doctests.py")
+    assert spec is not None and spec.loader is not None
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    assert made.fenced("A.\n\n>>> 1\n1\n\nB.") == "A.\n\n```pycon\n>>> 1\n1\n```\n\nB."
+
+
+def test_every_recipe_names_a_program_that_is_there() -> None:
+    named = re.findall(r"`(examples/\w+\.py)`", (ROOT / "docs" / "recipes.md").read_text())
+    assert set(named) == {f"examples/{path.name}" for path in (ROOT / "examples").glob("*.py")}

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from rekindle.projection.planning import Plan, plan
 from zoo_models import TRANSFORMERS, build
@@ -113,6 +114,33 @@ class TestStateDict:
         }.items():
             assert word in str(entries[key].reason), key
         assert names(plan(tensors, heads="a"))[0] == "turned.weight"
+
+    def test_a_convolution_is_read_with_one_group_and_projected_where_it_is_asked_for(self) -> None:
+        net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ConvTranspose2d(8, 4, 3), nn.Conv1d(4, 6, 5), nn.Linear(6, 6))
+        tensors = dict(net.state_dict())
+        with pytest.raises(ValueError, match="groups of a convolution"):
+            plan(tensors)
+        live = {e.name: e for e in plan(net, heads=()).entries}
+        for name in ("0.weight", "1.weight", "2.weight"):
+            for asked in ({"include": name}, {"targets": name}, {"targets": "conv"}):
+                entry = next(e for e in plan(tensors, **asked).selected if e.name == name)
+                assert (entry.blocks, entry.role) == (live[name].blocks, "conv")
+        assert all(e.name != "0.weight" for e in plan(tensors, targets="*", include="2.weight").selected)
+        flat = plan(tensors, include="0.weight", conv="flat").selected[0].blocks
+        assert flat == next(e for e in plan(net, conv="flat").entries if e.name == "0.weight").blocks
+
+    @pytest.mark.parametrize(
+        ("module", "shape", "bias"),
+        [("depthwise", (8, 1, 3, 3), 8), ("experts.w", (4, 8, 8), None), ("w", (4, 8, 64), None), ("c", (8, 4, 3), 5)],
+    )
+    def test_what_may_be_no_plain_convolution_is_not_read(
+        self, module: str, shape: tuple[int, ...], bias: int | None
+    ) -> None:
+        tensors = {f"{module}.weight": torch.randn(shape)}
+        if bias is not None:
+            tensors[f"{module}.bias"] = torch.randn(bias)
+        entry = plan(tensors, allow_empty=True).entries[0]
+        assert not entry.blocks and "state dict alone does not show" in str(entry.reason)
 
     def test_tensors_that_share_memory_are_one_weight(self) -> None:
         w = torch.randn(8, 8)

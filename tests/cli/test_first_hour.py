@@ -154,11 +154,29 @@ def test_a_folder_is_not_written_under_the_name_of_a_file(tmp_path: Path) -> Non
 
 
 def test_plan_lists_instead_of_failing(tmp_path: Path) -> None:
-    torch.save({"conv.weight": torch.randn(8, 4, 3, 3), "norm.bias": torch.zeros(8)}, tmp_path / "net.pt")
-    result = run("plan", tmp_path / "net.pt")
-    if "nothing to project" in result.stdout:  # where a convolution's groups are not assumed
+    file, kept = tmp_path / "net.pt", tmp_path / "plan.json"
+    torch.save({"conv.weight": torch.randn(8, 4, 3, 3), "norm.bias": torch.zeros(8)}, file)
+    for more in ((), ("--json",), ("-o", kept)):
+        result = run("plan", file, *more)
+        assert result.exit_code == 0, result.output
         assert "conv.weight" in result.stdout and "norm.bias" in result.stdout
+        assert "nothing to project; --include NAME" in result.stderr
+    assert "projects nothing" in one_line(run("fire", file, "-o", tmp_path / "x.pt", "--plan", kept))
+
+
+def test_convolutions_of_a_plain_file_are_read_with_one_group_and_said_to_be(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(72, 4))
+    torch.save(net.state_dict(), tmp_path / "net.pt")
+    assert "1 convolutions are read with groups=1" in run("inspect", tmp_path / "net.pt").stderr
+    listed = json.loads(run("plan", tmp_path / "net.pt", "--json").stdout)["entries"]
+    assert "read with groups=1" in listed[0]["reason"]
+    assert "groups=1" in one_line(run("fire", tmp_path / "net.pt", "-o", tmp_path / "new.pt"))
+    result = run("fire", tmp_path / "net.pt", "-o", tmp_path / "new.pt", "--include", listed[0]["name"])
     assert result.exit_code == 0, result.output
+    taps = torch.load(tmp_path / "new.pt", weights_only=True)["0.weight"].flatten(2).permute(2, 0, 1)
+    gram = taps.mT @ taps
+    torch.testing.assert_close(gram, gram[0, 0, 0] * torch.eye(3).expand_as(gram), rtol=1e-4, atol=1e-5)
 
 
 def test_torchs_advice_to_run_code_is_never_passed_on() -> None:

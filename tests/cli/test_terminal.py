@@ -62,7 +62,7 @@ def test_bad_options_give_one_line_and_no_output(checkpoint: Path, tmp_path: Pat
 
 
 def test_a_file_without_a_sure_matrix_says_what_helps(tmp_path: Path) -> None:
-    torch.save({"0.weight": torch.randn(8, 4, 3, 3)}, tmp_path / "net.pt")
+    torch.save({"0.weight": torch.randn(8, 1, 3, 3)}, tmp_path / "net.pt")
     line = one_line(run("inspect", tmp_path / "net.pt"))
     assert "groups of a convolution" in line
     assert "--plan" in line

@@ -20,13 +20,19 @@ from torch import Tensor, nn
 from rekindle.blocks.families import FUSED
 from rekindle.blocks.finding import Found, find, mark_heads, named_heads
 from rekindle.blocks.heads import ANYWHERE, USUALLY
-from rekindle.blocks.layouts import matrices
+from rekindle.blocks.layouts import convolution, matrices
 from rekindle.blocks.names import state_cleaner
 from rekindle.blocks.roles import named_role
 from rekindle.blocks.storage import unusable
 from rekindle.extras import install
 
 _UNSURE = "a state dict alone does not show {}; pass config= or a plan saved from the live model"
+_ASSUMED = (
+    "read with groups=1, but a state dict alone does not show the groups of a convolution; "
+    "ask for it by its name, or pass config= or a plan saved from the live model"
+)
+# Of three dimensions, (experts, out, in) is as likely as a kernel where the last one is long.
+_LONGEST_KERNEL = 32
 _EMBEDDING = re.compile(r"(^|[._])(wte|wpe|shared|embed\w*|\w*embeddings?|\w*embed)$", re.IGNORECASE)
 _HEADS = {"lm_head", "head", "classifier", "fc", "score", "embed_out", "qa_outputs"}
 _LINEAR_ONLY = {"query", "key", "value", "attention-output", "mlp-in", "mlp-gate", "mlp-out"}
@@ -42,11 +48,12 @@ def find_in_state(
     ...     print(f.name, f.count, f.reason)
     a.weight 1 None
     a.bias 0 vector
-    b.weight 0 a state dict alone does not show the groups of a convolution; ...
+    b.weight 9 read with groups=1, but a state dict alone does not show the groups of a convolution; ...
     """
     options = dict(skeleton_options or {})
     if config is None:
-        found = _untied(tensors, {key: _bare(key, tensor, tensors) for key, tensor in tensors.items()})
+        flat = options.get("conv") == "flat"
+        found = _untied(tensors, {key: _bare(key, tensor, tensors, flat) for key, tensor in tensors.items()})
         return _bare_heads(found, options.get("heads"))
     if isinstance(config, nn.Module):
         model, origin = config, f"the given {type(config).__name__}"
@@ -187,7 +194,7 @@ def _untied(tensors: Mapping[str, Tensor], found: dict[str, Found]) -> list[Foun
     return list(found.values())
 
 
-def _bare(key: str, tensor: Tensor, tensors: Mapping[str, Tensor]) -> Found:
+def _bare(key: str, tensor: Tensor, tensors: Mapping[str, Tensor], flat: bool = False) -> Found:
     """What is sure about one tensor without any config."""
     module = key.rpartition(".")[0]
     steps = state_cleaner(())(module).split(".")
@@ -195,8 +202,10 @@ def _bare(key: str, tensor: Tensor, tensors: Mapping[str, Tensor]) -> Found:
     leaf = words[-1].lower() if words else ""
     does = named_role(leaf, words[:-1])
     refusal = unusable(tensor) or _unclear(key, leaf, does, tensor, tensors)
-    marks = {}
+    marks: dict[str, str] = {}
     transposed = False
+    if refusal is None and tensor.dim() > 2:
+        return _bare_convolution(key, tensor, tensors, does, flat)
     if refusal is None:
         bias = tensors.get(f"{module}.bias" if module else "bias")
         transposed = bias is not None and tensor.shape[0] != tensor.shape[1] and tuple(bias.shape) == (tensor.shape[1],)
@@ -209,6 +218,16 @@ def _bare(key: str, tensor: Tensor, tensors: Mapping[str, Tensor]) -> Found:
     blocks = () if refusal else matrices("in out" if transposed else "out in")(tuple(tensor.shape), does)
     shape = () if tensor.dim() == 0 else tuple(tensor.shape)
     return Found(key, key, does, shape, tensor.dtype, blocks, module, "", refusal, marks)
+
+
+def _bare_convolution(key: str, tensor: Tensor, tensors: Mapping[str, Tensor], does: str, flat: bool) -> Found:
+    """A kernel as if it had one group, which is what most have; it is projected only where it is asked for."""
+    module, shape = key.rpartition(".")[0], tuple(tensor.shape)
+    bias = tensors.get(f"{module}.bias" if module else "bias")
+    transposed = bias is not None and tuple(bias.shape) == (shape[1],) != (shape[0],)
+    recipe = convolution(shape, groups=1, transposed=transposed, flat=flat)
+    does = "conv" if does == "other" else does
+    return Found(key, key, does, shape, tensor.dtype, recipe(shape, does), module, "", marks={"assumed": _ASSUMED})
 
 
 def _is_head(steps: list[str], tensors: Mapping[str, Tensor]) -> bool:
@@ -234,7 +253,7 @@ def _unclear(key: str, leaf: str, does: str, tensor: Tensor, tensors: Mapping[st
     if local != "weight":
         return _UNSURE.format(f"what {local} is")
     if tensor.dim() > 2:
-        return _UNSURE.format("the groups of a convolution" if tensor.dim() < 6 else "what this tensor is")
+        return _unclear_kernel(module, tensor, tensors)
     out, in_ = tensor.shape
     if FUSED.search(leaf) or (leaf in ("in_proj", "x_proj") and out != in_):
         return _UNSURE.format(f"how {leaf} is fused")
@@ -245,3 +264,14 @@ def _unclear(key: str, leaf: str, does: str, tensor: Tensor, tensors: Mapping[st
     if told or does in _LINEAR_ONLY or _EMBEDDING.search(module):
         return None
     return _UNSURE.format("which side of this weight is the output")
+
+
+def _unclear_kernel(module: str, tensor: Tensor, tensors: Mapping[str, Tensor]) -> str | None:
+    long = tensor.dim() == 3 and tensor.shape[-1] > _LONGEST_KERNEL
+    if tensor.dim() > 5 or long or "expert" in module.lower():
+        return _UNSURE.format("what this tensor is")
+    if tensor.shape[1] == 1:  # depthwise, or a single input channel
+        return _UNSURE.format("the groups of a convolution")
+    bias = tensors.get(f"{module}.bias" if module else "bias")
+    fits = bias is None or tuple(bias.shape) in ((tensor.shape[0],), (tensor.shape[1],))
+    return None if fits else _UNSURE.format("the groups of a convolution")

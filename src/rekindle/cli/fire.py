@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from rekindle.projection.receipt import Receipt
     from rekindle.sharding.estimate import Estimate
 
-NOTHING_LEFT = "leaves nothing to project"  # what the library says then
+NOTHING = "nothing to project; --include NAME asks for a tensor that has a shape here, --model shows how all are used"
 _SAFETENSORS, _TORCH = (".safetensors",), (".pt", ".pth", ".bin", ".ckpt")
 
 
@@ -79,17 +79,13 @@ def plan(
     asked = options.planning(targets, include, exclude, heads, scale, conv, split_heads)
     described_by = options.architecture(config, model)
     with open_checkpoint(path) as checkpoint:
-        try:
-            drawn = draw(checkpoint, described_by, asked)
-        except ValueError as error:
-            if json or output is not None or NOTHING_LEFT not in str(error):
-                raise
-            show(_listing(checkpoint, described_by))
-            return
+        drawn = draw(checkpoint, described_by, asked | {"allow_empty": True})
+    if not drawn.selected:
+        say(f"[yellow]note:[/] {NOTHING}")
     if output is not None:
         write_text(output, as_json(drawn.to_dict()), force)
         say(f"plan: {output}")
-    costs = [] if ranks is None else _costs(drawn, ranks)
+    costs = [] if ranks is None or not drawn.selected else _costs(drawn, ranks)
     if json:
         show_json({**drawn.to_dict(), **({"costs": [asdict(cost) for cost in costs]} if costs else {})})
     else:
@@ -102,19 +98,6 @@ def _costs(drawn: Plan, ranks: int) -> list[Estimate]:
 
     weights = [([block.layout for block in entry.blocks], entry.dtype.itemsize) for entry in drawn.selected]
     return [estimate(weights, ranks, machine) for machine in (measured_here(), ACCELERATOR)]
-
-
-def _listing(checkpoint: Checkpoint, config: Any) -> str:
-    """Every tensor of a file that holds nothing to project, with the reason."""
-    from rekindle.cli.weights import layers_of
-    from rekindle.tables import table
-
-    rows = [
-        [layer.name, "×".join(map(str, layer.shape)), layer.reason or "not among the targets"]
-        for layer in layers_of(checkpoint, config)[0]
-    ]
-    lines = table(("tensor", "shape", "skipped, because"), rows, width(), left=(0, 1, 2))
-    return "\n".join([*lines, "", "nothing to project: --config, --model or --plan tell how tensors are used"])
 
 
 def draw(checkpoint: Checkpoint, config: Any, asked: Mapping[str, Any]) -> Plan:

@@ -136,6 +136,9 @@ def usable(checkpoint: Checkpoint, config: Any, plan: Plan | None) -> list[Store
             "--config, --model or --plan tell how tensors are used"
         )
     unsure = sum(layer.reason is not None and "state dict alone" in layer.reason for layer in layers)
+    assumed = sum(layer.assumed for layer in layers)
+    if assumed:
+        say(f"[yellow]note:[/] {assumed} convolutions are read with groups=1: --model or --plan tell what they have")
     if unsure:
         say(f"[yellow]note:[/] {unsure} tensors are left out; --config, --model or --plan tell how they are used")
     return layers

@@ -48,6 +48,7 @@ class StoredTensor:
     shape: tuple[int, ...]
     blocks: tuple[Block, ...]
     reason: str | None
+    assumed: bool = False  # how it is read is a guess that its reader is told of
 
     @property
     def numbers(self) -> int:
@@ -90,7 +91,8 @@ def layers_of(checkpoint: Checkpoint, config: Any = None, plan: Plan | None = No
     layers = []
     for f in found:
         reason = f.refusal or next((f.marks[mark] for mark in _PASSED_OVER if mark in f.marks), None)
-        layers.append(StoredTensor(f.name, f.key, f.shape, f.blocks, reason if f.blocks or reason else "no matrix"))
+        reason = reason if f.blocks or reason else "no matrix"
+        layers.append(StoredTensor(f.name, f.key, f.shape, f.blocks, reason, reason is None and "assumed" in f.marks))
     return layers, note
 
 

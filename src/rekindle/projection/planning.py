@@ -269,6 +269,7 @@ def plan(
     measure: bool = True,
     sharded: bool = True,
     trial: bool = True,
+    allow_empty: bool = False,
 ) -> Plan:
     """Decide, without changing anything, what becomes of every parameter of a model or state dict.
 
@@ -278,7 +279,8 @@ def plan(
     scale √(out/(in·taps)). Matrices whose norm is below `min_norm` stay (0 asks for them). `config` goes with a
     state dict: a transformers config or a model on the meta device. `reference` holds the initial weights for
     `scale="reference"`. `measure=False` leaves the DfI out. `layouts` states the layout of single weights by name.
-    `trial=False` does not try whether parametrised weights can hold their isometry. On a model with DTensor parameters
+    `trial=False` does not try whether parametrised weights can hold their isometry. A plan that projects nothing is an
+    error, unless `allow_empty`. On a model with DTensor parameters
     every process must make the call; `sharded=False` skips those parameters.
 
     >>> print(plan(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), measure=False).table(width=90))
@@ -303,7 +305,7 @@ def plan(
         if stated:
             options["layouts"] = {**stated, **options["layouts"]}
             found = _find(model, config, options, sharded)
-        choices = choose(found, targets, include=include, exclude=exclude)
+        choices = choose(found, targets, include=include, exclude=exclude, allow_empty=allow_empty)
     read = _reader(model)
     looks: dict[tuple[str, int], Look] = {}
     if measure or min_norm > 0:
@@ -313,7 +315,7 @@ def plan(
     drafted = Plan(entries, rule, describe(targets, include, exclude), min_norm, conv)
     if isinstance(model, nn.Module) and trial:
         entries = tuple(_tried(drafted, e, f, model) for e, f in zip(entries, found, strict=True))
-    if all(e.reason is not None for e in entries):
+    if not allow_empty and all(e.reason is not None for e in entries):
         raise ValueError(f"targets={targets!r}: nothing is left to project. " + _reasons(entries))
     return replace(drafted, entries=entries)
 

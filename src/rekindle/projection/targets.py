@@ -50,7 +50,8 @@ Targets = Term | Iterable[Term] | Report
 _ATTENTION = ("query", "key", "value", "attention-output")
 _MLP = ("mlp-in", "mlp-gate", "mlp-out")
 _ROLE_MARKS = frozenset({"embedding", "head", "depthwise", "router"})
-_EVERY_MARK = _ROLE_MARKS | {"adapter", "frozen"}
+_ASSUMED = frozenset({"assumed"})  # a reading of a bare file that must be asked for
+_EVERY_MARK = _ROLE_MARKS | {"adapter", "frozen"} | _ASSUMED
 
 PRESETS = ("auto", "layers", "all", "attention", "attention.qk", "mlp", "conv", "paper-cnn", "paper-vit", "paper-gpt")
 
@@ -74,9 +75,14 @@ class _Matcher:
 
 
 def choose(
-    found: Sequence[Found], targets: Targets = "auto", *, include: Targets = (), exclude: Targets = ()
+    found: Sequence[Found],
+    targets: Targets = "auto",
+    *,
+    include: Targets = (),
+    exclude: Targets = (),
+    allow_empty: bool = False,
 ) -> list[Choice]:
-    """One `Choice` for each parameter; a request that means nothing is an error that lists what there was.
+    """One `Choice` for each parameter; a request that leaves nothing is an error that lists what there was.
 
     >>> from rekindle.blocks.finding import find
     >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -91,7 +97,7 @@ def choose(
     added = [_matcher(t, found, "include") for t in terms(include)]
     removed = [_matcher(t, found, "exclude") for t in terms(exclude)]
     choices = [_choice(f, wanted, added, removed) for f in found]
-    if not any(c.reason is None for c in choices):
+    if not allow_empty and not any(c.reason is None for c in choices):
         asked = ", ".join(
             f"{name}={value!r}"
             for name, value in (("targets", targets), ("include", include), ("exclude", exclude))
@@ -218,7 +224,7 @@ def _words(term: str, found: Sequence[Found]) -> _Matcher:
         )
     if term in ROLES:
         # Of a fused weight each part has its own role; the weight's is that of its first.
-        return _Matcher(term, lambda f, b: term == b.role or term in f.marks, frozenset({term}))
+        return _Matcher(term, lambda f, b: term == b.role or term in f.marks, frozenset({term}) | _ASSUMED)
     if any(c in term for c in "*?["):
         return _Matcher(term, lambda f, b: any(fnmatch.fnmatchcase(n, term) for n in _names(f)))
     return _Matcher(
@@ -230,7 +236,7 @@ def _exactly(term: str, found: Sequence[Found]) -> frozenset[str]:
     # Naming one weight (or the layer that holds it) asks for it; naming a whole stage does not.
     named = [f for f in found if f.blocks and any(n == term or n.startswith(f"{term}.") for n in _names(f))]
     single = len(named) == 1 and term in (*_names(named[0]), named[0].module)
-    return _ROLE_MARKS if single else frozenset()
+    return _ROLE_MARKS | _ASSUMED if single else frozenset()
 
 
 def _names(f: Found) -> tuple[str, ...]:
