@@ -15,7 +15,9 @@ from torch import nn
 
 import rekindle
 from integrations.trained import network
+from rekindle import methods
 from rekindle.integrations import ranks
+from rekindle.sharding import LayoutNotSupported
 
 WORKER = Path(__file__).with_name("ranks_worker.py")
 
@@ -57,14 +59,14 @@ def test_an_error_on_rank_0_is_raised_on_all(both: list[dict[str, Any]]) -> None
     assert both[0]["error"] == "ValueError" and both[1]["error"] == "RuntimeError"
 
 
-def test_what_is_held_in_shards_is_refused() -> None:
+def test_hidden_shards_are_refused() -> None:
     class FullyShardedDataParallel(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.net = network()
 
     model = FullyShardedDataParallel()
-    with pytest.raises(NotImplementedError, match="in shards"):
+    with pytest.raises(LayoutNotSupported, match="FSDP1"):
         rekindle.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
     class ZeroRedundancyOptimizer(torch.optim.SGD):
@@ -72,4 +74,4 @@ def test_what_is_held_in_shards_is_refused() -> None:
 
     plain = network()
     with pytest.raises(NotImplementedError, match="holds its state in shards"):
-        ranks.refuse_sharded(plain, ZeroRedundancyOptimizer(plain.parameters(), lr=0.1))
+        ranks.refuse(plain, ZeroRedundancyOptimizer(plain.parameters(), lr=0.1), methods.FIRE())

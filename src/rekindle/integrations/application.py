@@ -118,6 +118,7 @@ class Application:
         self._ended: Mapping[str, int] | None = None
         self._observing: Any = None
         self._model: nn.Module | None = None
+        self._sharded = False
         self._optimizer: Any = None
         self._log: Log | None = None
 
@@ -133,7 +134,8 @@ class Application:
         hook would come too early.
         """
         self.finish()
-        ranks.refuse_sharded(model, optimizer)
+        ranks.refuse(model, optimizer, self.method)
+        self._sharded = ranks.sharded(model)
         opened = unwrap(optimizer)
         if step == 0 and self._restored is None:
             self._considered = self._epoch = None  # a new run, maybe after another one
@@ -304,7 +306,7 @@ class Application:
     def _apply(self, step: int, reason: str) -> Receipt:
         assert self._model is not None
         copies = self._mirrors.found()
-        if ranks.world() > 1:
+        if ranks.world() > 1 and not self._sharded:
             if self._observing is not None:
                 ranks.average_statistics(self.method)
             receipt = ranks.together(lambda: self._change(copies), (self._model, *copies), self._optimizer)
@@ -338,7 +340,8 @@ class Application:
     def _after(self) -> None:
         """What acts after every step: on every rank; a foreign method that watches the data on rank 0."""
         assert self._model is not None
-        if self._observing is not None and ranks.world() > 1 and not isinstance(self.method, Remedy):
+        together = ranks.world() > 1 and not self._sharded
+        if self._observing is not None and together and not isinstance(self.method, Remedy):
             self.last = ranks.together(lambda: self._call("step"), (self._model,), self._optimizer, rarely=True)
         else:
             self.last = self._call("step")
@@ -353,7 +356,9 @@ class Application:
     def _call(self, moment: str) -> Receipt:
         method = self._parts[moment]
         # Events are applied on rank 0 alone; at every step remedies agree over the ranks about what they saw and drew.
-        everywhere = moment != "event" and ranks.world() > 1 and isinstance(method, Remedy)
+        # Shards are no copies: there the method itself makes the ranks agree.
+        copies = ranks.world() > 1 and not self._sharded
+        everywhere = moment != "event" and copies and isinstance(method, Remedy)
         with replicated() if everywhere else nullcontext():
             receipt: Receipt = method(self._model, self._optimizer, batches=self._batches, loss=self._loss)
         return receipt

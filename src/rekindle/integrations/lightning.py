@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from rekindle.extras import require
+from rekindle.integrations import ranks
 from rekindle.integrations.application import Application
 
 _Callback: Any = require("lightning.pytorch", "lightning", "RekindleCallback for Lightning").Callback
@@ -35,6 +36,7 @@ class RekindleCallback(Application, _Callback):  # type: ignore[misc]
                 logger.log_metrics(numbers, step=step)
 
         self._seen: dict[str, Any] = {}
+        ranks.refuse(trainer.model, trainer.optimizers, self.method)  # FSDP1 wraps the module from outside
         self.bind(pl_module, trainer.optimizers, step=trainer.global_step, log=log, closures=True)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:

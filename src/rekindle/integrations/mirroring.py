@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from rekindle.initial import tensors_of
+from rekindle.sharding.wrappers import local, settle
 
 Mirror = nn.Module | Callable[[], nn.Module | None]
 
@@ -41,21 +42,27 @@ class Mirrors:
 
     def before(self, model: nn.Module) -> Callable[[Sequence[nn.Module]], None]:
         """Remember the model as it is; calling the result copies what has changed since into mirrors."""
-        kept = {name: tensor.detach().clone() for name, tensor in tensors_of(model).items()}
+        kept = {name: tensor.clone() for name, tensor in _own(model).items()}
 
         @torch.no_grad()
         def follow(mirrors: Sequence[nn.Module]) -> None:
             changed = {}
-            for name, tensor in tensors_of(model).items():
+            for name, tensor in _own(model).items():
                 if name in kept and kept[name].shape == tensor.shape:
                     where = tensor != kept[name]
                     if bool(where.any()):
                         changed[name] = where, tensor
             for number, mirror in enumerate(mirrors):
-                own = tensors_of(mirror)
+                own = _own(mirror)
                 for name, (where, tensor) in changed.items():
                     if name not in own or own[name].shape != tensor.shape:
                         raise ValueError(f"mirror {number} ({type(mirror).__name__}) has no {name!r} of this shape")
                     own[name].copy_(torch.where(where.to(own[name].device), tensor.to(own[name]), own[name]))
 
         return follow
+
+
+def _own(model: nn.Module) -> dict[str, Tensor]:
+    """What this rank holds of each tensor: a mirror of a model in shards is cut like the model."""
+    settle(model)
+    return {name: local(tensor) for name, tensor in tensors_of(model).items()}

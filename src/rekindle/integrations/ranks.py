@@ -1,8 +1,9 @@
-"""Several processes that train one model (DDP): every rank must end up with the same weights, bit for bit.
+"""Several processes that train one model: every rank must end up with the same weights.
 
-Events are applied on rank 0 and broadcast with buffers and optimizer state: whatever a method measures or draws, all
-ranks hold the same result. Statistics that a method gathered are averaged first. Methods that act in every step run on
-every rank if they need no statistics, else on rank 0 with those of rank 0.
+Copies (DDP): events are applied on rank 0 and broadcast with buffers and optimizer state, so that all ranks hold the
+same result bit for bit, whatever a method measures or draws. Statistics that a method gathered are averaged first.
+Methods that act in every step run on every rank if they need no statistics, else on rank 0 with those of rank 0.
+Shards (FSDP2, tensor parallel): no rank has the model, so every rank calls the method, which must know of shards.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from rekindle.blocks.storage import is_sharded
+from rekindle.methods.remedy import Remedy
 from rekindle.optimizers import unwrap
 from rekindle.projection.receipt import Receipt
+from rekindle.sharding.wrappers import refuse_hidden, refuse_shards, settle
 
 
 def world() -> int:
@@ -33,23 +36,42 @@ def first() -> bool:
     return world() == 1 or dist.get_rank() == 0
 
 
-def refuse_sharded(model: nn.Module, optimizer: Any) -> None:
-    """Raise where parameters or optimizer state are held in shards: the one place that says what cannot be done yet.
+def sharded(model: nn.Module) -> bool:
+    """Whether parameters of the model are held in shards (DTensor), so that every rank has to call the method.
 
-    >>> refuse_sharded(nn.Linear(1, 1), None)
+    >>> sharded(nn.Linear(1, 1))
+    False
     """
-    advice = "call rekindle.fire(model, optimizer) on all ranks between steps instead, or train with DDP"
-    for module in model.modules():
-        if type(module).__name__ in ("FullyShardedDataParallel", "DeepSpeedEngine"):
-            raise NotImplementedError(f"{type(module).__name__} holds the model in shards: {advice}")
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, DTensor) or hasattr(parameter, "ds_id"):
-            raise NotImplementedError(f"{name!r} is held in shards ({type(parameter).__name__}): {advice}")
+    settle(model)
+    return any(is_sharded(parameter) for parameter in model.parameters())
+
+
+def refuse(model: nn.Module, optimizer: Any, method: Any) -> None:
+    """Raise where shards are hidden (FSDP1, DeepSpeed, ZeRO), or where the method does not work on them.
+
+    >>> refuse(nn.Linear(1, 1), None, None)
+    """
+    refuse_hidden(model)
     given = optimizer if isinstance(optimizer, Sequence) else [optimizer]
     for each in given:
         inner = getattr(each, "optimizer", each)
         if any(_sharding(kind) for kind in (type(each), type(inner))):
-            raise NotImplementedError(f"{type(each).__name__} holds its state in shards: {advice}")
+            raise NotImplementedError(
+                f"{type(each).__name__} holds its state in shards that cannot be reset: train with DDP or fully_shard"
+            )
+    if sharded(model):
+        for member in _members(method):
+            if isinstance(member, Remedy) and not member.sharded:
+                refuse_shards(model, type(member).__name__, member.batches != "none" or member.watches)
+
+
+def _members(method: Any) -> Iterator[Any]:
+    joined = getattr(method, "methods", None)
+    if joined is None:
+        yield method
+    else:
+        for member in joined:
+            yield from _members(member)
 
 
 def _sharding(kind: type) -> bool:

@@ -15,9 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from rekindle.blocks.storage import is_sharded
 from rekindle.isolation import Batch, Loss, call, isolated
 from rekindle.optimizers import unwrap
 from rekindle.projection.receipt import Method, Receipt
+from rekindle.sharding.wrappers import settle
 
 
 class Guard:
@@ -28,7 +30,8 @@ class Guard:
     max_rise: the largest rise of the mean loss that is accepted; a loss that is not finite is never accepted.
 
     The loss is measured in evaluation mode without a trace on the model or on random numbers. Under DDP the mean over
-    all ranks decides, so that all ranks decide alike.
+    all ranks decides, so that all ranks decide alike; so it does for a model in shards, where every rank must have the
+    same number of batches.
 
     >>> import rekindle
     >>> _ = torch.manual_seed(0)
@@ -57,7 +60,9 @@ class Guard:
                 count += 1
         if not count:
             raise ValueError("the guard has no batches: it could not measure anything")
-        if isinstance(model, DistributedDataParallel):
+        settle(model)  # a forward pass alone leaves FSDP2 modules whole
+        spread = any(is_sharded(parameter) for parameter in model.parameters())
+        if isinstance(model, DistributedDataParallel) or (spread and torch.distributed.is_initialized()):
             sums = torch.tensor([total, count], dtype=torch.float64, device=next(model.parameters()).device)
             torch.distributed.all_reduce(sums)
             total, count = float(sums[0]), int(sums[1])
