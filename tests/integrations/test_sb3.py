@@ -16,7 +16,7 @@ gymnasium = pytest.importorskip("gymnasium", reason='pip install "torch-rekindle
 from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize  # noqa: E402
 
 import rekindle  # noqa: E402
-from rekindle.integrations.sb3 import RekindleCallback, observations, trained  # noqa: E402
+from rekindle.integrations.sb3 import RekindleCallback, fresh_networks, observations, trained, value_regression  # noqa: E402
 from rekindle.isolation import Recorded  # noqa: E402
 from rekindle.methods import FIRE, FullReset, OptimizerReset, PlasticityInjection, ReDo, ShrinkPerturb  # noqa: E402
 from rekindle.triggers import Every  # noqa: E402
@@ -226,3 +226,44 @@ def test_a_probe_of_values_from_the_replay_buffer() -> None:
     made.learn(100)
     batch = observations(made)
     assert batch is not None and rekindle.health(made.q_net, [batch["q_net"]]).units
+
+
+def test_a_method_that_watches_waits_for_the_first_gradient_step() -> None:
+    callback = RekindleCallback(ReDo(), every=8)
+    agent("DQN", learning_starts=40).learn(64, callback=callback)
+    assert callback.firings and callback.firings[0].step > 40
+
+
+@pytest.mark.parametrize("kind", ["DQN", "SAC", "PPO"])
+def test_value_regression_holds_the_discounted_returns_of_what_is_stored(kind: str) -> None:
+    made = agent(kind, gamma=0.9)
+    assert value_regression(made) is None
+    made.learn(448 if kind == "SAC" else 96)
+    found = value_regression(made, batch=64)
+    assert found is not None
+    batches, loss = found
+    assert loss(trained(made)[0], batches[0]).isfinite()
+    if kind == "PPO":
+        assert sum(len(batch["returns"]) for batch in batches) == 32
+        return
+    buffer, expected = made.replay_buffer, {}
+    after, known = 0.0, False
+    for row in reversed(range(buffer.pos)):  # slow and obvious
+        if buffer.dones[row, 0]:
+            after, known = 0.0, True
+        after = float(buffer.rewards[row, 0]) + 0.9 * after
+        if known:
+            expected[tuple(buffer.observations[row, 0].tolist())] = after
+    values = torch.tensor(list(expected.values()), dtype=torch.double)
+    for batch in batches:
+        for seen, value in zip(batch["observations"], batch["returns"], strict=True):
+            wanted = (expected[tuple(seen.tolist())] - values.mean()) / values.std(correction=0)
+            assert abs(float(value) - float(wanted)) < 1e-3
+
+
+def test_a_probe_on_the_replay_buffer() -> None:
+    made = agent("DQN").learn(96)
+    found = value_regression(made, batch=32)
+    assert found is not None
+    result = rekindle.probe(trained(made)[0], found[0], loss=found[1], fresh=fresh_networks(made), steps=5, seeds=1)
+    assert result is not None

@@ -76,6 +76,7 @@ class RekindleCallback(Application, _callbacks.BaseCallback):  # type: ignore[mi
         self._asked = [step for step in self._at if step != _NEVER]
         self._temperature, self._replay, self._period = temperature, replay, monitor
         self._measured: int | None = None
+        self._updated = 0  # gradient steps when it last acted, or when training began
         self.health: dict[str, Health] = {}
 
     # SB3's hooks
@@ -90,9 +91,10 @@ class RekindleCallback(Application, _callbacks.BaseCallback):  # type: ignore[mi
         begun = self.model._num_timesteps_at_start
         shares = [round(begun + share * (total - begun)) for share in self._fractions]
         self._at = tuple(sorted({*self._asked, *shares}))
-        self._refuse_what_breaks()
+        refuse_what_breaks(self.model, self.method)
         module, opened = trained(self.model)
-        self._fresh_by_the_policy()
+        draw_as_the_policy(self.model, self.method)
+        self._updated = self.model._n_updates
         resumed = self._considered is not None
         self.bind(module, opened, step=self.num_timesteps if resumed else 0, log=self._record)
         if not resumed:
@@ -120,8 +122,11 @@ class RekindleCallback(Application, _callbacks.BaseCallback):  # type: ignore[mi
     # Inside
 
     def _look(self) -> None:
+        if self._observing is not None and self.model._n_updates == self._updated:
+            return  # it judges by what it saw in training, and there was none yet (`learning_starts`)
         self.note(self.logger.name_to_value)
-        self.begin(self.num_timesteps)
+        if self.begin(self.num_timesteps) is not None:
+            self._updated = self.model._n_updates
         self._keep()
 
     def _watch_health(self) -> None:
@@ -162,20 +167,6 @@ class RekindleCallback(Application, _callbacks.BaseCallback):  # type: ignore[mi
             setattr(self.model, _KEPT, {})
         getattr(self.model, _KEPT)[self.name] = self.state_dict()
 
-    def _refuse_what_breaks(self) -> None:
-        if type(self.method).__name__ == "PlasticityInjection" and any(
-            hasattr(self.model.policy, target) for target in _TARGETS.values()
-        ):
-            raise ValueError(
-                "plasticity injection replaces modules, which SB3's averaging of target networks cannot follow: "
-                "use another method, or an agent without target networks (PPO, A2C)"
-            )
-
-    def _fresh_by_the_policy(self) -> None:
-        """A fresh draw is one by SB3's own scheme (orthogonal, gains per layer), not torch's default."""
-        if hasattr(self.method, "_fresh") and self.method._fresh is None:
-            self.method._fresh = fresh_networks(self.model)
-
 
 _NEVER = 2**62
 
@@ -188,8 +179,8 @@ class Networks(nn.Module):
         for name, part in parts.items():
             self.add_module(name, part)
 
-    def forward(self, observations: Any, actions: Tensor | None = None) -> dict[str, Any]:
-        """What each network says; a critic only where there are actions."""
+    def forward(self, observations: Any, actions: Tensor | None = None, **others: Any) -> dict[str, Any]:
+        """What each network says; a critic only where there are actions. A batch may hold more than both."""
         parts = dict(self.named_children())
         critic = parts.pop("critic", None)
         found = {name: part(observations) for name, part in parts.items()}
@@ -221,6 +212,23 @@ def fresh_networks(agent: Any) -> Callable[[], nn.Module]:
         return _networks(policy.to(agent.device))[0]
 
     return build
+
+
+def draw_as_the_policy(agent: Any, method: Any) -> None:
+    """Fresh draws of the method follow SB3's own scheme (orthogonal, gains per layer), not torch's default."""
+    if hasattr(method, "_fresh") and method._fresh is None:
+        method._fresh = fresh_networks(agent)
+
+
+def refuse_what_breaks(agent: Any, method: Any) -> None:
+    """Raise for a method that this agent cannot follow."""
+    if type(method).__name__ == "PlasticityInjection" and any(
+        hasattr(agent.policy, target) for target in _TARGETS.values()
+    ):
+        raise ValueError(
+            "plasticity injection replaces modules, which SB3's averaging of target networks cannot follow: "
+            "use another method, or an agent without target networks (PPO, A2C)"
+        )
 
 
 def follow_targets(agent: Any) -> None:
@@ -267,3 +275,81 @@ def _rows(buffer: Any, stored: Any, count: int) -> Any:
         return {key: _rows(buffer, value, count) for key, value in stored.items()}
     rows = stored.reshape(-1, *stored.shape[2:]) if not buffer.generator_ready else stored
     return buffer.to_torch(rows[:: max(len(rows) // count, 1)][:count])
+
+
+def value_regression(
+    agent: Any, *, count: int = 4096, batch: int = 256, seed: int = 0
+) -> tuple[list[dict[str, Any]], Callable[[nn.Module, Any], Tensor]] | None:
+    """A task for `rekindle.probe` out of what the agent has stored: from observations to discounted returns.
+
+    Off-policy the returns are those of the stored trajectories that have ended; on-policy those that the rollout
+    buffer holds. They are standardised, so that a loss of 1 is that of a constant. None where nothing is stored yet.
+
+        batches, loss = value_regression(agent)
+        probe(trained(agent)[0], batches, loss=loss, fresh=fresh_networks(agent))
+    """
+    found = _stored_returns(agent)
+    if found is None:
+        return None
+    observed, actions, returns = found
+    order = torch.randperm(len(returns), generator=torch.Generator().manual_seed(seed))[:count]
+    values = returns[order]
+    values = (values - values.mean()) / values.std(correction=0).clamp_min(1e-8)
+    batches = [
+        {
+            "observations": _picked(observed, order[start : start + batch]),
+            "actions": actions[order[start : start + batch]],
+            "returns": values[start : start + batch],
+        }
+        for start in range(0, len(order), batch)
+    ]
+    return batches, value_loss
+
+
+def value_loss(model: nn.Module, batch: Any) -> Tensor:
+    """The mean squared error of the values that an agent's networks give a batch of `value_regression`."""
+    parts: dict[str, Any] = dict(model.named_children())
+    observed, actions, returns = batch["observations"], batch["actions"], batch["returns"]
+    if "critic" in parts:
+        values = torch.stack([each.flatten() for each in parts["critic"](observed, actions)])
+    elif "q_net" in parts:
+        values = parts["q_net"](observed).gather(1, actions.long().reshape(-1, 1)).flatten()
+    elif "quantile_net" in parts:
+        chosen = actions.long().reshape(-1, 1)
+        values = parts["quantile_net"](observed).mean(1).gather(1, chosen).flatten()
+    else:
+        values = parts["policy"].predict_values(observed).flatten()
+    error: Tensor = (values - returns).square().mean()
+    return error
+
+
+def _stored_returns(agent: Any) -> tuple[Any, Tensor, Tensor] | None:
+    if not isinstance(agent, _off_policy.OffPolicyAlgorithm):
+        buffer = agent.rollout_buffer
+        if not buffer.full:
+            return None
+        flat = [_rows(buffer, each, each.shape[0] * each.shape[1]) for each in (buffer.actions, buffer.returns)]
+        size = buffer.buffer_size * buffer.n_envs
+        return _rows(buffer, buffer.observations, size), flat[0], flat[1].flatten()
+    buffer = agent.replay_buffer
+    if buffer is None or buffer.size() == 0 or isinstance(buffer.observations, Mapping):
+        return None
+    # In the order of time: a full buffer begins where the next row will be written.
+    order = (torch.arange(buffer.size()) + (buffer.pos if buffer.full else 0)) % buffer.buffer_size
+    rewards, ended = (torch.from_numpy(each)[order].double() for each in (buffer.rewards, buffer.dones))
+    returns, known = torch.zeros_like(rewards), torch.zeros(rewards.shape, dtype=torch.bool)
+    following = torch.zeros_like(rewards[0])
+    complete = torch.zeros_like(known[0])
+    for row in range(len(rewards) - 1, -1, -1):
+        complete = complete | (ended[row] > 0)
+        following = rewards[row] + agent.gamma * following * (1 - ended[row])
+        returns[row], known[row] = following, complete
+    if not known.any():
+        return None
+    seen, acted = (torch.from_numpy(each)[order][known] for each in (buffer.observations, buffer.actions))
+    device = agent.device
+    return seen.to(device), acted.to(device), returns[known].float().to(device)
+
+
+def _picked(stored: Any, rows: Tensor) -> Any:
+    return {key: _picked(each, rows) for key, each in stored.items()} if isinstance(stored, Mapping) else stored[rows]

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from rekindle.lab.arms import ARMS, GROUPS, Arm
     from rekindle.lab.arms import register as arm
     from rekindle.lab.networks import register as network
+    from rekindle.lab.performing import execute
     from rekindle.lab.results import Results
     from rekindle.lab.runs import Run
     from rekindle.lab.settings import SETTINGS, Setting, setting
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from rekindle.lab.streams import STREAMS
     from rekindle.lab.streams import register as stream
     from rekindle.lab.study import Study
-    from rekindle.lab.train import execute
 
 _HOME = {
     "ARMS": "arms",
@@ -40,7 +40,7 @@ _HOME = {
     "Task": "sources",
     "Text": "sources",
     "arm": "arms.register",
-    "execute": "train",
+    "execute": "performing",
     "network": "networks.register",
     "replay": "sources",
     "setting": "settings",

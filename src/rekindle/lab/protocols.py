@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from rekindle.lab.agents import presets
+
 Fields = dict[str, Any]
 """The fields of one `Setting`."""
 
@@ -273,4 +275,4 @@ def named() -> list[Fields]:
     # Streams whose data grow hold the old data anyway.
     replayed = [_replaying(laptop[n]) for n in ("random-labels", "permuted-inputs", "drift", "alphabet", "domains")]
     kept = [_keeping(laptop[name]) for name in ("random-labels", "alphabet", "domains")]
-    return [*laptop.values(), *replayed, *kept, *_paper()]
+    return [*laptop.values(), *replayed, *kept, *presets.laptop(), *_paper(), *presets.paper()]

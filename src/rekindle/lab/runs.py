@@ -24,6 +24,7 @@ import torch
 
 import rekindle
 from rekindle.lab import networks, streams
+from rekindle.lab.agents import streams as agent_streams
 from rekindle.lab.arms import Arm, factory, from_stored, stored_form
 from rekindle.lab.settings import Setting, read_source, source_hash
 
@@ -34,6 +35,7 @@ REVISION = 1
 all runs; one that concerns a single method raises that method's own `revision`."""
 
 _LOOP = ("rekindle.lab.train", "rekindle.lab.evaluation", "rekindle.lab.randomness", "rekindle.lab.sources")
+_AGENTS = tuple(f"rekindle.lab.agents.{name}" for name in ("learning", "building", "environments", "state"))
 _NOT_OURS = ("builtins", "abc", "typing", "torch")
 
 
@@ -93,6 +95,14 @@ class Run:
         """What every arm of a setting depends on."""
         if self.setting.source is not None:
             read_source(self.setting.source)
+        if self.setting.agents:
+            made = agent_streams.STREAMS.get(self.setting.stream)
+            return [
+                REVISION,
+                *(_source(name) for name in _AGENTS),
+                _modules(made),
+                _source("rekindle.integrations.sb3"),
+            ]
         stream, network = streams.STREAMS.get(self.setting.stream), networks.builder(self.setting.network)
         return [REVISION, *(_source(name) for name in _LOOP), _modules(stream), _modules(network)]
 

@@ -15,10 +15,12 @@ from typing import Any
 from torch import nn
 
 from rekindle.lab import networks, protocols, streams
+from rekindle.lab.agents import streams as agent_streams
 from rekindle.lab.randomness import derive
 from rekindle.lab.sources import Stream, replay
 
 HEADLINES = ("online_accuracy", "online_loss", "train_accuracy", "train_loss", "test_accuracy", "test_loss")
+RETURNS = ("return", "online_return")
 OPTIMIZERS = ("adam", "adamw", "sgd", "muon")
 
 
@@ -31,7 +33,8 @@ class Setting:
     recalibrate: BatchNorm statistics are estimated anew at every boundary, for every arm alike.
     spare_first: remedies that act while training (losses, steps, epochs) begin with the second task, as in the
         paper's warm start, so that all arms share the first.
-    headline: the metric that arms are compared by, averaged over the `last` tasks.
+    headline: the metric that arms are compared by, averaged over the `last` tasks; for agents "return" (the mean of
+        the episodes that end in the second half of a task) or "online_return" (of all).
     replay: the share of every earlier task's data that is mixed into each task.
     evaluate: how many rows an evaluation looks at, at most.
     coefficients: options of an arm in this setting, by the arm's name; an arm's own options win.
@@ -67,7 +70,7 @@ class Setting:
     about: str = ""
 
     def __post_init__(self) -> None:
-        allowed = {"optimizer": OPTIMIZERS, "schedule": ("constant", "cosine"), "headline": HEADLINES}
+        allowed = {"optimizer": OPTIMIZERS, "schedule": ("constant", "cosine"), "headline": (*HEADLINES, *RETURNS)}
         for name, values in allowed.items():
             if getattr(self, name) not in values:
                 raise ValueError(f"setting {self.name!r}: {name}={getattr(self, name)!r} is none of {list(values)}")
@@ -82,6 +85,11 @@ class Setting:
                 raise ValueError(f"setting {self.name!r}: {name}={value!r} is a share, from 0 to 1")
 
     @property
+    def agents(self) -> bool:
+        """Whether an agent learns it (`rekindle.lab.agents`), judged by its return."""
+        return self.stream in agent_streams.STREAMS or self.headline in RETURNS
+
+    @property
     def falling(self) -> bool:
         """Whether less is better: the headline is a loss."""
         return self.headline.endswith("loss")
@@ -90,6 +98,10 @@ class Setting:
         """The stream that a run of this seed sees."""
         made = streams.stream(self.stream, derive(seed, "stream"), **self.stream_options)
         return replay(made, self.replay, seed=derive(seed, "replay"))
+
+    def make_agent_stream(self, seed: int) -> agent_streams.AgentStream:
+        """The same for agents."""
+        return agent_streams.stream(self.stream, derive(seed, "stream"), **self.stream_options)
 
     def make_network(self, stream: Stream, seed: int) -> nn.Module:
         """The network that a run of this seed starts with."""

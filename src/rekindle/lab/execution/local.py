@@ -64,8 +64,8 @@ class Executor(Protocol):
 
 def perform(job: dict[str, Any], starts: Path | None) -> Iterator[Row]:
     """What a worker does with a job: the run in it, row by row."""
+    from rekindle.lab.performing import execute
     from rekindle.lab.runs import Run
-    from rekindle.lab.train import execute
 
     return iter(execute(Run.from_dict(job), starts=starts))
 

@@ -33,6 +33,7 @@ T = TypeVar("T")
 FIRE, NOTHING, FRESH, TUNED = "fire", "nothing", "full-reset", " (tuned)"
 REFERENCES = (NOTHING, FRESH, "random-isometry")
 CURVES = tuple(f"{when}_{what}" for when in ("online", "train", "test", "old") for what in ("accuracy", "loss"))
+CURVES += ("return", "online_return")
 UNEQUAL = "the tasks are not equally hard: what was lost is what a fresh start gains"
 
 
@@ -92,7 +93,7 @@ class Pair:
         sure = found.holm is not None and found.holm < 0.05
         gain = (found.mean > 0) == self.measured.higher
         verdict = ("better" if gain else "worse") if sure else "–"
-        return self.setting, f"{self.what}, {self.measured.step}", shown, verdict
+        return self.setting, f"{self.what}, {self.measured.step}".removesuffix(", "), shown, verdict
 
 
 @dataclass(frozen=True)
@@ -313,7 +314,8 @@ class ArmComparison:
         if valid is not None:
             # A loss is judged by how far below chance it is, as `valid_stream` does.
             chance = math.log(self.classes or 1)
-            top, bottom = (chance - each if self.setting.falling else each for each in (first, last))
+            low = _mean([metrics.chance_return(rows) for rows in runs]) or 0.0
+            top, bottom = (chance - each if self.setting.falling else each - low for each in (first, last))
             fall = (top - bottom) / top if top > 0 else None
         note = None if metrics.equally_hard(self.setting) else UNEQUAL
         return {"valid": valid, "first": first, "last": last, "fall": fall, "note": note}

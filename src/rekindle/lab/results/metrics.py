@@ -15,10 +15,23 @@ from rekindle.lab.settings import Setting
 
 Row = Mapping[str, Any]
 
-_UNEQUAL = frozenset({"warm-start", "continual", "class-incremental", "drift", "domains"})
+_UNEQUAL = frozenset(
+    {
+        "warm-start",
+        "continual",
+        "class-incremental",
+        "drift",
+        "domains",
+        "games",
+        "dynamics",
+        "midpoint",
+        "replay-ratio",
+    }
+)
 
 __all__ = [
     "auc",
+    "chance_return",
     "drift",
     "drop",
     "equally_hard",
@@ -68,7 +81,7 @@ def auc(rows: Iterable[Row], setting: Setting) -> float | None:
     >>> auc(rows, Setting("tiny", "random-labels", "mlp"))
     0.25
     """
-    metric = "online_loss" if setting.falling else "online_accuracy"
+    metric = "online_return" if setting.agents else "online_loss" if setting.falling else "online_accuracy"
     found = tasks(rows)
     steps: int = sum(row["steps"] for row in found)
     if not steps or any(row[metric] is None for row in found):
@@ -86,7 +99,7 @@ def drop(rows: Iterable[Row], setting: Setting) -> float | None:
     0.4
     """
     name, sign = ("loss", -1) if setting.falling else ("accuracy", 1)
-    pairs = [(r[f"{name}_before"], r[f"{name}_after"]) for r in _remedies(rows)]
+    pairs = [(r[f"{name}_before"], r[f"{name}_after"]) for r in _remedies(rows) if f"{name}_before" in r]
     return mean(None if before is None or after is None else sign * (before - after) for before, after in pairs)
 
 
@@ -126,7 +139,7 @@ def peak(rows: Iterable[Row]) -> float | None:
 def retention(rows: Iterable[Row], setting: Setting) -> float | None:
     """How well up to five earlier tasks are still done at the end of a later one, averaged over the last tasks."""
     later = [row for row in tasks(rows) if row["task"] > 0]
-    return mean(row["old_loss" if setting.falling else "old_accuracy"] for row in later[-setting.last :])
+    return mean(row.get("old_loss" if setting.falling else "old_accuracy") for row in later[-setting.last :])
 
 
 def retention_after_remedy(rows: Iterable[Row], setting: Setting) -> float | None:
@@ -135,12 +148,12 @@ def retention_after_remedy(rows: Iterable[Row], setting: Setting) -> float | Non
     For an arm that does nothing it is what there was.
     """
     later = [row for row in tasks(rows) if row["task"] > 0]
-    return mean(row["old_loss_start" if setting.falling else "old_accuracy_start"] for row in later)
+    return mean(row.get("old_loss_start" if setting.falling else "old_accuracy_start") for row in later)
 
 
 def drift(rows: Iterable[Row]) -> float | None:
     """How far the remedy moved the network's function, in nats; the mean over boundaries."""
-    return mean(remedy["function_drift"] for remedy in _remedies(rows))
+    return mean(remedy.get("function_drift") for remedy in _remedies(rows))
 
 
 def equally_hard(setting: Setting) -> bool:
@@ -159,7 +172,8 @@ def valid_stream(runs: Sequence[Sequence[Row]], setting: Setting, classes: int |
     """Whether doing nothing loses half of what it could do in the first task, over all seeds: else nothing is to cure.
 
     `runs` are those of the arm that does nothing. A loss is counted from chance, ln(classes), downwards; without
-    `classes` (the start row has it) it cannot be told, nor where tasks are not equally hard.
+    `classes` (the start row has it) it cannot be told, nor where tasks are not equally hard. A return is counted from
+    that of random actions.
 
     >>> rows = [{"kind": "task", "task": i, "online_accuracy": value} for i, value in enumerate((0.5, 0.2, 0.2))]
     >>> valid_stream([rows], Setting("tiny", "random-labels", "mlp", last=2))
@@ -175,7 +189,22 @@ def valid_stream(runs: Sequence[Sequence[Row]], setting: Setting, classes: int |
     if setting.falling:
         chance = math.log(classes or 1)
         first, last = chance - first, chance - last
+    if setting.agents:
+        low = mean(chance_return(rows) for rows in runs)
+        if low is None or first <= low:
+            return None  # nothing was learned in the first task
+        first, last = first - low, last - low
     return last <= 0.5 * first
+
+
+def chance_return(rows: Iterable[Row]) -> float | None:
+    """The return of random actions in the first task of a run of agents; 0 for what has none.
+
+    >>> chance_return([{"task": 0, "chance_return": 20.0}])
+    20.0
+    """
+    found = tasks(rows)
+    return found[0].get("chance_return", 0.0) if found else 0.0
 
 
 def _remedies(rows: Iterable[Row]) -> list[Row]:

@@ -131,8 +131,8 @@ class Results:
         """Every arm over all settings: the interquartile mean of its score, and how often it beats doing nothing.
 
         A score is the headline as a share of the first task's value (for a loss the other way round), so that 1 is
-        as good as new; streams whose tasks are not equally hard have none. A tuned arm is held against doing nothing
-        tuned.
+        as good as new; a return is counted from that of random actions. Streams whose tasks are not equally hard have
+        none. A tuned arm is held against doing nothing tuned.
         """
         arms: dict[str, list[ArmComparison]] = {}
         for comparison in self.comparisons.values():
@@ -234,7 +234,9 @@ def _scores(comparison: ArmComparison, arm: str) -> list[float]:
     if not metrics.equally_hard(setting):
         return out
     for seed, value in comparison.values.get(arm, {}).items():
-        first = metrics.first_task(each.runs[seed], setting)
+        first, low = metrics.first_task(each.runs[seed], setting), metrics.chance_return(each.runs[seed])
+        if setting.agents and first is not None and low is not None:
+            value, first = value - low, first - low
         top, bottom = (first, value) if setting.falling else (value, first)
         if top is not None and bottom:
             out.append(top / bottom)

@@ -107,6 +107,8 @@ MEASURES = {
     "online_loss": _loss("loss while learning"),
     "train_loss": _loss("loss on the task's training data"),
     "test_loss": _loss("test loss"),
+    "return": Measure("mean return"),
+    "online_return": Measure("mean return while learning"),
     "old_accuracy": _share("accuracy on earlier tasks"),
     "old_loss": _loss("loss on earlier tasks"),
     "dormant": _share("dormant neurons", higher=False),

@@ -136,7 +136,8 @@ def _mean(found: ArmComparison, arm: str) -> str:
 
 def _told(found: ArmComparison, difference: Difference) -> str:
     measured = found.headline
-    return f"{measured.difference(difference.mean)} {measured.step} {measured.difference_ends(difference)}".strip()
+    parts = (measured.difference(difference.mean), measured.step, measured.difference_ends(difference))
+    return " ".join(part for part in parts if part)
 
 
 def _even(difference: Difference | None) -> bool:
