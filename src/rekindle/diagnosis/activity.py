@@ -27,7 +27,7 @@ from rekindle.blocks.storage import is_sharded
 from rekindle.diagnosis.attention import HeadEntropy, entropy, entropy_share
 from rekindle.diagnosis.hooks import Activated, Attended, Watch
 from rekindle.diagnosis.units import UnitActivity, UnitSums, rows_of
-from rekindle.engine.precision import full_precision
+from rekindle.engine.devices import full_precision
 from rekindle.isolation import Batch, Loss, call, isolated, padding_mask
 from rekindle.measures.matrices import Mode
 

@@ -27,7 +27,7 @@ from rekindle.diagnosis.results import Comparison, Health
 from rekindle.diagnosis.shards import measure_shards
 from rekindle.diagnosis.units import UnitActivity
 from rekindle.diagnosis.verdict import Thresholds, Verdict
-from rekindle.engine.precision import full_precision
+from rekindle.engine.devices import full_precision
 from rekindle.isolation import Batch, Loss, check_loss
 from rekindle.measures.matrices import Measures, Mode, measure
 from rekindle.measures.spectra import NotFinite

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from rekindle.blocks.finding import Found
-from rekindle.engine.precision import full_precision
+from rekindle.engine.devices import full_precision
 from rekindle.measures.matrices import Measures, Mode, measure
 from rekindle.measures.spectra import NotFinite
 from rekindle.projection.scales import Scale

@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 from rekindle.engine import routes as solvers
-from rekindle.engine.precision import full_precision
+from rekindle.engine.devices import full_precision, to_host
 from rekindle.engine.routes import Solved, Start
 from rekindle.engine.symmetric import norm2
-from rekindle.engine.transfer import to_host
 from rekindle.engine.tuning import tuning
 
 Solver = Literal["auto", "fast", "paper", "svd", "products", "halley", "gram"]

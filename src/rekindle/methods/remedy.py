@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from rekindle import initial
-from rekindle.engine.precision import full_precision
+from rekindle.engine.devices import full_precision
 from rekindle.methods.call import Call
 from rekindle.projection.receipt import Batch, Loss, Meter, Receipt
 from rekindle.sharding.wrappers import refuse_shards, settle

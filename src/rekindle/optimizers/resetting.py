@@ -20,12 +20,13 @@ from rekindle.optimizers.slots import (
     MASTER_NAMES,
     ONE_HISTORY,
     Group,
+    Held,
     Slot,
-    builds_groups_when_empty,
     builds_when_empty,
+    can_drop,
     group_counts,
+    known_slots,
     register,
-    slots,
     unwrap,
 )
 
@@ -106,9 +107,8 @@ def check(optimizers: Any, parameters: Mapping[str, Parameter], policy: str = "f
     for optimizer in opened:
         if policy in ("fresh", "step"):
             _check_group_counts(optimizer, parameters)
-        for name, parameter, group in _held(optimizer, parameters):
-            if not isinstance(optimizer, ONE_HISTORY):
-                _check_slots(optimizer, name, parameter, group, policy)
+        if policy != "none" and not isinstance(optimizer, ONE_HISTORY):
+            _check_slots(optimizer, list(_held(optimizer, parameters)), policy)
         _check_fused_dampening(optimizer, parameters, policy)
 
 
@@ -138,8 +138,10 @@ def reset(optimizers: Any, parameters: Mapping[str, Parameter], *, policy: str =
         else:
             touched = [group for group in optimizer.param_groups if _touched(group, parameters)]
             counts = [group_counts(optimizer, group) for group in touched]
-            for _, parameter, group in held:
-                done += _reset_one(optimizer, parameter, group, policy)
+            drop = policy == "fresh" and can_drop(optimizer)
+            known = [{} for _ in held] if drop else known_slots(optimizer, held)
+            for (_, parameter, _), kept in zip(held, known, strict=True):
+                done += _reset_one(optimizer.state.get(parameter), parameter, kept, policy, drop)
             if policy in ("fresh", "step"):
                 for group, starts in zip(touched, counts, strict=True):
                     group.update(starts)
@@ -189,16 +191,15 @@ def reset_rows(
     if not places:
         return total
     for optimizer in unwrap(optimizers):
-        group = next((g for g in optimizer.param_groups if any(p is parameter for p in g["params"])), None)
-        if group is None:
+        held = list(_held(optimizer, {name: parameter}))
+        if not held:
             continue
         if isinstance(optimizer, ONE_HISTORY):
             total += reset(optimizer, {name: parameter})
             continue
         state = optimizer.state.get(parameter, {})
         touched = masters = 0
-        for key, slot in slots(optimizer, parameter).items():
-            start = slot.begin(optimizer, group)
+        for key, (slot, start) in _understood(optimizer, held[:1])[0].items():
             if state[key] is not None and _reset_places(state[key], slot, start, parameter, places, second_moment):
                 masters += slot.kind == "master"
                 touched += slot.kind != "master"
@@ -241,7 +242,7 @@ def snapshot(optimizers: Any, parameters: Mapping[str, Parameter]) -> Callable[[
     return restore
 
 
-def _held(optimizer: Optimizer, parameters: Mapping[str, Parameter]) -> Iterator[tuple[str, Parameter, Group]]:
+def _held(optimizer: Optimizer, parameters: Mapping[str, Parameter]) -> Iterator[Held]:
     names = {id(parameter): name for name, parameter in reversed(list(parameters.items()))}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -269,37 +270,39 @@ def _check_group_counts(optimizer: Optimizer, parameters: Mapping[str, Parameter
 
 def _check_rows(optimizers: Any, name: str, parameter: Parameter) -> None:
     for optimizer in unwrap(optimizers):
-        if isinstance(optimizer, ONE_HISTORY) or not any(_held(optimizer, {name: parameter})):
+        held = list(_held(optimizer, {name: parameter}))
+        if isinstance(optimizer, ONE_HISTORY) or not held:
             continue
         if builds_when_empty(optimizer) and optimizer.state.get(parameter):
             raise ValueError(
                 f"{type(optimizer).__name__} keeps the state of {name!r} in blocks that do not follow rows: single "
                 "neurons cannot be reset there; train this layer with torch's own optimizer"
             )
-        _check_slots(optimizer, name, parameter, {}, "step")
+        _understood(optimizer, held)
 
 
-def _check_slots(optimizer: Optimizer, name: str, parameter: Parameter, group: Group, policy: str) -> None:
+def _check_slots(optimizer: Optimizer, held: list[Held], policy: str) -> None:
+    if policy != "fresh" or not can_drop(optimizer):
+        _understood(optimizer, held)
+
+
+def _understood(optimizer: Optimizer, held: list[Held]) -> list[Mapping[str, tuple[Slot, Any]]]:
+    """The slots of each parameter with their starts; an error where one is not known."""
     label = type(optimizer).__name__
-    if policy == "none" or (policy == "fresh" and _can_drop(optimizer)):
-        return
     how = f"rekindle.optimizers.register({label}, fresh={{...}}) with the start value of each slot"
-    try:
-        slots(optimizer, parameter)
-    except KeyError as error:
-        if error.args[0] == label:
+    found = []
+    for (name, _, _), kept in zip(held, known_slots(optimizer, held), strict=True):
+        if isinstance(kept, str):
+            if kept == label:
+                raise ValueError(
+                    f"the state of {label} for {name!r} is not known how to reset: call {how}, "
+                    "or pass optimizer_state='none'"
+                )
             raise ValueError(
-                f"the state of {label} for {name!r} is not known how to reset: call {how}, "
-                "or pass optimizer_state='none'"
-            ) from None
-        raise ValueError(
-            f"{label} keeps an unknown slot {error.args[0]!r} for {name!r}: call {how}, or pass optimizer_state='none'"
-        ) from None
-
-
-def _can_drop(optimizer: Optimizer) -> bool:
-    """Whether a fresh state is one that is not there; for a group, once all its parameters are known to change."""
-    return builds_when_empty(optimizer) or builds_groups_when_empty(optimizer)
+                f"{label} keeps an unknown slot {kept!r} for {name!r}: call {how}, or pass optimizer_state='none'"
+            )
+        found.append(kept)
+    return found
 
 
 def _check_fused_dampening(optimizer: Optimizer, parameters: Mapping[str, Parameter], policy: str) -> None:
@@ -325,21 +328,24 @@ def _starts_over(slot: Slot, policy: str) -> bool:
     return slot.kind in {"moments": ("moment", "second", "average"), "step": ("count",)}.get(policy, ())
 
 
-def _reset_one(optimizer: Optimizer, parameter: Parameter, group: Group, policy: str) -> StateReset:
-    state = optimizer.state.get(parameter)
+def _reset_one(
+    state: dict[str, Any] | None,
+    parameter: Parameter,
+    known: Mapping[str, tuple[Slot, Any]] | str,
+    policy: str,
+    drop: bool,
+) -> StateReset:
     if not state:
         return StateReset(policy, without_state=1)
-    if policy == "fresh" and _can_drop(optimizer):
+    if drop:
         matched = len(state)
         state.clear()
         return StateReset(policy, matched=matched, reset=matched)
-    try:
-        known = slots(optimizer, parameter)
-    except KeyError:  # only policy "none" gets here
-        known = {name: Slot("master") for name in state if name in MASTER_NAMES}
+    if isinstance(known, str):  # only policy "none" gets here
+        known = {name: (Slot("master"), None) for name in state if name in MASTER_NAMES}
     matched = started = masters = 0
     with torch.no_grad():
-        for name, slot in known.items():
+        for name, (slot, start) in known.items():
             if state[name] is None:
                 continue
             matched += 1
@@ -348,7 +354,7 @@ def _reset_one(optimizer: Optimizer, parameter: Parameter, group: Group, policy:
                 masters += slot.kind == "master"
                 started += slot.kind == "average"
             elif _starts_over(slot, policy):
-                _start(state, name, slot.begin(optimizer, group))
+                _start(state, name, start)
                 started += 1
     return StateReset(policy, matched=matched, reset=started, masters=masters)
 
@@ -362,9 +368,7 @@ def _start(state: dict[str, Any], name: str, start: Any) -> None:
         state[name] = type(state[name])(start)
 
 
-def _drop_history(
-    optimizer: Optimizer, held: Iterable[tuple[str, Parameter, Group]], policy: str, label: str
-) -> StateReset:
+def _drop_history(optimizer: Optimizer, held: Iterable[Held], policy: str, label: str) -> StateReset:
     if policy == "none" or not list(held):
         return StateReset(policy)
     matched = sum(len(state) for state in optimizer.state.values())

@@ -10,7 +10,7 @@ learning rate, Adagrad's sum where the user said, and SGD's buffer with dampenin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -20,6 +20,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 Group = Mapping[str, Any]
+Held = tuple[str, Parameter, Group]  # a parameter under its name, and the group that it is in
 Start = float | Literal["weight"] | None | Callable[[Optimizer, Group], float | None]
 """What a slot holds before the first step: a number, the weight itself, nothing at all (None), or a function of
 the optimizer and the parameter group."""
@@ -159,13 +160,15 @@ def builds_when_empty(optimizer: Optimizer) -> bool:
     return _comes_from(optimizer, "bitsandbytes", "Optimizer8bit")
 
 
-def builds_groups_when_empty(optimizer: Optimizer) -> bool:
-    """Whether the same holds for a group without step count: the classes of pytorch_optimizer.
+def can_drop(optimizer: Optimizer) -> bool:
+    """Whether a fresh state is one that is not there; for a group, once all its parameters are known to change.
 
-    Not those that estimate the learning rate (d): that estimate belongs to all groups.
+    The latter are the classes of pytorch_optimizer, without those that estimate the learning rate (d): that estimate
+    belongs to all groups.
     """
     rates = any("d" in group or "d0" in group for group in optimizer.param_groups)
-    return _comes_from(optimizer, "pytorch_optimizer", "BaseOptimizer") and not rates
+    grouped = _comes_from(optimizer, "pytorch_optimizer", "BaseOptimizer") and not rates
+    return grouped or builds_when_empty(optimizer)
 
 
 def _comes_from(optimizer: Optimizer, package: str, base: str) -> bool:
@@ -234,3 +237,23 @@ def slots(optimizer: Optimizer, parameter: Parameter) -> Mapping[str, Slot]:
         return _by_structure(optimizer, parameter)
     masters = {name: Slot("master") for name in MASTER_NAMES}
     return {name: {**masters, **known}[name] for name in optimizer.state.get(parameter, {})}
+
+
+def known_slots(optimizer: Optimizer, held: Iterable[Held]) -> list[Mapping[str, tuple[Slot, Any]] | str]:
+    """For each of these parameters: slot name → (what it is, what it starts from), or the name that is not understood.
+
+    >>> weight = torch.nn.Parameter(torch.ones(2))
+    >>> sgd = torch.optim.SGD([weight], momentum=0.9)
+    >>> weight.sum().backward(); sgd.step()
+    >>> known_slots(sgd, [("weight", weight, sgd.param_groups[0])])
+    [{'momentum_buffer': (Slot(kind='moment', ...), 0.0)}]
+    """
+    found: list[Mapping[str, tuple[Slot, Any]] | str] = []
+    for _, parameter, group in held:
+        try:
+            kept = slots(optimizer, parameter)
+        except KeyError as error:
+            found.append(str(error.args[0]))
+        else:
+            found.append({name: (slot, slot.begin(optimizer, group)) for name, slot in kept.items()})
+    return found

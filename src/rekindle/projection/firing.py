@@ -19,9 +19,8 @@ from torch import Tensor, nn
 
 from rekindle.blocks.finding import Block
 from rekindle.blocks.names import unwrapped
+from rekindle.engine.devices import callers_device, full_precision, to_host
 from rekindle.engine.isometry import CONVERGING, Certificate, Solver, Source, solve
-from rekindle.engine.precision import callers_device, full_precision
-from rekindle.engine.transfer import to_host
 from rekindle.isolation import outputs, relative_change
 from rekindle.optimizers import resetting as optimizers
 from rekindle.projection.planning import Entry, Plan

@@ -23,9 +23,8 @@ from rekindle.blocks.layouts import Block, Recipe
 from rekindle.blocks.names import locate
 from rekindle.blocks.state_dicts import find_in_state
 from rekindle.blocks.storage import is_sharded
+from rekindle.engine.devices import full_precision, to_host
 from rekindle.engine.isometry import polar
-from rekindle.engine.precision import full_precision
-from rekindle.engine.transfer import to_host
 from rekindle.extras import install
 from rekindle.measures.spectra import gram, real
 from rekindle.projection.scales import Scale

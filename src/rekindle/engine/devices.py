@@ -1,17 +1,21 @@
-"""Library arithmetic runs as written, whatever the caller has switched on around it.
+"""What surrounds the arithmetic: modes that the caller has switched on, and the way from a device to the host.
 
 `torch.autocast` casts every product to bfloat16 or float16, also those of a solver that promises six digits, and
 `torch.set_default_device` makes small helper tensors on another device than the weights. Verbs that compute on weights
 are wrapped in `full_precision()`, which also works as a decorator.
+
+On an accelerator every `float(tensor)` lets the host wait until all work before it is done. What is asked of many
+matrices is therefore kept as tensors, and `to_host` fetches them together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 
 import torch
+from torch import Tensor
 
 # The default device of whoever called the outermost verb, where it was changed.
 _CALLERS: ContextVar[torch.device | None] = ContextVar("callers_device", default=None)
@@ -59,6 +63,26 @@ def callers_device() -> Iterator[None]:
         return
     with torch.device(device):
         yield
+
+
+def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The same tensors on the CPU, in their dtypes; those of an accelerator come in one copy per device.
+
+    They travel as float64, which holds integers up to 2⁵³ exactly.
+
+    >>> to_host([torch.tensor([1, 2]), torch.tensor(True)])
+    [tensor([1, 2]), tensor(True)]
+    """
+    found = list(tensors)
+    devices: dict[torch.device, list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        if tensor.device.type != "cpu":
+            devices.setdefault(tensor.device, []).append(i)
+    for members in devices.values():
+        together = torch.cat([tensors[i].detach().double().flatten() for i in members]).cpu()
+        for i, part in zip(members, torch.split(together, [tensors[i].numel() for i in members]), strict=True):
+            found[i] = part.reshape(tensors[i].shape).to(tensors[i].dtype)
+    return found
 
 
 def _enabled(kind: str) -> bool:
