@@ -11,7 +11,8 @@ import zoo_models
 from rekindle import methods
 from rekindle.consumers.wiring import WiringError, wire
 from rekindle.methods.remedy import FromStart, Remedy
-from rekindle.projection.receipt import Method, Receipt
+from rekindle.projection.method import Method
+from rekindle.projection.receipt import Receipt
 
 MODELS = ("mlp", "resnet", "vit", "nanogpt", "gpt2", "encoder", "lstm")
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import rekindle.projection.firing as projection
 from firing import dfi_reference, mlp, polar_reference, same, state_of, stepped
 from rekindle.projection.firing import execute, fire
+from rekindle.projection.method import MethodError
 from rekindle.projection.planning import Plan, plan
-from rekindle.projection.receipt import MethodError
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

@@ -56,19 +56,18 @@ def test_the_look_in_slices_equals_the_slow_one(
 ) -> None:
     from rekindle.blocks.layouts import matrices
     from rekindle.measures import spectra
-    from rekindle.projection import planning
+    from rekindle.projection import measuring
 
-    monkeypatch.setattr(planning, "_CHUNK", 500)
+    monkeypatch.setattr(measuring, "_CHUNK", 500)
     monkeypatch.setattr(spectra, "_SLICE", 500)
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(2, *shape, generator=generator).to(dtype)
     block = matrices("count out in", count="count")((2, *shape))[0]
-    norms, dfi, free = planning.look(block, weight, 0.7, True)
+    norms, dfi, free = measuring.look(block, weight, 0.7)
     assert norms.tolist() == pytest.approx([float(w.double().norm()) for w in weight], rel=1e-5)
     assert dfi == pytest.approx(slow_dfi(weight, 0.7), rel=1e-4)
     assert free == pytest.approx(slow_dfi(weight, None), rel=1e-4)
-    assert planning.look(block, weight, None, True)[1] == free
-    assert planning.look(block, weight, 0.7, False)[1:] == (None, None)
+    assert measuring.look(block, weight, None)[1] == free
 
 
 class TestZeroMatrices:

@@ -9,7 +9,8 @@ import pytest
 
 from rekindle.optimizers import StateReset
 from rekindle.projection import receipt as receipts
-from rekindle.projection.receipt import BlockRecord, Meter, MethodError, Receipt
+from rekindle.projection.method import MethodError
+from rekindle.projection.receipt import BlockRecord, Meter, Receipt
 
 FIRE = BlockRecord(
     "encoder.layers.0.attention.self.query.weight",

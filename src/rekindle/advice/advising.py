@@ -23,7 +23,8 @@ from rekindle.advice.tasks import default_loss
 from rekindle.advice.trials import Executor, Question, Trace, executor
 from rekindle.blocks.names import unwrapped
 from rekindle.isolation import Batch, Loss
-from rekindle.projection.receipt import Method, Receipt
+from rekindle.projection.method import Method
+from rekindle.projection.receipt import Receipt
 from rekindle.tables import table, terminal_width
 
 HORIZONS = (0.25, 0.5, 1.0)

@@ -9,8 +9,8 @@ from typing import Any
 from torch import nn
 
 from rekindle.methods import DASH, FIRE, FullReset, HeadReset, ReDo, ShrinkPerturb
+from rekindle.projection.method import Method
 from rekindle.projection.planning import plan
-from rekindle.projection.receipt import Method
 
 NOTHING = "nothing"
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)

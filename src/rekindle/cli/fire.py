@@ -114,12 +114,12 @@ def draw(checkpoint: Checkpoint, config: Any, asked: Mapping[str, Any]) -> Plan:
 
 
 def _measured(drawn: Plan, entry: Entry, checkpoint: Checkpoint, advance: Callable[[float], None]) -> Entry:
-    from rekindle.projection.planning import look
+    from rekindle.projection.measuring import look
 
     if entry.reason is not None:
         return entry
     weight = checkpoint.read(entry.key)
-    seen = [look(block, weight, scale, True) for block, scale in zip(entry.blocks, entry.scales, strict=True)]
+    seen = [look(block, weight, scale) for block, scale in zip(entry.blocks, entry.scales, strict=True)]
     advance(weight.numel())
     small = tuple(int((norms < drawn.min_norm).sum()) for norms, _, _ in seen)
     if all(few == block.count for few, block in zip(small, entry.blocks, strict=True)):

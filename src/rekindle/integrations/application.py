@@ -30,7 +30,8 @@ from rekindle.monitoring.monitor import Monitor
 from rekindle.monitoring.schedules import Firing, Schedule
 from rekindle.monitoring.triggers import Trigger
 from rekindle.optimizers import unwrap
-from rekindle.projection.receipt import Batch, Loss, Method, Receipt
+from rekindle.projection.method import Batch, Loss, Method
+from rekindle.projection.receipt import Receipt
 
 Log = Callable[[int, dict[str, float]], object]
 

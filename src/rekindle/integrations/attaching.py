@@ -24,7 +24,8 @@ from torch import nn
 
 from rekindle.integrations.application import Application, Log
 from rekindle.monitoring.schedules import Schedule
-from rekindle.projection.receipt import Method, Receipt
+from rekindle.projection.method import Method
+from rekindle.projection.receipt import Receipt
 
 
 class Attachment(Application):

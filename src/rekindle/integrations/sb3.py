@@ -20,7 +20,8 @@ from rekindle.integrations.application import Application
 from rekindle.isolation import Recorded, random_states_kept
 from rekindle.monitoring.schedules import Schedule
 from rekindle.monitoring.triggers import Trigger
-from rekindle.projection.receipt import Method, Receipt
+from rekindle.projection.method import Method
+from rekindle.projection.receipt import Receipt
 
 _callbacks: Any = require("stable_baselines3.common.callbacks", "rl", "RekindleCallback for stable-baselines3")
 _off_policy: Any = require("stable_baselines3.common.off_policy_algorithm", "rl", "RekindleCallback")

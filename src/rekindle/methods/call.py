@@ -20,7 +20,7 @@ from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from rekindle.blocks.names import unwrapped, wrapped
-from rekindle.projection.receipt import Batch, Loss
+from rekindle.projection.method import Batch, Loss
 
 
 @dataclass

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from rekindle.methods.call import Call
 from rekindle.methods.remedy import MOMENTS, Batches, Moment, Observation, Remedy
 from rekindle.optimizers import StateReset
-from rekindle.projection.receipt import Batch, Method, Receipt
+from rekindle.projection.method import Batch, Method
+from rekindle.projection.receipt import Receipt
 
 _MORE: tuple[Batches, ...] = ("none", "any", "all")
 

@@ -11,7 +11,8 @@ from rekindle.methods.call import Call
 from rekindle.methods.remedy import Remedy
 from rekindle.methods.selection import ChosenWeight, Share, chosen_biases, mask_of, plain_weights
 from rekindle.methods.writing import overwrite
-from rekindle.projection.receipt import Loss, Receipt
+from rekindle.projection.method import Loss
+from rekindle.projection.receipt import Receipt
 from rekindle.projection.targets import Targets
 
 

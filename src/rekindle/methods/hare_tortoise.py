@@ -12,7 +12,8 @@ from rekindle.initial import tensors_of
 from rekindle.methods.call import Call
 from rekindle.methods.remedy import Observation, Remedy
 from rekindle.methods.writing import overwrite
-from rekindle.projection.receipt import Batch, Receipt
+from rekindle.projection.method import Batch
+from rekindle.projection.receipt import Receipt
 
 
 class HareTortoise(Remedy):

@@ -28,7 +28,8 @@ from rekindle.methods.call import Call
 from rekindle.methods.remedy import Observation, Remedy
 from rekindle.optimizers import StateReset
 from rekindle.optimizers import resetting as optimizers
-from rekindle.projection.receipt import Batch, BlockRecord, Loss, Receipt
+from rekindle.projection.method import Batch, Loss
+from rekindle.projection.receipt import BlockRecord, Receipt
 
 Handle = torch.utils.hooks.RemovableHandle
 

@@ -15,7 +15,7 @@ from rekindle.methods.call import Call
 from rekindle.methods.neurons import Handle, NeuronOptions, Sums, check_finite, sizes
 from rekindle.methods.redo import ReDo
 from rekindle.methods.remedy import Observation
-from rekindle.projection.receipt import Batch
+from rekindle.projection.method import Batch
 
 
 class ReGraMa(ReDo):

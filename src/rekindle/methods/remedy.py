@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from rekindle import initial
 from rekindle.engine.devices import full_precision
 from rekindle.methods.call import Call
-from rekindle.projection.receipt import Batch, Loss, Meter, Receipt
+from rekindle.projection.method import Batch, Loss
+from rekindle.projection.receipt import Meter, Receipt
 from rekindle.sharding.wrappers import refuse_shards, settle
 
 Moment = Literal["event", "step", "backward", "loss"]

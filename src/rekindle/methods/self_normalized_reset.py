@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from rekindle.consumers.wiring import Group, Wiring
 from rekindle.methods.call import Call, replicas
 from rekindle.methods.neurons import Judgement, NeuronOptions, NeuronRemedy, others
-from rekindle.projection.receipt import Batch
+from rekindle.projection.method import Batch
 
 _EXACT = 16  # intervals up to this are counted each for itself
 _PER_OCTAVE = 4  # above it, bins grow by 2^(1/4)

@@ -18,7 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 from rekindle.blocks.storage import is_sharded
 from rekindle.isolation import Batch, Loss, call, isolated
 from rekindle.optimizers import unwrap
-from rekindle.projection.receipt import Method, Receipt
+from rekindle.projection.method import Method
+from rekindle.projection.receipt import Receipt
 from rekindle.sharding.wrappers import settle
 
 

@@ -14,7 +14,8 @@ from rekindle.monitoring.monitor import Monitor
 from rekindle.monitoring.triggers import AtBoundary, Every, Flat, Metrics, Trigger, flat, name_in
 
 if TYPE_CHECKING:
-    from rekindle.projection.receipt import Batch, Loss, Method, Receipt
+    from rekindle.projection.method import Batch, Loss, Method
+    from rekindle.projection.receipt import Receipt
 
 
 @dataclass(frozen=True)

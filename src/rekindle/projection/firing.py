@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, get_args
 
@@ -18,19 +18,19 @@ import torch
 from torch import Tensor, nn
 
 from rekindle.blocks.finding import Block
-from rekindle.blocks.names import unwrapped
 from rekindle.engine.devices import callers_device, full_precision, to_host
 from rekindle.engine.isometry import CONVERGING, Certificate, Solver, Source, solve
 from rekindle.isolation import outputs, relative_change
 from rekindle.optimizers import resetting as optimizers
+from rekindle.projection.fallback import by_svd
+from rekindle.projection.measuring import measured, observed
+from rekindle.projection.method import MethodError
 from rekindle.projection.planning import Entry, Plan
 from rekindle.projection.planning import plan as make_plan
-from rekindle.projection.recalibration import agree_statistics, training_layers
-from rekindle.projection.recalibration import recalibrate as recalibrate_statistics
-from rekindle.projection.receipt import BlockRecord, Measuring, Meter, MethodError, Receipt, measured, observed, record
+from rekindle.projection.recalibration import recalibrated, training_layers
+from rekindle.projection.receipt import Measuring, Meter, Receipt, Written, records
 from rekindle.projection.sharded import Numbers, ShardedFire
 from rekindle.projection.stores import LiveStore, Store
-from rekindle.sharding.team import Team
 from rekindle.sharding.wrappers import distributed, refuse_hidden, settle
 
 __all__ = ["LiveStore", "Store", "check_finite", "execute", "fire"]
@@ -103,19 +103,19 @@ def fire(
     with team.together():
         store = LiveStore(model, plan.selected, mirrors=mirrors, biases=biases)
         plan, solved = _without_refused(plan, store, strength, solving)
-        optimizers.check(optimizer, store.parameters(entry.name for entry in plan.selected), optimizer_state)
+        optimizers.check(optimizer, store.parameters([entry.name for entry in plan.selected]), optimizer_state)
     carry_out: Callable[..., Receipt] = partial(execute, plan, store)
     if spreads:
-        sharded = ShardedFire(team, plan, store.spreads(spreads), store.tensors(), _skipped(plan))
+        sharded = ShardedFire(team, plan, store.spreads(spreads), store.tensors(), plan.reasons())
         call = {**solving, "strength": strength, "biases": biases, "measure": measure}
         sharded.check(check_finite, {**call, "optimizer_state": optimizer_state}, mirrored=bool(store.mirrors))
         carry_out = partial(sharded.execute, execute, store)
     batches = None if batches is None else list(batches)
     before = None if batches is None else _answers(model, batches)
     watch = guard.watch(model, optimizer, also=store.mirrors) if guard is not None else None
-    settle(model)  # a forward pass leaves modules of FSDP2 unsharded
+    if before is not None or watch is not None:
+        settle(model)  # a forward pass leaves modules of FSDP2 unsharded
     restore = _snapshot(model, optimizer, store, recalibrate is not None) if atomic else None
-    receipt = Receipt("fire")
     try:
         try:
             receipt = carry_out(strength=strength, measure=measure, solved=solved, **solving)
@@ -124,7 +124,7 @@ def fire(
             raise
         receipt = _finish(receipt, plan, store, optimizer, optimizer_state)
         if recalibrate is not None:
-            receipt = _recalibrated(model, recalibrate, receipt, team)
+            receipt = recalibrated(model, recalibrate, receipt, team)
     except BaseException as error:
         if restore is not None:
             restore()
@@ -134,7 +134,7 @@ def fire(
     if before is not None:
         receipt = replace(receipt, outputs_moved=relative_change(before, _answers(model, batches or ())))
     settings = {**receipt.settings, "optimizer_state": optimizer_state, "biases": biases, "atomic": atomic}
-    receipt = replace(receipt, settings=settings, seconds=meter.seconds, memory=meter.memory)
+    receipt = replace(receipt, settings=settings, **meter.cost())
     return receipt if watch is None else watch.settle(receipt)
 
 
@@ -172,18 +172,17 @@ def execute(
     solving: dict[str, Any] = {"solver": solver, "tol": tol, "steps": steps, "complete": complete, "seed": seed}
     work = [(entry, block) for entry in plan.selected for block in entry.blocks]
     known = solved or {}
-    written: dict[int, _Written] = {}
+    written: dict[int, Written] = {}
     notes: list[str] = []
 
     def receipt() -> Receipt:
         return Receipt(
             "fire",
-            _records([written[index] for index in sorted(written)], strength, measure),
-            _skipped(plan),
+            records([written[index] for index in sorted(written)], strength, measure),
+            plan.reasons(),
             {"targets": plan.targets, "scale": str(plan.scale), "strength": strength, **solving},
-            seconds=meter.seconds,
-            memory=meter.memory,
             notes=tuple(dict.fromkeys(notes)),
+            **meter.cost(),
         )
 
     open_ = [index for index, (entry, block) in enumerate(work) if (entry.name, block) not in known]
@@ -237,45 +236,10 @@ def _solutions(
                 entry, block = work[index]
                 fallback = int((~certificate.converged).sum())
                 matrices = block.read(store.read(entry))
-                factors, certificate = _by_svd(entry, matrices, factors, certificate, solving["tol"])
+                factors, certificate = by_svd(entry.name, matrices, factors, certificate, solving["tol"])
             yield index, (factors, certificate, fallback)
 
     return found()
-
-
-@dataclass(frozen=True)
-class _Written:
-    """What is known of a block that was written. `seen` is on the weight's device until the receipt is made."""
-
-    name: str
-    block: Block
-    certificate: Certificate
-    scale: Tensor
-    kept: Tensor
-    seen: Tensor | None
-    full: dict[str, Any] | None
-    fallback: int
-
-
-def _records(written: Sequence[_Written], strength: float, measuring: Measuring) -> tuple[BlockRecord, ...]:
-    """The lines of the receipt: what was seen of all blocks comes from the device together."""
-    asked = [each for each in written if each.seen is not None]
-    found = dict(zip(map(id, asked), to_host([each.seen for each in asked if each.seen is not None]), strict=True))
-    return tuple(
-        record(
-            each.name,
-            each.block,
-            each.certificate,
-            each.scale,
-            strength=strength,
-            kept=each.kept,
-            seen=found.get(id(each)),
-            full=each.full,
-            measuring=measuring,
-            fallback=each.fallback,
-        )
-        for each in written
-    )
 
 
 def _write(
@@ -287,7 +251,7 @@ def _write(
     strength: float,
     measuring: Measuring,
     notes: list[str],
-) -> _Written:
+) -> Written:
     factors, certificate, fallback = solved
     scale = plan.scale_values(entry, block, norm=certificate.norm, nuclear=certificate.nuclear).to(factors.dtype)
     there = scale.to(factors.device)
@@ -308,20 +272,13 @@ def _write(
     written = store.write(entry, block, matrices)
     stored = store.read(entry) if written is None else written
     exact = stored.dtype == factors.dtype and not blends and not entry.parametrized
+    converged = bool(certificate.converged.all())
     now = matrices if exact and measuring != "full" else block.read(stored)
-    seen = observed(now, there, certificate, written_exactly=exact, measuring=measuring)
+    # What is stored exactly is s·Q up to the rounding of one float32 product: the certificate says it all.
+    asked = measuring != "none" and not (exact and converged)
+    seen = observed(now, there, converged) if asked else None
     full = measured(old, now, there) if measuring == "full" else None
-    return _Written(entry.name, block, certificate, scale, kept, seen, full, fallback)
-
-
-def _skipped(plan: Plan) -> dict[str, str]:
-    reasons = {}
-    for entry in plan.entries:
-        if entry.reason is not None:
-            reasons[entry.name] = entry.reason
-        for part in entry.left:
-            reasons[f"{entry.name}[{part}]"] = "a part of a fused weight that is no target"
-    return reasons
+    return Written(entry.name, block, certificate, scale, kept, seen, full, fallback)
 
 
 def _blended(factors: Tensor, scale: Tensor, old: Tensor, strength: float) -> Tensor:
@@ -355,28 +312,6 @@ def _turned(block: Block, weight: Tensor) -> bool:
     return strides[-2] < strides[-1]
 
 
-def _by_svd(
-    entry: Entry, matrices: Tensor, factors: Tensor, certificate: Certificate, tol: float
-) -> tuple[Tensor, Certificate]:
-    missed = (~certificate.converged).nonzero().flatten()
-    u, sigma, vh = torch.linalg.svd(matrices[missed.to(matrices.device)].double(), full_matrices=False)
-    q = u @ vh
-    small = q @ q.mT if q.shape[1] <= q.shape[2] else q.mT @ q
-    residual = (small - torch.eye(small.shape[1], dtype=small.dtype, device=small.device)).square().sum((1, 2))
-    residual = residual / small.shape[1]
-    if not bool((residual <= max(tol, 1e-20)).all()):
-        worst = float(residual.max())
-        raise RuntimeError(f"{entry.name!r} reaches a residual of {worst:.1e} by float64 SVD, tol is {tol:.1e}")
-    factors, residuals = factors.clone(), certificate.residual.clone()
-    nuclear, converged = certificate.nuclear.clone(), torch.ones_like(certificate.converged)
-    norms = certificate.factor_norm.clone()
-    factors[missed.to(factors.device)] = q.to(factors.dtype)
-    residuals[missed] = residual.to(residuals)
-    nuclear[missed] = sigma.sum(1).to(nuclear)
-    norms[missed] = torch.linalg.vector_norm(q, dim=(1, 2)).to(norms)
-    return factors, replace(certificate, residual=residuals, nuclear=nuclear, factor_norm=norms, converged=converged)
-
-
 def _without_refused(
     plan: Plan, store: LiveStore, strength: float, solving: dict[str, Any]
 ) -> tuple[Plan, dict[tuple[str, Block], Solved]]:
@@ -398,6 +333,8 @@ def _without_refused(
             reasons[entry.name] = reason
     if reasons and len(reasons) == len(plan.selected):
         raise ValueError("nothing is left to project. " + "; ".join(f"{name}: {why}" for name, why in reasons.items()))
+    if not reasons:
+        return plan, solved
     entries = tuple(replace(e, reason=reasons[e.name]) if e.name in reasons else e for e in plan.entries)
     return replace(plan, entries=entries), solved
 
@@ -475,18 +412,3 @@ def _snapshot(model: nn.Module, optimizer: Any, store: LiveStore, statistics: bo
 def _answers(model: nn.Module, batches: Iterable[Any]) -> list[Tensor]:
     with callers_device():
         return outputs(model, batches)
-
-
-def _recalibrated(model: nn.Module, batches: Iterable[Any], receipt: Receipt, team: Team) -> Receipt:
-    # DDP would give every rank the buffers of the first before each forward pass: pass its own module by it.
-    inner = unwrapped(model) if team.size > 1 else model
-    try:
-        with callers_device(), team.together():
-            names = recalibrate_statistics(inner, batches)
-        agree_statistics(team, training_layers(inner).values())
-    except Exception as error:
-        raise MethodError(f"the weights are written, but recalibration failed: {error}", receipt) from error
-    if not names:
-        note = "recalibrate= found no BatchNorm layer in training mode"
-        return replace(receipt, notes=(*receipt.notes, note))
-    return replace(receipt, recalibrated=names)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -26,13 +27,11 @@ from rekindle.blocks.storage import is_sharded
 from rekindle.engine.devices import full_precision, to_host
 from rekindle.engine.isometry import polar
 from rekindle.extras import install
-from rekindle.measures.spectra import gram, real
+from rekindle.measures.spectra import real
+from rekindle.projection.measuring import Look, Reader, look, looks
 from rekindle.projection.scales import Scale
 from rekindle.projection.targets import Choice, Targets, choose, describe, preset_layouts, terms
-from rekindle.sharding.assembly import Assembly, Item, inside
-from rekindle.sharding.spread import Spread
 from rekindle.sharding.team import Team
-from rekindle.sharding.units import Part
 from rekindle.sharding.wrappers import distributed
 
 if TYPE_CHECKING:
@@ -41,8 +40,6 @@ if TYPE_CHECKING:
 MIN_NORM = 1e-8
 _VERSION = 1
 _HEADINGS = ("parameter", "role", "shape", "matrices", "scale", "DfI now", "action")
-# Elements of matrices whose Gram matrices are held at a time.
-_CHUNK = 1 << 21
 
 
 @dataclass(frozen=True)
@@ -143,7 +140,7 @@ class Plan:
     min_norm: float = MIN_NORM
     conv: str = "taps"
 
-    @property
+    @cached_property
     def selected(self) -> tuple[Entry, ...]:
         """The entries that will be projected."""
         return tuple(entry for entry in self.entries if entry.reason is None)
@@ -152,6 +149,16 @@ class Plan:
     def skipped(self) -> tuple[Entry, ...]:
         """The entries that are left alone."""
         return tuple(entry for entry in self.entries if entry.reason is not None)
+
+    def reasons(self) -> dict[str, str]:
+        """Why each parameter, or part of a fused weight, is left alone."""
+        found = {}
+        for entry in self.entries:
+            if entry.reason is not None:
+                found[entry.name] = entry.reason
+            for part in entry.left:
+                found[f"{entry.name}[{part}]"] = "a part of a fused weight that is no target"
+        return found
 
     def __str__(self) -> str:
         return self.table()
@@ -181,7 +188,13 @@ class Plan:
         >>> p.scale_values(p.selected[0], p.selected[0].blocks[0])
         tensor([2.])
         """
-        reference = entry.references[entry.blocks.index(block)] if entry.references else None
+        place = entry.blocks.index(block)
+        known = entry.scales[place] if entry.scales else None
+        if known is not None:
+            like = norm if norm is not None else nuclear
+            wide = torch.float64 if like is not None and like.dtype == torch.float64 else torch.float32
+            return torch.full((block.count,), known, dtype=wide, device=None if like is None else like.device)
+        reference = entry.references[place] if entry.references else None
         return self.scale.values(block, norm=norm, nuclear=nuclear, reference=reference)
 
     def to_dict(self) -> dict[str, Any]:
@@ -306,21 +319,20 @@ def plan(
             found = _find(model, config, options, sharded)
         choices = choose(found, targets, include=include, exclude=exclude, allow_empty=allow_empty)
     read = _reader(model)
-    looks: dict[tuple[str, int], Look] = {}
+    seen: dict[tuple[str, int], Look] = {}
     if measure or min_norm > 0:
-        looks = {**_local_looks(choices, read, rule, measure), **_looks(team, spreads, choices, read, rule, measure)}
+        elsewhere = spreads.keys() if isinstance(model, nn.Module) else {k for k, t in model.items() if is_sharded(t)}
+        seen = _local_looks([c for c in choices if c.found.key not in elsewhere], read, rule, measure)
+        if spreads:
+            seen |= looks(team, spreads, choices, read, rule, measure)
     initial = None if reference is None else _by_name(reference)
-    entries = tuple(_entry(choice, rule, initial, min_norm, looks) for choice in choices)
+    entries = tuple(_entry(choice, rule, initial, min_norm, seen) for choice in choices)
     drafted = Plan(entries, rule, describe(targets, include, exclude), min_norm, conv)
     if isinstance(model, nn.Module) and trial:
         entries = tuple(_tried(drafted, e, f, model) for e, f in zip(entries, found, strict=True))
     if not allow_empty and all(e.reason is not None for e in entries):
         raise ValueError(f"targets={targets!r}: nothing is left to project. " + _reasons(entries))
     return replace(drafted, entries=entries)
-
-
-Reader = Callable[[Found], Tensor | None]
-Look = tuple[Tensor, float | None, float | None]
 
 
 def _local_looks(choices: Iterable[Choice], read: Reader, rule: Scale, measure: bool) -> dict[tuple[str, int], Look]:
@@ -331,44 +343,16 @@ def _local_looks(choices: Iterable[Choice], read: Reader, rule: Scale, measure: 
     found: dict[tuple[str, int], Look] = {}
     for choice in choices:
         weight = read(choice.found) if choice.reason is None else None
-        if weight is not None and not weight.is_meta and not is_sharded(weight):
-            for place, block in enumerate(choice.blocks):
-                found[choice.found.name, place] = look(block, weight, rule.known(block), measure)
-    norms = to_host([norms for norms, _, _ in found.values()])
-    return {key: (norm, *seen[1:]) for norm, (key, seen) in zip(norms, found.items(), strict=True)}
-
-
-def _looks(
-    team: Team, spreads: Mapping[str, Spread], choices: Iterable[Choice], read: Reader, rule: Scale, measure: bool
-) -> dict[tuple[str, int], Look]:
-    """What `look` says of every chosen block of a sharded parameter, by (name, place of the block); collective."""
-    chosen = [choice for choice in choices if choice.reason is None and choice.found.key in spreads]
-    items = []
-    for choice in chosen:
-        weight = read(choice.found)
-        assert weight is not None
-        layouts = tuple(block.layout for block in choice.blocks)
-        items.append(Item(choice.found.name, weight, spreads[choice.found.key], layouts))
-    if not items:
-        return {}
-    assembly = Assembly(team, items)
-    norms = assembly.norms()
-    measured: dict[tuple[int, int], list[tuple[Part, Look]]] = {}
-    if measure:
-
-        def look_at(number: int, part: Part, box: Tensor) -> Look:
-            whole = chosen[number].blocks[part.block]
-            return look(inside(whole, part), box, rule.known(whole), True)
-
-        measured = assembly.measure(look_at)
-    found: dict[tuple[str, int], Look] = {}
-    for number, choice in enumerate(chosen):
-        for place in range(len(choice.blocks)):
-            parts = [result for _, result in measured.get((number, place), [])]
-            dfi = sum(part[1] or 0.0 for part in parts) if parts else None
-            free = sum(part[2] or 0.0 for part in parts) if parts else None
-            found[choice.found.name, place] = (norms[number][place], dfi, free)
-    return found
+        if weight is None or weight.is_meta:
+            continue
+        for place, block in enumerate(choice.blocks):
+            if measure:
+                found[choice.found.name, place] = look(block, weight, rule.known(block))
+            else:
+                norms = block.layout.norms(weight, torch.promote_types(weight.dtype, torch.float32))
+                found[choice.found.name, place] = (norms, None, None)
+    fetched = to_host([norms for norms, _, _ in found.values()])
+    return {key: (norm, *seen[1:]) for norm, (key, seen) in zip(fetched, found.items(), strict=True)}
 
 
 def _find(model: Any, config: Any, options: dict[str, Any], sharded: bool) -> list[Found]:
@@ -471,37 +455,6 @@ def _entry(
         left=left,
     )
     return chosen
-
-
-def look(block: Block, weight: Tensor, scale: float | None, measure: bool) -> tuple[Tensor, float | None, float | None]:
-    """(norm of each matrix, DfI of the block at `scale`, DfI at each matrix's own scale ‖W‖_F/√k).
-
-    From one Gram matrix each, in bounded memory. Without a scale the first DfI is taken at the own one too; with
-    `measure=False` both are None.
-
-    >>> from rekindle.blocks.layouts import matrices
-    >>> block = matrices("out in")((2, 3))[0]
-    >>> look(block, 2 * torch.eye(2, 3), 1.0, True)
-    (tensor([2.8284]), 18.0, 0.0)
-    """
-    if not measure:
-        return block.layout.norms(weight, torch.promote_types(weight.dtype, torch.float32)), None, None
-    squares, total, free = [], 0.0, 0.0
-    for several in torch.split(block.read(weight.detach()), max(1, _CHUNK // (block.out * block.in_))):
-        products = gram(several)
-        square = products.diagonal(dim1=1, dim2=2).sum(1)
-        own = square / block.smaller
-        squares.append(square)
-        # A zero matrix has no scale of its own: at any other it is k away from an isometry.
-        free += _deviation(products, own.where(own > 0, 1.0))
-        total += _deviation(products, own.where(own > 0, 1.0) if scale is None else torch.full_like(own, scale**2))
-    return torch.cat(squares).sqrt(), total, free
-
-
-def _deviation(products: Tensor, squared_scale: Tensor) -> float:
-    off = products / squared_scale[:, None, None]
-    off.diagonal(dim1=1, dim2=2).sub_(1.0)
-    return float(off.square().sum())
 
 
 def _tried(drafted: Plan, entry: Entry, f: Found, model: nn.Module) -> Entry:

@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from rekindle.blocks.names import unwrapped
+from rekindle.engine.devices import callers_device
 from rekindle.isolation import call, isolated
+from rekindle.projection.method import MethodError
+from rekindle.projection.receipt import Receipt
 from rekindle.sharding.team import Team
 
 
@@ -97,3 +102,19 @@ def _plain_mean(layers: Iterable[_BatchNorm]) -> Iterator[None]:
     finally:
         for layer, momentum in zip(chosen, momenta, strict=True):
             layer.momentum = momentum
+
+
+def recalibrated(model: nn.Module, batches: Iterable[Any], receipt: Receipt, team: Team) -> Receipt:
+    """Recalibrate after a method that has written its weights, and say so in its receipt."""
+    # DDP would give every rank the buffers of the first before each forward pass: pass its own module by it.
+    inner = unwrapped(model) if team.size > 1 else model
+    try:
+        with callers_device(), team.together():
+            names = recalibrate(inner, batches)
+        agree_statistics(team, training_layers(inner).values())
+    except Exception as error:
+        raise MethodError(f"the weights are written, but recalibration failed: {error}", receipt) from error
+    if not names:
+        note = "recalibrate= found no BatchNorm layer in training mode"
+        return replace(receipt, notes=(*receipt.notes, note))
+    return replace(receipt, recalibrated=names)

@@ -1,4 +1,4 @@
-"""What a method did to a model, and the protocol that every method follows.
+"""What a method did to a model.
 
 A method changes weights and hands back a `Receipt`: one `BlockRecord` for each thing it changed, what it left alone
 and why, which optimizer slots it reset, and what it cost. A receipt prints itself as a table and also leaves as a
@@ -11,29 +11,26 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from rekindle import tables
 from rekindle.blocks.finding import Block
+from rekindle.engine.devices import to_host
 from rekindle.engine.isometry import Certificate
 from rekindle.extras import install
-from rekindle.isolation import Batch, Loss
-from rekindle.measures.matrices import deviation_from_isometry, measure, squared_frobenius_error
-from rekindle.measures.spectra import gram, spectral_norm_estimate
 from rekindle.optimizers.resetting import StateReset
 
 if TYPE_CHECKING:
     import pandas
 
-__all__ = ["Batch", "BlockRecord", "Loss", "Measuring", "Meter", "Method", "MethodError", "Receipt", "record"]
+__all__ = ["BlockRecord", "Measuring", "Meter", "Receipt", "Written", "records"]
 
 Measuring = Literal["cheap", "full", "none"]
-_SPECTRAL = ("effective_rank", "stable_rank", "srank", "condition_number", "spectrum")
 
 _HEADINGS = [
     *("parameter", "role", "matrices", "scale", "DfI", "→", "SFE/‖W‖²", "‖W‖", "→"),
@@ -49,30 +46,6 @@ _FACTS = (
     ("completed", "directions completed"),
     ("fallback", "solved by float64 SVD"),
 )
-
-
-@runtime_checkable
-class Method(Protocol):
-    """A remedy that can be applied: FIRE, shrink-and-perturb, ReDo, …
-
-    >>> class Nothing:
-    ...     def __call__(self, model, optimizer=None, *, batches=None, loss=None, generator=None):
-    ...         return Receipt("nothing")
-    >>> isinstance(Nothing(), Method)
-    True
-    """
-
-    def __call__(
-        self,
-        model: nn.Module,
-        optimizer: Any = None,
-        *,
-        batches: Iterable[Batch] | None = None,
-        loss: Loss | None = None,
-        generator: torch.Generator | None = None,
-    ) -> Receipt:
-        """Change `model` in place and say what was done."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -289,21 +262,6 @@ class Receipt:
         return self.table()
 
 
-class MethodError(RuntimeError):
-    """A method stopped after its first write; `receipt` says what had been changed by then.
-
-    >>> try:
-    ...     raise MethodError("the SVD of fc.weight failed", Receipt("fire"))
-    ... except MethodError as error:
-    ...     error.receipt.changed
-    ()
-    """
-
-    def __init__(self, message: str, receipt: Receipt) -> None:
-        super().__init__(message)
-        self.receipt = receipt
-
-
 def _cells(record: BlockRecord) -> list[str]:
     name = record.name + (f"[{record.part}]" if record.part else "")
     shape = f"{record.count}×{record.out}×{record.in_}" if record.out else str(record.count)
@@ -346,46 +304,40 @@ def _plain(value: Any) -> Any:
     return str(value)
 
 
-def observed(
-    stored: Tensor, scale: Tensor, certificate: Certificate, *, written_exactly: bool, measuring: Measuring
-) -> Tensor | None:
-    """What the stored matrices (count, out, in) themselves have to be asked, on their device: DfI/k, ‖·‖_F and σ_max.
+@dataclass(frozen=True)
+class Written:
+    """What is known of a block that was written.
 
-    None where the certificate says it all: what is stored is s·Q up to the rounding of one float32 product.
+    kept: which matrices were left as they are. seen: what `measuring.observed` found of those stored, on their device
+    until the records are made. full: what `measuring.measured` found, in full measuring.
     """
-    converged = bool(certificate.converged.all())
-    if measuring == "none" or (written_exactly and converged):
-        return None
-    off = deviation_from_isometry(stored, scale).double() / min(stored.shape[1:])
-    norm = torch.linalg.vector_norm(stored.detach(), dim=(1, 2), dtype=_at_least_single(stored)).double()
-    largest = torch.zeros_like(norm) if converged else spectral_norm_estimate(gram(stored)).double()
-    return torch.stack([off, norm, largest])
+
+    name: str
+    block: Block
+    certificate: Certificate
+    scale: Tensor
+    kept: Tensor
+    seen: Tensor | None = None
+    full: Mapping[str, Any] | None = None
+    fallback: int = 0
 
 
-def record(
-    name: str,
-    block: Block,
-    certificate: Certificate,
-    scale: Tensor,
-    *,
-    strength: float,
-    kept: Tensor,
-    seen: Tensor | None,
-    full: Mapping[str, Any] | None,
-    measuring: Measuring,
-    fallback: int = 0,
-) -> BlockRecord:
+def records(written: Sequence[Written], strength: float, measuring: Measuring) -> tuple[BlockRecord, ...]:
+    """The lines of the receipt: what was seen of all blocks comes from the device together."""
+    found = iter(to_host([each.seen for each in written if each.seen is not None]))
+    return tuple(_record(each, None if each.seen is None else next(found), strength, measuring) for each in written)
+
+
+def _record(written: Written, seen: Tensor | None, strength: float, measuring: Measuring) -> BlockRecord:
     """The record of one block, from the solver's certificate; every tensor is on the host.
 
     The cheap numbers need no product beyond the solver's own: with k = min(out, in), W before and Q its factor,
     DfI(W, s) = ‖WWᵀ‖²_F/s⁴ − 2‖W‖²_F/s² + k and SFE = ‖W‖²_F − 2s·tr(QᵀW) + s²‖Q‖²_F.
-
-    kept: which matrices were left as they are. seen: what `observed` found of those stored. full: what `measured` found
-    of them, in full measuring.
     """
-    k = block.smaller
+    block, certificate, scale = written.block, written.certificate, written.scale
+    k = min(block.out, block.in_)
     known: dict[str, Any] = {
-        "name": name,
+        "name": written.name,
         "role": block.role,
         "part": block.part,
         "count": block.count,
@@ -396,7 +348,7 @@ def record(
         "steps": int(certificate.steps.max()),
         "completed": int(certificate.completed.sum()),
         "converged": bool(certificate.converged.all()),
-        "fallback": fallback,
+        "fallback": written.fallback,
     }
     if measuring == "none":
         return BlockRecord(**known)
@@ -404,61 +356,37 @@ def record(
     factor_norm = certificate.factor_norm.double()
     per_dimension, norm_after = (certificate.residual.double(), factor_norm * s) if seen is None else seen[:2]
     known["residual_stored"] = float(per_dimension.max())
-    known["dfi_after"] = _sum(per_dimension * k)
+    known["dfi_after"] = finite_sum(per_dimension * k)
     known["norm_before"] = float(norm.square().sum().sqrt())
     known["spectral_before"] = float(certificate.spectral_norm.max())
-    known["dfi_free_before"] = _mean(k * energy / norm.pow(4) - 1)
+    known["dfi_free_before"] = finite_mean(k * energy / norm.pow(4) - 1)
     known["norm_after"] = float(norm_after.square().sum().sqrt())
-    if full is None:
-        known["dfi_before"] = _sum((energy / s.pow(4) - 2 * norm.square() / s.square() + k).clamp_min(0))
+    if written.full is None:
+        known["dfi_before"] = finite_sum((energy / s.pow(4) - 2 * norm.square() / s.square() + k).clamp_min(0))
         error = norm.square() - 2 * s * certificate.nuclear.double() + s.square() * factor_norm.square()
-        known["sfe"] = float((strength**2 * error).clamp_min(0).masked_fill(kept, 0).sum())
+        known["sfe"] = float((strength**2 * error).clamp_min(0).masked_fill(written.kept, 0).sum())
         if known["converged"]:
             pulled = (1 - strength) * certificate.spectral_norm.double() + strength * s
-            known["spectral_after"] = float(torch.where(kept, certificate.spectral_norm.double(), pulled).max())
+            known["spectral_after"] = float(torch.where(written.kept, certificate.spectral_norm.double(), pulled).max())
         elif seen is not None:
             known["spectral_after"] = float(seen[2].max())
     else:
-        known.update(full)
+        known.update(written.full)
     total = known["norm_before"] ** 2
     known["sfe_relative"] = known["sfe"] / total if total else None
     return BlockRecord(**known)
 
 
-def measured(before: Tensor, stored: Tensor, scale: Tensor) -> dict[str, Any]:
-    """The full measures of a block's matrices before the write and as they now are."""
-    first, last = (measure(matrices, scale=scale, mode="full") for matrices in (before, stored))
-    values: dict[str, Any] = {}
-    for key in _SPECTRAL:
-        for when, found in (("before", first), ("after", last)):
-            value = getattr(found, key)
-            values[f"{key}_{when}"] = value.tolist() if key == "spectrum" else _mean(value.double())
-    return {
-        "dfi_before": _sum(first.dfi),
-        "dfi_after": _sum(last.dfi),
-        "dfi_free_before": _mean(first.dfi_scale_free),
-        "dfi_free_after": _mean(last.dfi_scale_free),
-        "sfe": float(squared_frobenius_error(before.double(), stored.double()).sum()),
-        "norm_before": float(first.norm.square().sum().sqrt()),
-        "norm_after": float(last.norm.square().sum().sqrt()),
-        "spectral_before": float(first.spectral_norm.max()),
-        "spectral_after": float(last.spectral_norm.max()),
-        "values": values,
-    }
-
-
-def _sum(value: Tensor) -> float | None:
+def finite_sum(value: Tensor) -> float | None:
+    """The sum of what is finite, None if nothing is."""
     known = value[value.isfinite()]
     return float(known.sum()) if known.numel() else None
 
 
-def _mean(value: Tensor) -> float | None:
+def finite_mean(value: Tensor) -> float | None:
+    """The mean of what is finite, None if nothing is."""
     known = value[value.isfinite()]
     return float(known.mean()) if known.numel() else None
-
-
-def _at_least_single(value: Tensor) -> torch.dtype:
-    return torch.float64 if value.dtype == torch.float64 else torch.float32
 
 
 class Meter:
@@ -482,6 +410,10 @@ class Meter:
     def memory(self) -> int:
         """Bytes by which the peak of the process and its CUDA devices grew since the start."""
         return max(0, _peak() - self._peak)
+
+    def cost(self) -> dict[str, Any]:
+        """Both, as the fields of a receipt."""
+        return {"seconds": self.seconds, "memory": self.memory}
 
 
 def _peak() -> int:

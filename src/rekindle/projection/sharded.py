@@ -17,8 +17,9 @@ from torch import Tensor
 
 from rekindle.blocks.layouts import Block
 from rekindle.engine.isometry import Certificate
+from rekindle.projection.method import MethodError
 from rekindle.projection.planning import Entry, Plan
-from rekindle.projection.receipt import BlockRecord, MethodError, Receipt, record
+from rekindle.projection.receipt import BlockRecord, Receipt, Written, records
 from rekindle.sharding.assembly import Assembly, Item, Work, inside
 from rekindle.sharding.gram import factor
 from rekindle.sharding.owners import Parcel
@@ -210,17 +211,8 @@ class ShardedFire:
             raise ValueError(f"{entry.name!r} is {entry.dtype} and cannot hold a scale of {float(scale.max()):.3g}")
         gram.copy_(found.factor).mul_(strength * float(scale))
         gram.diagonal().add_(1 - strength)
-        made = record(
-            entry.name,
-            block,
-            certificate,
-            scale,
-            strength=strength,
-            kept=torch.zeros(1, dtype=torch.bool),
-            seen=None,
-            full=None,
-            measuring=measure,
-        )
+        written = Written(entry.name, block, certificate, scale, kept=torch.zeros(1, dtype=torch.bool))
+        made = records([written], strength, measure)[0]
         return (self._first[entry.name] + part.block, part.numbers), made
 
     def _gathered(self, records: dict[_Key, BlockRecord], notes: list[str]) -> list[tuple[_Key, BlockRecord]]:

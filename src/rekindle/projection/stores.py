@@ -162,13 +162,14 @@ class LiveStore:
         """The weight's present value."""
         return self._weights[entry.name].read()
 
-    def write(self, entry: Entry, block: Block, matrices: Tensor) -> Tensor | None:
+    def write(self, entry: Entry, block: Block, matrices: Tensor) -> Tensor:
         """Write one block to the model, then what the model now holds to the mirrors."""
         weight = self._weights[entry.name]
         weight.write(block, matrices)
+        stored = weight.read()
         for copy in self._copies[entry.name]:
-            copy.write(block, block.read(weight.read()))
-        return None
+            copy.write(block, block.read(stored))
+        return stored
 
     def spreads(self, known: Mapping[str, Spread]) -> dict[str, Spread]:
         """How the entries' weights lie over processes, by the entries' names; `known` is by parameter."""
@@ -213,7 +214,8 @@ class LiveStore:
         first: dict[int, str] = {}
         shared: dict[str, str] = {}
         for name, weight in self._weights.items():
-            own = local(weight.read())
+            value = weight.read()
+            own = value if type(value) is Tensor else local(value)
             if weight.computed or not own.numel():  # an empty shard lies nowhere
                 continue
             owner = first.setdefault(own.data_ptr(), name)

@@ -1,0 +1,128 @@
+"""What is measured of matrices for a plan and a receipt, beyond what the solver knows anyway.
+
+`look` is for one block, `looks` for the blocks of a model whose parameters are spread over processes; `observed` and
+`measured` are about what was written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rekindle.blocks.finding import Found
+from rekindle.blocks.layouts import Block
+from rekindle.measures.matrices import deviation_from_isometry, measure, squared_frobenius_error
+from rekindle.measures.spectra import gram, spectral_norm_estimate
+from rekindle.projection.receipt import finite_mean, finite_sum
+from rekindle.projection.scales import Scale
+from rekindle.projection.targets import Choice
+from rekindle.sharding.assembly import Assembly, Item, inside
+from rekindle.sharding.spread import Spread
+from rekindle.sharding.team import Team
+from rekindle.sharding.units import Part
+
+Reader = Callable[[Found], Tensor | None]
+Look = tuple[Tensor, float | None, float | None]
+
+_SPECTRAL = ("effective_rank", "stable_rank", "srank", "condition_number", "spectrum")
+# Elements of matrices whose Gram matrices are held at a time.
+_CHUNK = 1 << 21
+
+
+def look(block: Block, weight: Tensor, scale: float | None) -> Look:
+    """(norm of each matrix, DfI of the block at `scale`, DfI at each matrix's own scale ‖W‖_F/√k).
+
+    From one Gram matrix each, in bounded memory. Without a scale the first DfI is taken at the own one too.
+
+    >>> from rekindle.blocks.layouts import matrices
+    >>> block = matrices("out in")((2, 3))[0]
+    >>> look(block, 2 * torch.eye(2, 3), 1.0)
+    (tensor([2.8284]), 18.0, 0.0)
+    """
+    squares, total, free = [], 0.0, 0.0
+    for several in torch.split(block.read(weight.detach()), max(1, _CHUNK // (block.out * block.in_))):
+        products = gram(several)
+        square = products.diagonal(dim1=1, dim2=2).sum(1)
+        own = square / block.smaller
+        squares.append(square)
+        # A zero matrix has no scale of its own: at any other it is k away from an isometry.
+        free += _deviation(products, own.where(own > 0, 1.0))
+        total += _deviation(products, own.where(own > 0, 1.0) if scale is None else torch.full_like(own, scale**2))
+    return torch.cat(squares).sqrt(), total, free
+
+
+def _deviation(products: Tensor, squared_scale: Tensor) -> float:
+    off = products / squared_scale[:, None, None]
+    off.diagonal(dim1=1, dim2=2).sub_(1.0)
+    return float(off.square().sum())
+
+
+def looks(
+    team: Team, spreads: Mapping[str, Spread], choices: Iterable[Choice], read: Reader, rule: Scale, measure: bool
+) -> dict[tuple[str, int], Look]:
+    """What `look` says of every chosen block of a sharded parameter, by (name, place of the block); collective."""
+    chosen = [choice for choice in choices if choice.reason is None and choice.found.key in spreads]
+    items = []
+    for choice in chosen:
+        weight = read(choice.found)
+        assert weight is not None
+        layouts = tuple(block.layout for block in choice.blocks)
+        items.append(Item(choice.found.name, weight, spreads[choice.found.key], layouts))
+    if not items:
+        return {}
+    assembly = Assembly(team, items)
+    norms = assembly.norms()
+    measured: dict[tuple[int, int], list[tuple[Part, Look]]] = {}
+    if measure:
+
+        def look_at(number: int, part: Part, box: Tensor) -> Look:
+            whole = chosen[number].blocks[part.block]
+            return look(inside(whole, part), box, rule.known(whole))
+
+        measured = assembly.measure(look_at)
+    found: dict[tuple[str, int], Look] = {}
+    for number, choice in enumerate(chosen):
+        for place in range(len(choice.blocks)):
+            parts = [result for _, result in measured.get((number, place), [])]
+            dfi = sum(part[1] or 0.0 for part in parts) if parts else None
+            free = sum(part[2] or 0.0 for part in parts) if parts else None
+            found[choice.found.name, place] = (norms[number][place], dfi, free)
+    return found
+
+
+def observed(stored: Tensor, scale: Tensor, converged: bool) -> Tensor:
+    """What the stored matrices (count, out, in) themselves have to be asked, on their device: DfI/k, ‖·‖_F and σ_max.
+
+    σ_max is 0 where all have converged: there it is the scale.
+    """
+    off = deviation_from_isometry(stored, scale).double() / min(stored.shape[1:])
+    norm = torch.linalg.vector_norm(
+        stored.detach(), dim=(1, 2), dtype=torch.promote_types(stored.dtype, torch.float32)
+    ).double()
+    largest = torch.zeros_like(norm) if converged else spectral_norm_estimate(gram(stored)).double()
+    return torch.stack([off, norm, largest])
+
+
+def measured(before: Tensor, stored: Tensor, scale: Tensor) -> dict[str, Any]:
+    """The full measures of a block's matrices before the write and as they now are."""
+    first, last = (measure(matrices, scale=scale, mode="full") for matrices in (before, stored))
+    values: dict[str, Any] = {}
+    for key in _SPECTRAL:
+        for when, found in (("before", first), ("after", last)):
+            value = getattr(found, key)
+            values[f"{key}_{when}"] = value.tolist() if key == "spectrum" else finite_mean(value.double())
+    return {
+        "dfi_before": finite_sum(first.dfi),
+        "dfi_after": finite_sum(last.dfi),
+        "dfi_free_before": finite_mean(first.dfi_scale_free),
+        "dfi_free_after": finite_mean(last.dfi_scale_free),
+        "sfe": float(squared_frobenius_error(before.double(), stored.double()).sum()),
+        "norm_before": float(first.norm.square().sum().sqrt()),
+        "norm_after": float(last.norm.square().sum().sqrt()),
+        "spectral_before": float(first.spectral_norm.max()),
+        "spectral_after": float(last.spectral_norm.max()),
+        "values": values,
+    }

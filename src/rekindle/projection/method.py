@@ -1,0 +1,53 @@
+"""The protocol that every method follows, and the error of one that stopped half-way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import nn
+
+from rekindle.isolation import Batch, Loss
+from rekindle.projection.receipt import Receipt
+
+__all__ = ["Batch", "Loss", "Method", "MethodError"]
+
+
+@runtime_checkable
+class Method(Protocol):
+    """A remedy that can be applied: FIRE, shrink-and-perturb, ReDo, …
+
+    >>> class Nothing:
+    ...     def __call__(self, model, optimizer=None, *, batches=None, loss=None, generator=None):
+    ...         return Receipt("nothing")
+    >>> isinstance(Nothing(), Method)
+    True
+    """
+
+    def __call__(
+        self,
+        model: nn.Module,
+        optimizer: Any = None,
+        *,
+        batches: Iterable[Batch] | None = None,
+        loss: Loss | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Receipt:
+        """Change `model` in place and say what was done."""
+        ...
+
+
+class MethodError(RuntimeError):
+    """A method stopped after its first write; `receipt` says what had been changed by then.
+
+    >>> try:
+    ...     raise MethodError("the SVD of fc.weight failed", Receipt("fire"))
+    ... except MethodError as error:
+    ...     error.receipt.changed
+    ()
+    """
+
+    def __init__(self, message: str, receipt: Receipt) -> None:
+        super().__init__(message)
+        self.receipt = receipt
