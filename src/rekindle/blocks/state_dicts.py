@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rekindle.blocks.conversions import Converted, converted
 from rekindle.blocks.families import FUSED
 from rekindle.blocks.finding import Found, find, mark_heads, named_heads
 from rekindle.blocks.heads import ANYWHERE, USUALLY
-from rekindle.blocks.layouts import convolution, matrices
+from rekindle.blocks.layouts import Block, convolution, matrices
 from rekindle.blocks.names import state_cleaner
 from rekindle.blocks.roles import named_role
 from rekindle.blocks.storage import unusable
@@ -65,24 +66,24 @@ def find_in_state(
         described[f.name] = f
         tied |= dict.fromkeys(f.also, f)
     rename = _renaming(list(tensors), {*described, *tied}, getattr(model, "base_model_prefix", ""))
+    missing = [key for key in tensors if rename(key) not in described and rename(key) not in tied]
+    conversions = converted(model, missing) if missing else {}
     matched: dict[str, Found] = {}
     for key, tensor in tensors.items():
-        name = rename(key)
+        loaded = conversions.get(key)
+        name = rename(key) if loaded is None else loaded.name
         # Of tied names a file may hold only the later one (safetensors keeps one of each storage).
         stand_in = name in tied and not any(rename(k) == tied[name].name for k in tensors)
         f = tied[name] if stand_in else described.get(name)  # type: ignore[assignment]
         if f is None:
             matched[key] = _unmatched(key, tensor, tensors, origin)
+        elif loaded is not None and loaded.operations:
+            matched[key] = _piece(key, tensor, f, loaded)
         elif f.shape != tuple(tensor.shape):
             why = f"has shape {tuple(tensor.shape)}, {origin} has {f.shape}"
             matched[key] = replace(f, name=key, key=key, shape=tuple(tensor.shape), blocks=(), refusal=why, marks={})
         else:
-            marks = {m: why for m, why in f.marks.items() if m != "frozen"}
-            refusal = f.refusal or unusable(tensor)
-            blocks = () if refusal else f.blocks
-            matched[key] = replace(
-                f, name=key, key=key, dtype=tensor.dtype, refusal=refusal, marks=marks, blocks=blocks
-            )
+            matched[key] = _described(key, tensor, f, f.blocks)
     return _untied(tensors, matched)
 
 
@@ -128,6 +129,36 @@ def _renaming(keys: list[str], names: set[str], prefix: str) -> Callable[[str], 
         lambda key: plain(key).removeprefix("model."),
     ]
     return max(ways, key=lambda way: sum(way(key) in names for key in keys))
+
+
+def _described(key: str, tensor: Tensor, f: Found, blocks: tuple[Block, ...]) -> Found:
+    """What the skeleton says of a weight, under the key and with the dtype of the file."""
+    marks = {m: why for m, why in f.marks.items() if m != "frozen"}
+    refusal = f.refusal or unusable(tensor)
+    return replace(
+        f,
+        name=key,
+        key=key,
+        shape=tuple(tensor.shape),
+        dtype=tensor.dtype,
+        refusal=refusal,
+        marks=marks,
+        blocks=() if refusal else blocks,
+    )
+
+
+def _piece(key: str, tensor: Tensor, f: Found, loaded: Converted) -> Found:
+    """A tensor that loading merges with others into one weight: a matrix of it, if its sides say so too."""
+    shape = tuple(tensor.shape)
+    same = [b for b in f.blocks if (b.out, b.in_) == shape]
+    if len(shape) < 2 or f.refusal or (same and loaded.whole):
+        words = [p for p in key.split(".") if not p.isdigit()]
+        does = named_role(words[-2] if words[-1] == "weight" and len(words) > 1 else words[-1], words[:-2])
+        does = same[0].role if does == "other" and same else does
+        blocks = matrices("out in")(shape, does) if same else ()
+        return replace(_described(key, tensor, f, blocks), role=does)
+    why = f"transformers changes it while loading ({', '.join(loaded.operations)}): load the model and save its plan"
+    return replace(f, name=key, key=key, shape=shape, dtype=tensor.dtype, blocks=(), refusal=why, marks={}, also=())
 
 
 def _unmatched(key: str, tensor: Tensor, tensors: Mapping[str, Tensor], origin: str) -> Found:
