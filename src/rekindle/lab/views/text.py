@@ -94,6 +94,8 @@ def _loss(found: ArmComparison, validity: Mapping[str, Any]) -> str:
     )
     if validity["valid"]:
         return f"{told}: it lost its plasticity."
+    if validity["valid"] is None and found.setting.agents:
+        return f"{told}; random actions do as well as the first task did, so that there was nothing to lose."
     if (first - end if measured.higher else end - first) > 0.05 * abs(first):
         return f"{told}: it lost less than half, so this stream tests remedies only mildly."
     return f"{told}: it did not lose its plasticity, so this stream cannot show what a remedy gives back."
