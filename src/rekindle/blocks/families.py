@@ -8,7 +8,7 @@ listed here is not guessed: users add their own with `rekindle.blocks.register`.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import nn
@@ -64,6 +64,23 @@ def recipes(module: nn.Module) -> Mapping[str, Recipe]:
     if _is_expert_stack(module):
         return _experts(module)
     return {}
+
+
+def recipes_of(modules: Iterable[nn.Module]) -> dict[int, Mapping[str, Recipe] | str]:
+    """The recipes of each of these modules by its id, or what it lacks to have them.
+
+    >>> layer = nn.Linear(1, 1)
+    >>> recipes_of([layer]) == {id(layer): {}}
+    True
+    """
+    found: dict[int, Mapping[str, Recipe] | str] = {}
+    for module in modules:
+        if id(module) not in found:
+            try:
+                found[id(module)] = recipes(module)
+            except (AttributeError, TypeError) as error:
+                found[id(module)] = f"{type(module).__name__} lacks what its layout needs: {error}"
+    return found
 
 
 def looks_fused(place: Location, shape: tuple[int, ...]) -> str | None:

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from rekindle.blocks import parametrized
-from rekindle.blocks.families import looks_fused, recipes, register
+from rekindle.blocks.families import looks_fused, recipes_of, register
 from rekindle.blocks.fused import cut_layers
 from rekindle.blocks.heads import find_heads, is_backbone, root_of
 from rekindle.blocks.layouts import ROLES, Block, LayoutError, Recipe, convolution, matrices
-from rekindle.blocks.names import Location, cleaner, locate
-from rekindle.blocks.roles import role
-from rekindle.blocks.storage import is_lazy, is_sharded, packed_weights, unusable
+from rekindle.blocks.names import Location, cleaner, locations
+from rekindle.blocks.roles import roles
+from rekindle.blocks.storage import packed_weights, storage_of
 
 __all__ = ["ROLES", "Block", "Conv", "Found", "LayoutError", "find", "matrices", "register"]
 
@@ -37,6 +37,7 @@ _ROLE_REASONS = {
     "router": "router",
     "adapter": "adapter (A or B alone)",
 }
+_PLAIN, _TRANSPOSED = matrices("out in"), matrices("in out")
 _EMBEDDING_NAMES = re.compile(r"pos(itional)?_?emb|position_emb|cls_token|mask_token|dist_token|embed", re.I)
 
 
@@ -106,9 +107,8 @@ def find(
     found = mark_heads(found, chosen)
     if split_heads:
         found = [replace(f, blocks=tuple(b.per_head() for b in f.blocks)) for f in found]
-    clean = cleaner(model)
     for name, module, shape, dtype in packed_weights(model):
-        kind, path = type(module), clean(name)
+        kind, path = type(module), finder.clean(name)
         why = f"quantised or packed ({dtype})"
         owner = path.rpartition(".")[0]
         found.append(Found(path, name, "other", shape, dtype, (), owner, kind.__name__, why, classes=kind.__mro__))
@@ -122,7 +122,12 @@ class _Finder:
         self.model, self.conv, self.layouts, self.meta, self.sharded = model, conv, layouts, meta, sharded
         self.known_class: set[str] = set()
         self.head_names: dict[str, str] = {}
-        self._recipes: dict[int, Mapping[str, Any] | str] = {}
+        self.clean = cleaner(model)
+        self.places = locations(model)
+        self._storage = storage_of([parameter for _, parameter, _ in self.places])
+        usable = [place for _, parameter, place in self.places if self._storage[id(parameter)].refusal is None]
+        self._roles = roles(usable)
+        self._recipes = recipes_of([module for place in usable for module in place.modules])
         self.heads = find_heads(model)
         self.cuts = cut_layers(model)
         for layer in self.heads:
@@ -131,16 +136,14 @@ class _Finder:
     def parameters(self) -> list[Found]:
         found: dict[str, Found] = {}
         first: dict[int, str] = {}
-        clean = cleaner(self.model)
-        for key, parameter in self.model.named_parameters(remove_duplicate=False):
-            place = locate(self.model, key)
+        for key, parameter, place in self.places:
             name, original = place.name, place.computed
             if id(place.owner) in self.heads:
                 self.head_names[name] = self.heads[id(place.owner)]
             if original and name in found:
                 # Further originals (the magnitude beside the direction) are written through the first.
                 part = f"part of the parametrisation of {name}, written through it"
-                found[key] = self._refused(place, key, parameter, part, name=clean(key))
+                found[key] = self._refused(place, key, parameter, part, name=self.clean(key))
                 continue
             if id(parameter) in first:
                 owner = first[id(parameter)]
@@ -157,8 +160,8 @@ class _Finder:
         return list(found.values())
 
     def _found(self, place: Location, key: str, parameter: Tensor, original: bool) -> Found:
-        refusal = unusable(parameter)
-        if original and is_sharded(parameter):
+        refusal, _, sharded = self._storage[id(parameter)]
+        if original and sharded:
             refusal = "parametrised and sharded (DTensor): remove the parametrisation before sharding"
         if refusal:
             return self._refused(place, key, parameter, refusal)
@@ -168,7 +171,7 @@ class _Finder:
         if parameter.is_meta and not self.meta:
             refusal = "on the meta device: load the weights first"
         if not refusal:
-            if is_sharded(parameter) and not self.sharded:
+            if sharded and not self.sharded:
                 marks["sharded"] = "sharded (DTensor)"
             if does in _ROLE_REASONS:
                 marks[does] = _ROLE_REASONS[does]
@@ -185,7 +188,8 @@ class _Finder:
         )
 
     def _refused(self, place: Location, key: str, parameter: Tensor, refusal: str | None, name: str = "") -> Found:
-        shape = () if is_lazy(parameter) else tuple(parameter.shape)
+        stored = self._storage.get(id(parameter))  # a parametrised weight is computed, and no parameter
+        shape = () if stored is not None and stored.lazy else tuple(parameter.shape)
         owner = place.owner
         return Found(
             name or place.name,
@@ -202,7 +206,7 @@ class _Finder:
 
     def _blocks(self, place: Location, weight: Tensor) -> tuple[tuple[Block, ...], str, str | None]:
         """(blocks, role, refusal) of a usable tensor."""
-        owner, shape, does = place.owner, tuple(weight.shape), role(place)
+        owner, shape, does = place.owner, tuple(weight.shape), self._roles[place.name]
         kind = type(owner).__name__
         if "bias" in place.tensor:
             return (), "other", "bias"
@@ -215,7 +219,7 @@ class _Finder:
         if math.prod(shape) == 0:
             return (), does, "empty"
         if does == "adapter" and len(shape) == 2:
-            return matrices("out in")(shape, does), does, None
+            return _PLAIN(shape, does), does, None
         try:
             known = self._recipe(place)
             if isinstance(known, str):
@@ -232,7 +236,7 @@ class _Finder:
     def _plain(self, place: Location, shape: tuple[int, ...], does: str) -> tuple[tuple[Block, ...], str, str | None]:
         owner, kind = place.owner, type(place.owner).__name__
         if isinstance(owner, nn.Embedding | nn.EmbeddingBag):
-            return matrices("out in")(shape, "embedding"), "embedding", None
+            return _PLAIN(shape, "embedding"), "embedding", None
         transposed = _is_conv1d(owner)
         looks = looks_fused(place, shape[::-1] if transposed else shape)
         cut = self.cuts.get(id(owner))
@@ -263,7 +267,7 @@ class _Finder:
             return matrices(turned, inputs="head in", heads="head", head=in_ // dim)(shape, does)
         if dim and does != "attention-output" and out % dim == 0 and out > dim:
             return matrices(turn.format("(head dim)", "in"), heads="head", dim=dim)(shape, does)
-        return matrices(turn.format("out", "in"))(shape, does)
+        return (_TRANSPOSED if transposed else _PLAIN)(shape, does)
 
     def _recipe(self, place: Location) -> Any:
         """The recipe that the caller states, else that of the nearest known class that speaks about this tensor."""
@@ -274,13 +278,7 @@ class _Finder:
         local = place.tensor
         modules = [m for n, m in zip(("", *place.names), place.modules, strict=True) if n != "base_layer"]
         for depth in range(len(modules) - 1, -1, -1):
-            module = modules[depth]
-            if id(module) not in self._recipes:
-                try:
-                    self._recipes[id(module)] = recipes(module)
-                except (AttributeError, TypeError) as error:
-                    self._recipes[id(module)] = f"{type(module).__name__} lacks what its layout needs: {error}"
-            table = self._recipes[id(module)]
+            table = self._recipes[id(modules[depth])]
             if isinstance(table, str):
                 return table
             if local in table:

@@ -45,8 +45,7 @@ def cut_layers(model: nn.Module) -> dict[int, Cut]:
                     for layer in _last_layers(children[:i]):
                         found.setdefault(id(layer), Cut(split, type(child).__name__))
             continue
-        custom = as_layer("", module) is not None and not type(module).__module__.startswith("torch.nn.")
-        if not module._modules and not custom:
+        if not module._modules and (_is_torch(module) or as_layer("", module) is None):
             continue
         uses = uses_of(module)
         if uses is None:
@@ -80,7 +79,9 @@ def input_split(module: nn.Module) -> Split | None:
         return Split("glu", 2 if module.dim == -1 else None)
     if isinstance(module, nn.Sequential):
         return next((input_split(child) for child in list(module.children())[:1]), None)
-    uses = None if has_matrices(module) and not module._modules else uses_of(module)
+    if not module._modules and (_is_torch(module) or has_matrices(module)):
+        return None
+    uses = uses_of(module)
     return None if uses is None else uses.splits_input
 
 
@@ -107,3 +108,7 @@ def output_layers(module: nn.Module) -> list[nn.Module]:
 def _last_layers(children: list[nn.Module]) -> list[nn.Module]:
     last = next((child for child in reversed(children) if has_matrices(child)), None)
     return [] if last is None else output_layers(last)
+
+
+def _is_torch(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("torch.nn.")

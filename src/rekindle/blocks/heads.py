@@ -23,7 +23,7 @@ from rekindle.blocks.fused import output_layers
 from rekindle.blocks.names import unwrapped, wrapped
 from rekindle.consumers.graph import as_layer
 from rekindle.consumers.source import uses_of
-from rekindle.consumers.values import at, has_matrices, layers_in
+from rekindle.consumers.values import at, has_matrices, layers_in, with_matrices
 
 _DIRECT = {"head", "heads", "lm_head", "classifier", "fc", "score", "qa_outputs", "cls", "logits", "output_layer"}
 _DIRECT |= {"embed_out", "decoder_head", "action_net", "value_net", "fc_out", "classification_head", "output"}
@@ -137,7 +137,7 @@ def _ends(module: nn.Module, seen: set[int], read: set[int]) -> list[nn.Module]:
     if inner is not None:
         return _ends(inner, seen, read)
     if isinstance(module, nn.Sequential):
-        solid = [child for child in module.children() if has_matrices(child)]
+        solid = with_matrices(module.children())
         _mark(solid[:-1], read)
         return _ends(solid[-1], seen, read) if solid else []
     if isinstance(module, nn.ModuleList | nn.ModuleDict):

@@ -128,6 +128,16 @@ def locate(model: nn.Module, key: str) -> Location:
     return Location(tuple(names), tuple(modules), hooked or tensor, hooked is not None)
 
 
+def locations(model: nn.Module) -> list[tuple[str, nn.Parameter, Location]]:
+    """(key, parameter, location) of everything in `named_parameters()`, each name of a tied parameter on its own.
+
+    >>> [place.name for _, _, place in locations(nn.DataParallel(nn.Linear(1, 1)))]
+    ['weight', 'bias']
+    """
+    named = model.named_parameters(remove_duplicate=False)
+    return [(key, parameter, locate(model, key)) for key, parameter in named]
+
+
 def cleaner(model: nn.Module) -> Callable[[str], str]:
     """A function that takes the wrappers of this model out of names of its modules, parameters and buffers.
 

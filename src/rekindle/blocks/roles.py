@@ -7,7 +7,7 @@ name may speak.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import nn
 
@@ -70,6 +70,11 @@ def role(place: Location) -> str:
     root = type(place.modules[0]).__name__
     above = [root] if _ATTENTION.search(root) and len(place.modules) > 1 else []
     return named_role(leaf.lower(), [*above, *(word for step in steps for word in step)])
+
+
+def roles(places: Iterable[Location]) -> dict[str, str]:
+    """The role of each of these parameters, by its clean name."""
+    return {place.name: role(place) for place in places}
 
 
 def named_role(leaf: str, above: Sequence[str]) -> str:

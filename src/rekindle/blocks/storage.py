@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy as is_torch_lazy
@@ -31,6 +34,33 @@ def unusable(parameter: Tensor) -> str | None:
     if data is not Tensor and data is not nn.Parameter and not is_sharded(parameter):
         return f"stored as {data.__name__}, a tensor subclass that hides its numbers"
     return None
+
+
+class Storage(NamedTuple):
+    """How one parameter is stored: why it cannot be used (None if it can), and whether it is lazy or a DTensor."""
+
+    refusal: str | None
+    lazy: bool
+    sharded: bool
+
+
+def storage_of(parameters: Iterable[Tensor]) -> dict[int, Storage]:
+    """How each of these parameters is stored, by its id.
+
+    >>> weight = nn.LazyLinear(3).weight
+    >>> storage_of([weight])[id(weight)].lazy
+    True
+    """
+    return {id(each): Storage(unusable(each), is_lazy(each), is_sharded(each)) for each in parameters}
+
+
+def sharded_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The DTensors among the parameters, under each of their names in `named_parameters()`.
+
+    >>> sharded_parameters(nn.Linear(2, 2))
+    {}
+    """
+    return {name: each for name, each in model.named_parameters(remove_duplicate=False) if is_sharded(each)}
 
 
 def packed_weights(model: nn.Module) -> list[tuple[str, nn.Module, tuple[int, ...], torch.dtype]]:

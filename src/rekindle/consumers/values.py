@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,6 +52,11 @@ def has_matrices(module: nn.Module) -> bool:
         for parameter in inner._parameters.values()
         if parameter is not None
     )
+
+
+def with_matrices(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """Those of the modules that hold such weights."""
+    return [module for module in modules if has_matrices(module)]
 
 
 def at(module: nn.Module, path: str) -> list[nn.Module]:

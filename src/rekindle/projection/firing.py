@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, get_args
@@ -100,7 +101,7 @@ def fire(
         raise ValueError("plan= already holds targets, scale and the like: pass either the plan or those")
     solving: dict[str, Any] = {"solver": solver, "tol": tol, "steps": steps, "complete": complete, "seed": seed}
     team, spreads = distributed(model)
-    with team.together():
+    with team.together() if spreads else nullcontext():
         store = LiveStore(model, plan.selected, mirrors=mirrors, biases=biases)
         plan, solved = _without_refused(plan, store, strength, solving)
         optimizers.check(optimizer, store.parameters([entry.name for entry in plan.selected]), optimizer_state)

@@ -160,6 +160,9 @@ class Team:
             raise LostRank(f"rank {self.rank} lost its peers while {doing}: {_text(error)}") from error
 
 
+SOLO = Team.solo()
+"""This process alone, for whoever finds that nothing is distributed."""
+
 _GROUPS: dict[tuple[int, ...], Any] = {}
 
 

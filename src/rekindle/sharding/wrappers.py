@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from rekindle.blocks.storage import is_sharded
+from rekindle.blocks.storage import is_sharded, sharded_parameters
 from rekindle.sharding.spread import LayoutNotSupported, Spread
-from rekindle.sharding.team import Team
+from rekindle.sharding.team import SOLO, Team
 
 
 def settle(model: nn.Module) -> int:
@@ -111,14 +111,13 @@ def distributed(model: nn.Module, *, copies: bool = True) -> tuple[Team, dict[st
     """
     found = spreads(model) if copies else _sharded(model)
     if not found:
-        return Team.solo(), {}
+        return SOLO, {}
     first = dict(model.named_parameters(remove_duplicate=False))[next(iter(found))]
     return Team.of((rank for spread in found.values() for rank in spread.ranks), device_of(first)), found
 
 
 def _sharded(model: nn.Module) -> dict[str, Spread]:
-    named = model.named_parameters(remove_duplicate=False)
-    return {name: Spread.of(parameter, name) for name, parameter in named if is_sharded(parameter)}
+    return {name: Spread.of(parameter, name) for name, parameter in sharded_parameters(model).items()}
 
 
 def local(tensor: Tensor) -> Tensor:
