@@ -110,7 +110,8 @@ def fire_file(
         drafted = _planned(checkpoint, plan, config, planning)
         matched = match_plan(drafted, checkpoint)
         receipt = job.run(checkpoint, matched, goal)
-    return replace(receipt, seconds=meter.seconds, memory=meter.memory)
+    notes = (*receipt.notes, checkpoint.config_note) if checkpoint.config_note else receipt.notes
+    return replace(receipt, seconds=meter.seconds, memory=meter.memory, notes=notes)
 
 
 class FileStore:

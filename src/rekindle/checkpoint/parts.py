@@ -6,6 +6,7 @@ says which file, what is wrong with it, and what to do.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,18 @@ from torch import Tensor
 LONGEST = 600
 
 
+_UNSAFE = re.compile(r"[^.;(]*\bweights_only\b[^.;]*[.;]?")
+
+
+def without_unsafe_advice(text: str) -> str:
+    """A message without torch's advice to load with weights_only=False, which runs whatever code the file holds.
+
+    >>> without_unsafe_advice("a.pt: damaged. Re-run with `weights_only=False` only if you trust it. Bad magic.")
+    'a.pt: damaged. Bad magic.'
+    """
+    return _UNSAFE.sub("", text).strip() if "weights_only" in text else text
+
+
 class CheckpointError(ValueError):
     """A checkpoint that cannot be read, planned or written; its text is one line.
 
@@ -25,7 +38,7 @@ class CheckpointError(ValueError):
     """
 
     def __init__(self, message: object) -> None:
-        line = " ".join(str(message).split())
+        line = without_unsafe_advice(" ".join(str(message).split()))
         super().__init__(line if len(line) <= LONGEST else line[: LONGEST - 1] + "…")
 
 

@@ -36,11 +36,11 @@ _AS_OPTIONS = {
     "pass config= or a plan saved from the live model": "give --config, --model or --plan",
     "pass reference= an earlier Health or a fresh model": "give --reference, an earlier checkpoint",
     "include=… asks for them by name": "--include asks for them by name",
+    "pass config= or a plan": "give --config, --model or --plan, a plan",
+    "biases='zero'": "rekindle.fire(model, biases='zero') in Python",
 }
 
 _ARGUMENT = re.compile(r"\b(targets|include|exclude|heads|scale|conv|split_heads|dtype|solver)='([^']*)'")
-# Advice of torch's that would run whatever code a file holds.
-_UNSAFE = re.compile(r"[^.;]*\bweights_only\b[^.;]*[.;]?")
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -103,7 +103,10 @@ def _line(error: Exception) -> str:
         text = f"{error.filename}: {error.strerror}"
     else:
         text = " ".join(str(error).split()) or type(error).__name__
-    text = _UNSAFE.sub("", text).strip() or "the file needs code to be read, which could be harmful"
+    if "weights_only" in text:
+        from rekindle.checkpoint.parts import without_unsafe_advice
+
+        text = without_unsafe_advice(text) or "the file needs code to be read, which could be harmful"
     known = isinstance(error, ValueError | OSError | ImportError | TypeError) or type(error).__name__ == "MethodError"
     if not known:
         text = f"{type(error).__name__}: {text} (REKINDLE_TRACEBACK=1 shows where)"
