@@ -186,6 +186,34 @@ def test_torchs_advice_to_run_code_is_never_passed_on() -> None:
     assert "weights_only" not in _line(RuntimeError(advice))
 
 
+@pytest.mark.parametrize("act", ["open", "fire"])
+def test_nor_in_python(tmp_path: Path, act: str) -> None:
+    from rekindle.checkpoint import CheckpointError, fire_file, open_checkpoint
+
+    torch.save({"model": nn.Linear(2, 2)}, tmp_path / "whole.pt")
+    (tmp_path / "cut.pt").write_bytes((tmp_path / "whole.pt").read_bytes()[:200])
+    for name in ("whole.pt", "cut.pt"):
+        with pytest.raises(CheckpointError) as caught:
+            open_checkpoint(tmp_path / name) if act == "open" else fire_file(tmp_path / name, tmp_path / "new.pt")
+        assert "weights_only" not in str(caught.value)
+    assert "weights_only" not in str(CheckpointError("a.pt: bad (Set weights_only=False to load it. Only if trusted)"))
+
+
+def test_a_plan_says_that_what_is_not_installed_could_change_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With transformers a config shows more (MiniLM: 37 matrices against 36), so each command says what is missing."""
+    names = {f"encoder.layer.0.attention.self.{part}.weight": torch.randn(8, 8) for part in ("query", "key", "value")}
+    (tmp_path / "model").mkdir()
+    save_file(names, tmp_path / "model" / "model.safetensors")
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "bert", "hidden_size": 8}')
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    for command in (("plan",), ("inspect",), ("fire", "-o", tmp_path / "new")):
+        said = run(command[0], tmp_path / "model", *command[1:])
+        assert said.exit_code == 0, said.output
+        assert "config.json was not used (reading a config needs transformers" in said.output, command
+
+
 def test_hints_name_options_and_not_arguments(tmp_path: Path) -> None:
     torch.save(weights(), tmp_path / "net.pt")
     line = one_line(run("plan", tmp_path / "net.pt", "--targets", "no.such.layer"))
@@ -239,6 +267,47 @@ def test_activity_and_gradients_are_measured_from_the_shell(
     text = run("inspect", "net.pt", "--model", "mine.py:build", "--data", "mine.py:batches").stdout
     assert "verdict: act" in text
     assert text.strip().splitlines()[-1] == "next: rekindle plan net.pt --model mine.py:build"
+
+
+def test_how_far_outputs_moved_is_measured_or_said_not_to_be(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(own)
+    unknown = "how far outputs moved was not measured (--model with --data measures it)"
+    assert unknown in run("fire", "net.pt", "-o", "new.pt", "--html", "plain.html").stderr
+    assert unknown in Path("plain.html").read_text().replace("How", "how")
+    assert unknown in run("compare", "net.pt", "new.pt").stdout
+    told = ("--model", "mine.py:build", "--data", "mine.py:batches")
+    fired = run("fire", "net.pt", "-o", "other.pt", *told, "--json", "--html", "page.html")
+    assert fired.exit_code == 0, fired.output
+    moved = json.loads(fired.stdout)["receipt"]["outputs_moved"]
+    assert moved > 0 and unknown not in fired.stderr
+    assert f"Outputs moved by {moved:.0%} of their norm" in Path("page.html").read_text()
+    both = run("compare", "net.pt", "other.pt", *told, "--json", "--html", "both.html")
+    assert json.loads(both.stdout)["outputs_moved"] == pytest.approx(moved)
+    assert f"Outputs moved by {moved:.0%}" in Path("both.html").read_text()
+    assert "--data needs --model" in one_line(run("compare", "net.pt", "new.pt", "--data", "mine.py:batches"))
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "model.", "module.model."])
+def test_names_of_wrappers_are_seen_through(own: Path, monkeypatch: pytest.MonkeyPatch, prefix: str) -> None:
+    monkeypatch.chdir(own)
+    plain = torch.load("net.pt", weights_only=True)
+    more = {} if prefix.startswith(("module.", "_orig_mod")) else {"loss.weight": torch.ones(3)}
+    torch.save({prefix + name: value for name, value in plain.items()} | more, "wrapped.pt")
+    result = run("inspect", "wrapped.pt", "--model", "mine.py:build", "--data", "mine.py:batches", "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["health"]["whole"]["dormant_worst"] == pytest.approx(10 / 16)
+
+
+def test_the_page_shows_what_neurons_do(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(own)
+    told = ("--model", "mine.py:build", "--data", "mine.py:batches")
+    run("inspect", "net.pt", *told, "--html", "page.html")
+    page = Path("page.html").read_text()
+    assert "<h2>Neurons</h2>" in page and "share that never answers" in page
+    assert "FIRE with biases=" not in page and "fire(model, biases=&#39;zero&#39;) in Python" in page
+    assert "FIRE with biases=" not in run("inspect", "net.pt", *told).stdout
+    run("inspect", "net.pt", "--html", "weights.html")
+    assert "<h2>Neurons</h2>" not in Path("weights.html").read_text()
 
 
 def test_modules_of_the_current_folder_can_be_named(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:

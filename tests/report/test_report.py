@@ -215,3 +215,19 @@ def test_reasons_are_counted() -> None:
         "differences": {"only_A": ["x"], "shape": []},
     }
     assert view.reasons(data) == [("bias", ["a", "b"]), ("head", ["c"]), ("only in A", ["x"])]
+
+
+def test_a_sign_of_neurons_is_counted_as_a_layer() -> None:
+    """Neurons go by their layer ("0"), weights by their parameter ("0.weight")."""
+    health = {
+        "weights": {"0.weight": {"norm": 1.0}},
+        "units": {"0": {"units": 16, "dormant": 0.6}},
+        "verdict": "act",
+        "rule": "dormant share ≥ 0.5",
+        "findings": [
+            {"layer": "0", "level": "act", "sign": "dormancy", "text": "60 %", "rule": "≥ 0.5", "remedy": "recycle"}
+        ],
+    }
+    page = render({"command": "inspect", "health": health})
+    assert "1 layer shows signs: dormant share ≥ 0.5." in page
+    assert "60\N{NO-BREAK SPACE}%" in page

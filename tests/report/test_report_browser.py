@@ -274,6 +274,19 @@ def test_prints_with_everything_open(page: Driver) -> None:
     assert page.find_elements(By.CSS_SELECTOR, "details[open]:not(.meanings)") == []
 
 
+def test_layers_print_as_a_table(page: Driver) -> None:
+    """A sheet of paper is narrower than many a window; cards as on a phone would take a hundred sheets."""
+    size = {"width": 700, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    shown = "return getComputedStyle(document.querySelector('#table tr[data-row]')).display"
+    assert page.execute_script(shown) == "grid"
+    page.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
+    try:
+        assert page.execute_script(shown) == "table-row"
+    finally:
+        page.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})
+
+
 def test_500_layers_are_quick(driver: Driver, tmp_path: Path) -> None:
     """Loading, sorting, filtering and scrolling; bounds are ten times what was measured on two busy cores."""
     file = tmp_path / "large.html"

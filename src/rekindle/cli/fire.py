@@ -11,7 +11,7 @@ import typer
 from rich.markup import escape
 
 from rekindle.cli import options
-from rekindle.cli.inspect import examined
+from rekindle.cli.inspect import answers, examined, moved_by
 from rekindle.cli.page import made, write_page
 from rekindle.cli.terminal import (
     as_json,
@@ -24,7 +24,7 @@ from rekindle.cli.terminal import (
     width,
     write_text,
 )
-from rekindle.report.view import MOVED
+from rekindle.report.view import MOVED, how_far
 from rekindle.report.words import printable
 
 if TYPE_CHECKING:
@@ -145,6 +145,7 @@ def fire(
     plan: options.PlanFile = None,
     config: options.Config = None,
     model: options.Model = None,
+    data: options.Data = None,
     solver: Annotated[
         options.Solver, typer.Option(help="auto is exact and checked numerically; paper is the released recipe.")
     ] = "auto",
@@ -184,32 +185,34 @@ def fire(
         refuse_existing(html, force)
     asked = options.planning(targets, include, exclude, heads, scale, conv, split_heads)
     planned, described_by = options.loaded_plan(plan), options.architecture(config, model)
-    data: dict[str, Any] = {}
+    facts: dict[str, Any] = {}
+    answered = answers(path, model, data)  # before the first write: an in-place job leaves nothing to measure
     if html is not None:
-        # Before the first write: an in-place job leaves nothing to measure afterwards.
         if planned is None:
             with open_checkpoint(path) as checkpoint:
                 planned = draw(checkpoint, described_by, asked)
             asked = {}
-        before, data = examined(path, described_by, planned)
-        data |= {"health": before.health.to_dict(), "plan": planned.to_dict()}
+        before, facts = examined(path, described_by, planned)
+        facts |= {"health": before.health.to_dict(), "plan": planned.to_dict()}
     how = {"strength": strength, "solver": solver, "tol": tol, "steps": steps, "dtype": dtype, "config": described_by}
     how |= {"optimizer_state": optimizer_state, "force": force, "in_place": in_place, "resume": resume}
     receipt = _run(path, None if in_place else target, plan=planned, **asked, **how)
-    data |= made("fire") | {"receipt": receipt.to_dict()}
+    if answered is not None:
+        receipt = replace(receipt, outputs_moved=moved_by(answered, answers(target, model, data)))
+    facts |= made("fire") | {"receipt": receipt.to_dict()}
     if html is not None:
         after, written = examined(target, described_by, planned)
         spectra = {name: {"before": curve} for name, curve in before.spectra.items()}
         for name, curve in after.spectra.items():
             spectra.setdefault(name, {})["after"] = curve
-        data |= {"after": after.health.to_dict(), "spectra": spectra, "target": written["source"]}
-        write_page(html, data, force)
+        facts |= {"after": after.health.to_dict(), "spectra": spectra, "target": written["source"]}
+        write_page(html, facts, force)
     if json:
-        show_json(data)
+        show_json(facts)
     else:
         show(receipt.table(width()))
     say(f"written: {target}")
-    say(f"[yellow]note:[/] {MOVED}")
+    say(f"[yellow]note:[/] {MOVED}" + ("" if answered is not None else f"; {how_far(None)}"))
 
 
 def _target(path: Path, output: Path | None, in_place: bool) -> Path:

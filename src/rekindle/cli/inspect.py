@@ -14,11 +14,11 @@ from rich.markup import escape
 from rekindle.cli import options
 from rekindle.cli.page import described, made, write_page
 from rekindle.cli.terminal import FINDINGS, progress, refuse_existing, reported, say, show, show_json, width
-from rekindle.report.view import MOVED, NO_SIGN
+from rekindle.report.view import MOVED, NO_SIGN, how_far
 from rekindle.report.words import printable
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from rekindle.checkpoint import Checkpoint
     from rekindle.cli.weights import BlockChange, FileHealth, MoreSigns, StoredTensor
@@ -146,18 +146,44 @@ def usable(checkpoint: Checkpoint, config: Any, plan: Plan | None) -> list[Store
 
 def _at_work(path: Path, model: str, data: str, loss: str | None, cheap: bool) -> Health:
     """The health of the live model with the file's weights on the user's batches."""
-    from rekindle.checkpoint import open_checkpoint
     from rekindle.diagnosis.examination import health
+
+    live = loaded(path, model)
+    return health(live, options.batches(data), loss=options.loss(loss), mode="cheap" if cheap else "full")
+
+
+def loaded(path: Path, model: str) -> nn.Module:
+    """The user's model with the weights of a file; names of wrappers and one prefix for all are seen through."""
+    from rekindle.blocks.names import state_cleaner
+    from rekindle.checkpoint import open_checkpoint
 
     live = options.built(model)
     with open_checkpoint(path) as checkpoint:
-        state = {name: checkpoint.read(name) for name in checkpoint.names}
-        try:
-            live.load_state_dict(state)
-        except RuntimeError as error:
-            first = " ".join(str(error).split())[:300]
-            raise ValueError(f"{path} does not fit --model {model}: {first}") from None
-    return health(live, options.batches(data), loss=options.loss(loss), mode="cheap" if cheap else "full")
+        clean = state_cleaner(checkpoint.names)
+        state = {clean(name): checkpoint.read(name) for name in checkpoint.names}
+    wanted = list(live.state_dict())
+    if wanted and wanted[0] not in state:
+        ends = (name.removesuffix(wanted[0]) for name in state if name.endswith(f".{wanted[0]}"))
+        prefix = next((each for each in ends if all(each + name in state for name in wanted)), None)
+        if prefix is not None:
+            state = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+    try:
+        live.load_state_dict(state)
+    except RuntimeError as error:
+        first = " ".join(str(error).split())[:300]
+        raise ValueError(f"{path} does not fit --model {model}: {first}") from None
+    return live
+
+
+def answers(path: Path, model: str | None, data: str | None) -> list[Tensor] | None:
+    """What the model with a file's weights answers to the user's batches; None without batches."""
+    if data is None:
+        return None
+    if model is None:
+        raise ValueError("--data needs --model FILE.py:NAME, the model that runs on the batches")
+    from rekindle.isolation import outputs
+
+    return outputs(loaded(path, model), options.batches(data))
 
 
 def _next(path: Path, health: Health, model: str | None, data: str | None) -> str:
@@ -185,6 +211,7 @@ def compare(
     config: options.Config = None,
     model: options.Model = None,
     plan: options.PlanFile = None,
+    data: options.Data = None,
     cheap: options.Cheap = False,
     fail_on: options.FailOn = "never",
     json: options.Json = False,
@@ -201,6 +228,8 @@ def compare(
       rekindle compare step-1000.ckpt step-90000.ckpt
 
       rekindle compare model.safetensors rekindled.safetensors --html report.html
+
+      rekindle compare a.pt b.pt --model my_model.py:build --data my_data.py:batches
     """
     from rekindle.checkpoint import open_checkpoint
     from rekindle.cli.weights import changes, examine, more_signs
@@ -208,6 +237,7 @@ def compare(
     if html is not None:
         refuse_existing(html, force)
     described_by, planned = options.architecture(config, model), options.loaded_plan(plan)
+    answered = answers(first, model, data), answers(second, model, data)
     healths, spectra = [], []
     with open_checkpoint(first) as a, open_checkpoint(second) as b:
         listed = [usable(checkpoint, described_by, planned) for checkpoint in (a, b)]
@@ -224,8 +254,9 @@ def compare(
         raise ValueError(f"{first} and {second} share no matrix of the same name and shape: not the same model")
     signs = more_signs(*healths)
     now = healths[1].against(healths[0])
-    data = made("compare") | files
-    data |= {
+    facts = made("compare") | files
+    facts |= {
+        "outputs_moved": moved_by(*answered),
         "health": healths[0].to_dict(),
         "after": now.to_dict(),
         "changes": [asdict(change) for change in moved],
@@ -237,12 +268,24 @@ def compare(
         },
     }
     if html is not None:
-        write_page(html, data, force)
+        write_page(html, facts, force)
     if json:
-        show_json(data)
+        show_json(facts)
     else:
-        show(text(moved, healths, signs, different, now, width()))
+        show(text(moved, healths, signs, different, now, width(), facts["outputs_moved"]))
     _exit_on(fail_on, now)
+
+
+def moved_by(before: list[Tensor] | None, after: list[Tensor] | None) -> float | None:
+    """‖after − before‖ ÷ ‖before‖ of outputs, None where they were not measured.
+
+    >>> moved_by(None, None)
+    """
+    if before is None or after is None:
+        return None
+    from rekindle.isolation import relative_change
+
+    return relative_change(before, after)
 
 
 def differences(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> dict[str, list[str]]:
@@ -263,6 +306,7 @@ def text(
     different: Mapping[str, list[str]],
     now: Health,
     columns: int,
+    outputs_moved: float | None = None,
 ) -> str:
     """The comparison for a terminal: a line per layer, then what follows from them."""
     from rekindle.tables import table
@@ -276,7 +320,7 @@ def text(
     if drifts:
         lines.append(f"drift: mean {sum(drifts) / len(drifts):.3g}, largest {max(drifts):.3g}")
     if rows:
-        lines.append(f"if nothing was trained between A and B, {MOVED}")
+        lines += [how_far(outputs_moved), f"if nothing was trained between A and B, {MOVED}"]
     words = {"only_A": "only in A", "only_B": "only in B", "shape": "other shape", "dtype": "other dtype"}
     lines += [f"{words[kind]}: {len(names)} ({', '.join(names[:4])}…)" for kind, names in different.items() if names]
     lines += [f"! {line}" for line in now.verdict.lines()]

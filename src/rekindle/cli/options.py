@@ -61,6 +61,14 @@ Model = Annotated[
         show_default=False,
     ),
 ]
+Data = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE.py:NAME",
+        help="Batches of yours: also measure how far the outputs on them moved. Needs --model.",
+        show_default=False,
+    ),
+]
 PlanFile = Annotated[
     Path | None,
     typer.Option("--plan", help="A plan saved from the live model with plan(model).save(...).", show_default=False),

@@ -14,7 +14,7 @@ import typer
 
 import rekindle
 from rekindle.cli import options
-from rekindle.cli.terminal import refuse_existing, reported, say, write_text
+from rekindle.cli.terminal import page_as_options, refuse_existing, reported, say, write_text
 
 if TYPE_CHECKING:
     from rekindle.checkpoint import Checkpoint
@@ -67,7 +67,7 @@ def write_page(path: Path, data: Mapping[str, Any], force: bool) -> None:
     else:
         from rekindle.report import render
 
-    text = render(data)
+    text = page_as_options(render(data))
     write_text(path, text, force)
     say(f"page: {path} ({len(text.encode()) / 1e6:.2g} MB)")
 

@@ -36,8 +36,7 @@ _AS_OPTIONS = {
     "pass config= or a plan saved from the live model": "give --config, --model or --plan",
     "pass reference= an earlier Health or a fresh model": "give --reference, an earlier checkpoint",
     "include=… asks for them by name": "--include asks for them by name",
-    "pass config= or a plan": "give --config, --model or --plan, a plan",
-    "biases='zero'": "rekindle.fire(model, biases='zero') in Python",
+    "FIRE with biases='zero'": "rekindle.fire(model, biases='zero') in Python",
 }
 
 _ARGUMENT = re.compile(r"\b(targets|include|exclude|heads|scale|conv|split_heads|dtype|solver)='([^']*)'")
@@ -123,6 +122,18 @@ def as_options(text: str) -> str:
         text = text.replace(argument, option)
     text = text.replace(", include=[], exclude=[]", "").replace(", exclude=[]", "")
     return _ARGUMENT.sub(lambda found: f"--{found[1].replace('_', '-')} {found[2]}", text)
+
+
+def page_as_options(page: str) -> str:
+    """The hints on a page that a command made, in the words of the command line.
+
+    >>> page_as_options("<b>pass reference= an earlier Health or a fresh model</b>")
+    '<b>give --reference, an earlier checkpoint</b>'
+    """
+    for argument, option in _AS_OPTIONS.items():
+        page = page.replace(argument, option)  # in its data
+        page = page.replace(argument.replace("'", "&#39;"), option.replace("'", "&#39;"))  # in its text
+    return page
 
 
 def say(text: str) -> None:

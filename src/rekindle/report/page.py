@@ -41,6 +41,15 @@ fallback        | matrices solved by float64 SVD
 """
 
 
+_UNITS = (
+    ("neurons", "how many there are", "units", ""),
+    ("dormant", "share that answers far less than the layer's mean", "dormant", "share"),
+    ("dead", "share that never answers", "dead", "share"),
+    ("usage", "mean share of inputs that a neuron answers to", "usage", "share"),
+    ("feature rank", "effective rank of what the layer answers", "feature_rank", ""),
+)
+
+
 def render(data: Mapping[str, Any]) -> str:
     """The whole page as text.
 
@@ -61,6 +70,8 @@ def render(data: Mapping[str, Any]) -> str:
         tiles=_tiles(table),
         signs=signs((judged or {}).get("findings", ())),
         **_layers(data, table),
+        units=_units(judged or {}),
+        unit_headings=[(heading, meaning) for heading, meaning, *_ in _UNITS],
         maps=_maps(data, table),
         receipt=_receipt(data.get("receipt")),
         plan=_plan(data.get("plan")),
@@ -188,6 +199,15 @@ def _maps(data: Mapping[str, Any], table: Sequence[Row]) -> list[Markup | str]:
         drift = {row.name: row.change.get("drift") for row in table}
         maps.append(heat_map("Drift ‖B − A‖ ÷ ‖A‖", table, drift, DRIFT_BOUNDS, "high"))
     return [each for each in maps if each]
+
+
+def _units(health: Mapping[str, Any]) -> list[list[str]]:
+    """What the neurons of each layer do, where batches were given: a row per layer under `_UNITS`."""
+    about = health.get("about", {})
+    return [
+        [name, about.get(name, {}).get("kind", ""), *(number(found.get(key), kind) for _, _, key, kind in _UNITS)]
+        for name, found in health.get("units", {}).items()
+    ]
 
 
 def _receipt(found: Mapping[str, Any] | None) -> dict[str, Any] | None:

@@ -214,7 +214,11 @@ def headline(data: Mapping[str, Any], table: Sequence[Row]) -> Headline:
         said = f"{moved} of {plural(len(data['changes']), 'block')} changed. {_sentence(more)}"
         level, word = _verdict(after)
         lines = [f"B judged against A: {after['rule']}.", *_scope(after)]
-        lines += [f"If nothing was trained between A and B, {MOVED}."] if moved else []
+        if moved:
+            lines += [
+                _sentence(how_far(data.get("outputs_moved"))),
+                f"If nothing was trained between A and B, {MOVED}.",
+            ]
         return Headline(level, f"B: {word}", said, tuple(lines))
     if receipt:
         return _done(receipt, health, after)
@@ -294,9 +298,20 @@ def _done(receipt: Mapping[str, Any], health: Mapping[str, Any] | None, after: M
         if health["verdict"] == "healthy":
             more.append("The weights gave no reason to change them.")
     if totals.get("matrices"):
-        more.append(_sentence(MOVED))
+        more += [_sentence(how_far(receipt.get("outputs_moved"))), _sentence(MOVED)]
     needless = bool(health) and health is not None and health["verdict"] == "healthy"
     return Headline("watch" if missed or needless else "done", "watch" if missed else "done", said, tuple(more))
+
+
+def how_far(outputs_moved: float | None) -> str:
+    """How far outputs moved, or that nobody looked.
+
+    >>> how_far(0.5)
+    'outputs moved by 50% of their norm on the batches given'
+    """
+    if outputs_moved is None:
+        return "how far outputs moved was not measured (--model with --data measures it)"
+    return f"outputs moved by {outputs_moved:.0%} of their norm on the batches given"
 
 
 def _verdict(health: Mapping[str, Any]) -> tuple[str, str]:
@@ -317,12 +332,15 @@ def _scope(health: Mapping[str, Any]) -> list[str]:
 
 def _judged(health: Mapping[str, Any], table: Sequence[Row]) -> str:
     count = len(health.get("weights", {}))
-    marked = sum(bool(row.findings) for row in table)
+    # A sign may be of a layer's neurons ("0"), which is no row of the table of weights ("0.weight").
+    marked = len({finding["layer"] for finding in health.get("findings", ()) if finding.get("layer")})
     if health["verdict"] == "unknown":
         return _sentence(health["rule"])
     if health["verdict"] == "healthy":
         return f"None of {plural(count, 'block')} shows a sign of lost plasticity in its weights."
-    return f"{plural(marked, 'layer')} of {count} show signs: {health['rule']}."
+    if not marked:
+        return f"The model as a whole shows signs: {health['rule']}."
+    return f"{plural(marked, 'layer')} {'show' if marked > 1 else 'shows'} signs: {health['rule']}."
 
 
 def _unmeasured(data: Mapping[str, Any]) -> list[Numbers]:
