@@ -5,5 +5,6 @@ afresh. Start reading at `resetting.reset`.
 """
 
 from rekindle.optimizers.resetting import Policy, StateReset, check, register, reset, reset_rows, snapshot, unwrap
+from rekindle.optimizers.slots import Slot
 
-__all__ = ["Policy", "StateReset", "check", "register", "reset", "reset_rows", "snapshot", "unwrap"]
+__all__ = ["Policy", "Slot", "StateReset", "check", "register", "reset", "reset_rows", "snapshot", "unwrap"]

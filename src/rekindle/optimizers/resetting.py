@@ -27,6 +27,7 @@ from rekindle.optimizers.slots import (
     group_counts,
     known_slots,
     register,
+    stacked,
     unwrap,
 )
 
@@ -107,8 +108,11 @@ def check(optimizers: Any, parameters: Mapping[str, Parameter], policy: str = "f
     for optimizer in opened:
         if policy in ("fresh", "step"):
             _check_group_counts(optimizer, parameters)
+        held = list(_held(optimizer, parameters))
+        for _, parameter, group in held:
+            stacked(optimizer, parameter, group, masters=policy == "none")
         if policy != "none" and not isinstance(optimizer, ONE_HISTORY):
-            _check_slots(optimizer, list(_held(optimizer, parameters)), policy)
+            _check_slots(optimizer, held, policy)
         _check_fused_dampening(optimizer, parameters, policy)
 
 
@@ -140,11 +144,17 @@ def reset(optimizers: Any, parameters: Mapping[str, Parameter], *, policy: str =
             counts = [group_counts(optimizer, group) for group in touched]
             drop = policy == "fresh" and can_drop(optimizer)
             known = [{} for _ in held] if drop else known_slots(optimizer, held)
-            for (_, parameter, _), kept in zip(held, known, strict=True):
-                done += _reset_one(optimizer.state.get(parameter), parameter, kept, policy, drop)
+            for (_, parameter, group), kept in zip(held, known, strict=True):
+                shared = stacked(optimizer, parameter, group, masters=policy == "none")
+                if shared:
+                    views = {name: view for name, (_, _, view) in shared.items()}
+                    starts = {name: (slot, start) for name, (slot, start, _) in shared.items()}
+                    done += _reset_one(views, parameter, starts, policy, False)
+                if not shared or optimizer.state.get(parameter):
+                    done += _reset_one(optimizer.state.get(parameter), parameter, kept, policy, drop)
             if policy in ("fresh", "step"):
-                for group, starts in zip(touched, counts, strict=True):
-                    group.update(starts)
+                for group, numbers in zip(touched, counts, strict=True):
+                    group.update(numbers)
         total += done
     return total
 
@@ -198,13 +208,16 @@ def reset_rows(
             total += reset(optimizer, {name: parameter})
             continue
         state = optimizer.state.get(parameter, {})
+        known = _understood(optimizer, held[:1])[0]
+        own = [(slot, start, state[key]) for key, (slot, start) in known.items()]
+        own += stacked(optimizer, parameter, held[0][2]).values()
         touched = masters = 0
-        for key, (slot, start) in _understood(optimizer, held[:1])[0].items():
-            if state[key] is not None and _reset_places(state[key], slot, start, parameter, places, second_moment):
+        for slot, start, value in own:
+            if value is not None and _reset_places(value, slot, start, parameter, places, second_moment):
                 masters += slot.kind == "master"
                 touched += slot.kind != "master"
         total += StateReset(
-            "rows", (type(optimizer).__name__,), 1, len(state), touched, masters, without_state=int(not state)
+            "rows", (type(optimizer).__name__,), 1, len(own), touched, masters, without_state=int(not own)
         )
     return total
 
@@ -224,6 +237,9 @@ def snapshot(optimizers: Any, parameters: Mapping[str, Parameter]) -> Callable[[
     kept: list[tuple[dict[str, Any], dict[str, Any], dict[str, Tensor]]] = []
     for optimizer in unwrap(optimizers):
         owners = [parameter for _, parameter, _ in _held(optimizer, parameters)]
+        # Stacked slots are in the state of the first parameter of a group.
+        leaders = {id(group["params"][0]): group["params"][0] for _, _, group in _held(optimizer, parameters)}
+        owners += [leader for key, leader in leaders.items() if not any(id(owner) == key for owner in owners)]
         if owners and isinstance(optimizer, ONE_HISTORY):
             owners = list(optimizer.state)
         for owner in owners:

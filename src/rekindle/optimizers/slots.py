@@ -32,6 +32,8 @@ class Slot:
 
     kind: "moment" and "second" (a second moment) describe past gradients, "count" how many steps were taken,
     "average" is a running mean of the weights, "master" a copy of the weight in higher precision.
+    stacked: the state of a group's first parameter holds this slot for the whole group, one entry along dimension 0 per
+    parameter, in the order of the group (nanochat's Muon).
 
     >>> Slot("second").start
     0.0
@@ -39,6 +41,11 @@ class Slot:
 
     kind: Literal["moment", "second", "count", "average", "master"]
     start: Start = 0.0
+    stacked: bool = False
+
+    def __post_init__(self) -> None:
+        if self.stacked and self.start is None:
+            raise ValueError("a stacked slot cannot be absent for one parameter: give the number that it starts from")
 
     def begin(self, optimizer: Optimizer, group: Group) -> Any:
         """The start value for a parameter of this group."""
@@ -105,12 +112,15 @@ def register(optimizer_class: type[Any], fresh: Mapping[str, Start | Slot]) -> N
 
     A value is a number, `"weight"` for a copy of the weight in higher precision, `None` for a slot that is absent at
     first, or a function of the optimizer and the parameter group that returns a number. A slot called `step` is a
-    step count and one whose name ends in `_sq` or `_sqr` a second moment; give a `Slot` to say so for other names.
-    Subclasses inherit.
+    step count and one whose name ends in `_sq` or `_sqr` a second moment; give a `Slot` to say so for other names, and
+    `Slot(..., stacked=True)` for one tensor that holds the slot of all parameters of a group. Subclasses inherit.
 
     >>> class Lion(torch.optim.Optimizer):
     ...     '''Keeps one moment, exp_avg.'''
     >>> register(Lion, {"exp_avg": 0.0})
+    >>> class StackedMuon(torch.optim.Optimizer):
+    ...     '''Keeps the momenta of a group in one tensor, in the state of the group's first parameter.'''
+    >>> register(StackedMuon, {"momentum_buffer": Slot("moment", stacked=True)})
     """
 
     def slot(name: str, start: Start | Slot) -> Slot:
@@ -235,8 +245,8 @@ def slots(optimizer: Optimizer, parameter: Parameter) -> Mapping[str, Slot]:
     known = _registered(optimizer)
     if known is None:
         return _by_structure(optimizer, parameter)
-    masters = {name: Slot("master") for name in MASTER_NAMES}
-    return {name: {**masters, **known}[name] for name in optimizer.state.get(parameter, {})}
+    table = {**{name: Slot("master") for name in MASTER_NAMES}, **known}
+    return {name: table[name] for name in optimizer.state.get(parameter, {}) if not table[name].stacked}
 
 
 def known_slots(optimizer: Optimizer, held: Iterable[Held]) -> list[Mapping[str, tuple[Slot, Any]] | str]:
@@ -252,8 +262,41 @@ def known_slots(optimizer: Optimizer, held: Iterable[Held]) -> list[Mapping[str,
     for _, parameter, group in held:
         try:
             kept = slots(optimizer, parameter)
+            if not optimizer.state.get(parameter):
+                slots(optimizer, group["params"][0])  # it may hold the state of the whole group in a way nobody told
         except KeyError as error:
             found.append(str(error.args[0]))
         else:
             found.append({name: (slot, slot.begin(optimizer, group)) for name, slot in kept.items()})
+    return found
+
+
+def stacked(
+    optimizer: Optimizer, parameter: Parameter, group: Group, *, masters: bool = False
+) -> dict[str, tuple[Slot, Any, Tensor]]:
+    """The stacked slots of a group: what each is, where it starts, and as a view what it holds for one parameter.
+
+    ValueError where there is not one entry per parameter.
+
+    masters: only copies of the weight.
+    """
+    known = _registered(optimizer) or {}
+    wanted = {name: slot for name, slot in known.items() if slot.stacked and (slot.kind == "master" or not masters)}
+    members = group.get("params", ())
+    if not wanted or not members:
+        return {}
+    state = optimizer.state.get(members[0], {})
+    place = next(number for number, member in enumerate(members) if member is parameter)
+    found = {}
+    for name, slot in wanted.items():
+        value = state.get(name)
+        if value is None:
+            continue
+        if not isinstance(value, Tensor) or value.ndim == 0 or len(value) != len(members):
+            held = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise ValueError(
+                f"{type(optimizer).__name__} is registered with a stacked slot {name!r}, which must have one entry for "
+                f"each of the {len(members)} parameters of its group, and it is {held}: pass optimizer_state='none'"
+            )
+        found[name] = slot, slot.begin(optimizer, group), value[place]
     return found
