@@ -94,8 +94,11 @@ def lightning(folder: Path) -> dict[str, Any]:
     trainer = pl.Trainer(
         strategy="ddp", devices=2, accelerator="cpu", max_epochs=2, callbacks=[callback], logger=False,
         enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False, default_root_dir=str(folder),
+        use_distributed_sampler=False,  # Lightning's own would shuffle
     )  # fmt: skip
-    trainer.fit(module, loader(4))
+    dataset = loader(4).dataset
+    sampler = torch.utils.data.DistributedSampler(dataset, shuffle=False)
+    trainer.fit(module, torch.utils.data.DataLoader(dataset, batch_size=4, sampler=sampler))
     return {
         "weights": whole(module.parameters()),
         "firings": [f.step for f in callback.firings],

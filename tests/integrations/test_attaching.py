@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import rekindle
-from integrations.trained import adam, batches, loop, network, same
+from integrations.trained import adam, batches, loop, network, penalised, same
 from rekindle import methods
 from rekindle.integrations import Application
 from rekindle.triggers import AllOf, AtBoundary, DormancyAbove, Every, Plateau, VerdictIs
@@ -404,3 +404,20 @@ def test_gradients_made_inside_a_closure_are_out_of_reach() -> None:
     optimizer = torch.optim.LBFGS(model.parameters())
     with rekindle.attach(model, optimizer, methods.L2Init(0.1)), pytest.raises(ValueError, match="closure"):
         optimizer.step(lambda: F.cross_entropy(model(batches(8)[0][0]), batches(8)[0][1]))
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_a_loss_term_before_clipping_is_a_term_in_the_loss(early: bool) -> None:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with rekindle.attach(model, optimizer, methods.L2Init(0.5)) as remedy:
+        for x, y in batches(4):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            if early:
+                remedy.before_clipping()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            optimizer.step()
+            remedy.step()
+    for a, b in zip(model.parameters(), penalised(0.05, late=not early).parameters(), strict=True):
+        assert torch.allclose(a, b, atol=1e-5)

@@ -108,6 +108,19 @@ def test_lightning_under_ddp(both: list[dict[str, Any]]) -> None:
     assert all(torch.equal(a, b) for a, b in zip(first["weights"], second["weights"], strict=True))
 
 
+def test_lightnings_ddp_ends_like_one_process_with_batches_of_both(both: list[dict[str, Any]]) -> None:
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def between(step: int) -> None:
+        if step in (3, 6):
+            rekindle.fire(model, optimizer)
+
+    loop(model, optimizer, batches(8) * 2, between)
+    for found in one(both, "lightning"):
+        assert close(found["weights"], list(model.parameters()), atol=1e-3)
+
+
 def test_transformers_under_ddp(both: list[dict[str, Any]]) -> None:
     first, second = one(both, "transformers")
     assert first["wrapper"] == "DistributedDataParallel" and first["firings"] == second["firings"] == [3, 6]

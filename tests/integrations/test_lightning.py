@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import rekindle
-from integrations.trained import batches, loop, network, same
+from integrations.trained import batches, loop, network, penalised, same
 from rekindle import methods
 from rekindle.triggers import Trigger, VerdictIs
 
@@ -176,6 +176,14 @@ def test_methods_of_every_moment_inside_a_closure(tmp_path: Path, method: Any) -
         if other.moment == "step":
             other(expected, optimizer)
     for a, b in zip(module.net.parameters(), expected.parameters(), strict=True):
+        assert torch.allclose(a, b, atol=1e-5)
+
+
+def test_a_loss_term_is_clipped_with_the_rest_as_in_the_loss(tmp_path: Path) -> None:
+    module = Classifier()
+    module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), lr=1.0)  # type: ignore[method-assign]
+    trainer(tmp_path, RekindleCallback(methods.L2Init(0.5)), gradient_clip_val=0.05).fit(module, loader())
+    for a, b in zip(module.net.parameters(), penalised(0.05).parameters(), strict=True):
         assert torch.allclose(a, b, atol=1e-5)
 
 

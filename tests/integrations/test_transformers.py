@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import rekindle
-from integrations.trained import batches, data, loop, network, same
+from integrations.trained import batches, data, loop, network, penalised, same
 from rekindle import methods
 from rekindle.triggers import Plateau, Trigger, VerdictIs
 
@@ -111,6 +115,10 @@ def test_a_resumed_run_ends_like_one_that_was_never_interrupted(tmp_path: Path, 
     again.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{kill}"))
     assert same(again.model, whole.model)
     assert [f.step for f in resumed.firings] == [4, 5, 12, 13]
+    done = [each["step"] for each in resumed.earlier]  # a checkpoint is made before a remedy at the same step
+    assert done == [step for step in (4, 5, 12, 13) if step < kill] and len(resumed.receipts) == 4 - len(done)
+    for summary in resumed.earlier:
+        assert "net.0.weight" in summary["changed"] and summary["rekindle/shrink-perturb/sfe_relative"] > 0
 
 
 def test_a_large_state_has_its_own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,6 +269,82 @@ def test_methods_of_every_moment(tmp_path: Path, method: Any) -> None:
             other(expected, optimizer)
     for a, b in zip(run.model.net.parameters(), expected.parameters(), strict=True):
         assert torch.allclose(a, b, atol=1e-5)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_loss_term_is_clipped_with_the_rest_as_in_the_loss(tmp_path: Path, accumulate: int) -> None:
+    run = trainer(
+        tmp_path, RekindleCallback(methods.L2Init(0.5)), size=4 // accumulate, max_grad_norm=0.05,
+        gradient_accumulation_steps=accumulate,
+    )  # fmt: skip
+    run.create_optimizer = lambda *given: run.optimizer
+    run.optimizer = torch.optim.SGD(run.model.parameters(), lr=1.0)
+    run.train()
+    assert "backward" not in run.accelerator.__dict__
+    assert within(run.model.net, penalised(0.05), 1e-5)
+    assert not within(penalised(0.05), penalised(0.05, late=True), 1e-3)
+
+
+def within(a: nn.Module, b: nn.Module, atol: float) -> bool:
+    return all(torch.allclose(x, y, atol=atol) for x, y in zip(a.parameters(), b.parameters(), strict=True))
+
+
+def test_wandb_gets_the_receipts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = pytest.importorskip("wandb")
+    for key, value in {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), "WANDB_SILENT": "true"}.items():
+        monkeypatch.setenv(key, value)
+    try:
+        callback = RekindleCallback("fire", at=5, monitor=4)
+        trainer(tmp_path, callback, report_to="wandb", logging_strategy="steps", logging_steps=4).train()
+    finally:
+        wandb.finish()
+    (record,) = tmp_path.rglob("*.wandb")
+    assert b"rekindle/fire/sfe_relative" in record.read_bytes() and b"health/verdict" in record.read_bytes()
+
+
+def test_mlflow_gets_the_receipts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    store = tmp_path / "mlruns"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", store.as_uri())
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # newer versions ask for it
+    try:
+        callback = RekindleCallback("fire", at=5, monitor=4)
+        trainer(tmp_path, callback, report_to="mlflow", logging_strategy="steps", logging_steps=4).train()
+    finally:
+        mlflow.end_run()
+    metrics = {str(path).partition("/metrics/")[2]: path.read_text() for path in store.rglob("*/metrics/**/*")
+               if path.is_file()}  # fmt: skip
+    assert metrics["rekindle/fire/sfe_relative"].split()[-1] == "5", metrics.keys()  # time, value, step
+    assert "health/verdict" in metrics
+
+
+def test_a_process_that_was_killed_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
+    def callback() -> RekindleCallback:
+        return RekindleCallback(methods.ShrinkPerturb(0.3, noise="fresh", seed=2), at=[4, 8], rewarm=2)
+
+    child = f"""
+import os, signal, pathlib
+from integrations.test_transformers import trainer, transformers, RekindleCallback, methods
+
+class Kill(transformers.TrainerCallback):
+    def on_step_begin(self, args, state, control, **given):
+        if state.global_step == 7:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+callback = RekindleCallback(methods.ShrinkPerturb(0.3, noise="fresh", seed=2), at=[4, 8], rewarm=2)
+trainer(pathlib.Path({str(tmp_path)!r}), callback, Kill(), save_strategy="steps", save_steps=5).train()
+"""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    died = subprocess.run([sys.executable, "-c", child], env=environment, capture_output=True, text=True, timeout=300)
+    assert died.returncode == -signal.SIGKILL, died.stderr[-3000:]
+    whole = trainer(tmp_path / "whole", callback())
+    whole.train()
+    resumed = callback()
+    again = trainer(tmp_path, resumed)
+    again.train(resume_from_checkpoint=True)
+    assert same(again.model, whole.model)
+    assert [f.step for f in resumed.firings] == [4, 8]
+    assert [each["step"] for each in resumed.earlier] == [4] and len(resumed.receipts) == 1
 
 
 def test_seq2seq_and_a_language_model(tmp_path: Path) -> None:

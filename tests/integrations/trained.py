@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from rekindle import methods
+
 
 def network() -> nn.Sequential:
     torch.manual_seed(3)
@@ -51,3 +53,19 @@ def same(a: nn.Module, b: nn.Module) -> bool:
     """Equal bit for bit."""
     ours, theirs = a.state_dict(), b.state_dict()
     return ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
+def penalised(clip: float, late: bool = False) -> nn.Module:
+    """A plain loop with L2Init in the loss, gradients clipped; or (late) the term's gradient added after clipping."""
+    model, method = network(), methods.L2Init(0.5)
+    method.remember(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    for x, y in batches(4):
+        optimizer.zero_grad()
+        loss, term = F.cross_entropy(model(x), y), method.loss_term(model)
+        (loss if late else loss + term).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        if late:
+            term.backward()
+        optimizer.step()
+    return model

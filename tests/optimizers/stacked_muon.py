@@ -1,4 +1,4 @@
-"""A small optimizer in the manner of nanochat's MuonAdamW: groups of Muon keep one stacked state, those of Adam do not."""
+"""A small optimizer like nanochat's MuonAdamW: groups of Muon keep one stacked state, those of Adam do not."""
 
 from __future__ import annotations
 

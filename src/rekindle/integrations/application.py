@@ -54,6 +54,9 @@ class Application:
     Without `at`, `every` and `when` an event method acts at `boundary()` only. With `when`, `boundary()` tells the
     trigger (`AtBoundary`), which decides. Methods that act in every step (weight clipping, UPGD, loss terms) do so.
 
+    `receipts` are those of this process. A run that was resumed has the summaries of those before in `earlier`, as
+    dicts: step, reason, the names that changed, and the flat numbers that went to the logger.
+
     >>> layer = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
     >>> application = Application("fire", at=[2, 3])
     >>> application.bind(layer, torch.optim.SGD(layer.parameters(), lr=0.1))
@@ -107,11 +110,14 @@ class Application:
         self._batches, self._loss = batches, loss
         self._watching, self._monitor = monitor, monitor if isinstance(monitor, Monitor) else None
         self.receipts: list[Receipt] = []
+        self.earlier: list[dict[str, Any]] = []
         self.firings: list[Firing] = []
+        self._summaries: list[dict[str, Any]] = []
         self.last: Receipt | None = None
         self._considered: int | None = None
         self._epoch: int | None = None
         self._boundary: str | None = None
+        self._added = False
         self._metrics: dict[str, float] = {}
         self._unsent: list[tuple[int, dict[str, float]]] = []
         self._restored: Mapping[str, Any] | None = None
@@ -140,6 +146,7 @@ class Application:
         opened = unwrap(optimizer)
         if step == 0 and self._restored is None:
             self._considered = self._epoch = None  # a new run, maybe after another one
+        self._added = False
         self._model, self._optimizer, self._log = unwrapped(model), optimizer, log
         if hasattr(self.method, "remember") and step == 0 and self._restored is None and not _has_start(self.method):
             self.method.remember(self._model)
@@ -173,6 +180,17 @@ class Application:
         """Between backward pass and optimizer step, for trainers that run closures."""
         if self._rounds is not None:
             self._rounds.before_step(optimizer)
+
+    def before_clipping(self, scale: float = 1.0) -> None:
+        """The gradients of a step are complete and not clipped yet: add the gradient of a loss term now.
+
+        Without this call it is added right before the optimizer steps, after clipping. A term in the loss would be
+        clipped with the rest. Call it once per optimizer step, after the last backward pass. scale: what a gradient
+        scaler multiplied the loss with, unless gradients are unscaled already. Methods without a loss term do nothing.
+        """
+        if "loss" in self._parts and self._rounds is not None:
+            self._add_gradient(scale)
+            self._added = True
 
     def note(self, metrics: Mapping[str, Any]) -> None:
         """Metrics that have just come in, under the trainer's names; what is no number is passed over."""
@@ -219,6 +237,7 @@ class Application:
             "boundary": self._boundary,
             "metrics": dict(self._metrics),
             "firings": [asdict(firing) for firing in self.firings],
+            "receipts": [*self.earlier, *self._summaries],
             "rounds": self._ended if self._rounds is None else self._rounds.state_dict(),
         }
         parts: dict[str, Any] = {"trigger": self._trigger, "method": self.method, "monitor": self._monitor}
@@ -234,6 +253,8 @@ class Application:
         self._considered, self._epoch = state["considered"], state["epoch"]
         self._boundary, self._metrics = state["boundary"], dict(state["metrics"])
         self.firings = [Firing(**each) for each in state["firings"]]
+        self.receipts, self._summaries = [], []
+        self.earlier = [dict(each) for each in state.get("receipts", ())]
         if self._schedule is not None:
             self._schedule.firings = list(self.firings)
         parts: dict[str, Any] = {"trigger": self._trigger, "method": self.method}
@@ -323,8 +344,10 @@ class Application:
             self._schedule.firings.append(self.firings[-1])
         if self._rounds is not None and not receipt.rolled_back:
             self._rounds.rewarm()
+        numbers = flat(receipt, f"rekindle/{self.name}/")
+        self._summaries.append({"step": step, "reason": reason, "changed": list(receipt.changed), **numbers})
         if ranks.first():
-            self._unsent.append((step, flat(receipt, f"rekindle/{self.name}/")))
+            self._unsent.append((step, numbers))
         return receipt
 
     def _change(self, copies: Sequence[nn.Module]) -> Receipt:
@@ -349,8 +372,9 @@ class Application:
 
     def _before(self) -> None:
         """What acts between backward pass and step: first terms of the loss, then what looks at gradients."""
-        if "loss" in self._parts:
+        if "loss" in self._parts and not self._added:
             self._add_gradient()
+        self._added = False
         if "backward" in self._parts:
             self.last = self._call("backward")
 
@@ -364,12 +388,12 @@ class Application:
             receipt: Receipt = method(self._model, self._optimizer, batches=self._batches, loss=self._loss)
         return receipt
 
-    def _add_gradient(self) -> None:
+    def _add_gradient(self, scale: float = 1.0) -> None:
         """Add the gradient of a loss term: once per step, whatever accumulation and loss scaling do to the loss."""
         assert self._model is not None
         parameters = [p for p in self._model.parameters() if p.requires_grad]
         with torch.enable_grad():
-            term = self._parts["loss"].loss_term(self._model)
+            term = self._parts["loss"].loss_term(self._model) * scale
             gradients = torch.autograd.grad(term, parameters, allow_unused=True)
         for parameter, gradient in zip(parameters, gradients, strict=True):
             if gradient is not None:

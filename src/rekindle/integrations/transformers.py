@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import io
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -47,12 +48,13 @@ class RekindleCallback(Application, _TrainerCallback, _ExportableState):  # type
         whole = isinstance(method, str) and all(isinstance(value, plain) for value in options.values())
         self._arguments = {"method": method, **options} if whole else {"method": _REBUILT}
         self._handler: Any = None
+        self._unwrap: Callable[[], None] | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Bind to what is trained, after restoring what a checkpoint holds."""
         if state.global_step:
             self._load(args, state)
-        self._handler = _handler(self)
+        self._handler = _caller(_callbacks.CallbackHandler, lambda handler: any(c is self for c in handler.callbacks))
 
         def log(step: int, numbers: dict[str, float]) -> None:
             state.log_history.append({**numbers, "step": step})
@@ -60,6 +62,9 @@ class RekindleCallback(Application, _TrainerCallback, _ExportableState):  # type
                 self._handler.on_log(args, state, control, dict(numbers))
 
         self.bind(given["model"], given["optimizer"], step=state.global_step, log=log)
+        if "loss" in self._parts:
+            trainer = _caller(require("transformers", "transformers", "RekindleCallback").Trainer, lambda trainer: True)
+            self._unwrap = _after_backward(trainer.accelerator, self.before_clipping) if trainer is not None else None
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """The place between two optimizer steps."""
@@ -79,6 +84,13 @@ class RekindleCallback(Application, _TrainerCallback, _ExportableState):  # type
     def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Take the hooks off."""
         self.finish()
+
+    def finish(self) -> None:
+        """Training is over: hooks go, receipts stay."""
+        if self._unwrap is not None:
+            self._unwrap()
+            self._unwrap = None
+        super().finish()
 
     def state(self) -> dict[str, Any]:
         """What goes into trainer_state.json: everything if it is small, else the name of a file beside it."""
@@ -131,16 +143,37 @@ def _find(args: Any, state: Any, name: str) -> Path:
     )
 
 
-def _handler(callback: RekindleCallback) -> Any:
-    """The Trainer's list of callbacks, which is what reaches its loggers.
+def _caller(kind: Any, fits: Callable[[Any], bool]) -> Any:
+    """The nearest object of this class among the callers: callbacks are not told who calls them.
 
-    Callbacks are not told who calls them, and those of loggers come before a user's in each event, so adding to a
-    log entry from `on_log` would be too late. The handler is the nearest caller that holds this callback.
+    The Trainer's list of callbacks is what reaches its loggers; those of loggers come before a user's in each event, so
+    adding to a log entry from `on_log` would be too late. The Trainer's accelerator runs the backward pass.
     """
     frame: Any = sys._getframe(1)
     while frame is not None:
         owner = frame.f_locals.get("self")
-        if isinstance(owner, _callbacks.CallbackHandler) and any(each is callback for each in owner.callbacks):
+        if isinstance(owner, kind) and fits(owner):
             return owner
         frame = frame.f_back
     return None
+
+
+def _after_backward(accelerator: Any, complete: Callable[[float], None]) -> Callable[[], None]:
+    """Call `complete(scale)` after the last backward pass of each step; the result undoes it.
+
+    The Trainer has no event between backward pass and clipping (`on_pre_optimizer_step` comes after it).
+    """
+    original = accelerator.backward
+
+    def backward(*args: Any, **kwargs: Any) -> None:
+        original(*args, **kwargs)
+        if accelerator.sync_gradients:
+            complete(float(accelerator.scaler.get_scale()) if accelerator.scaler is not None else 1.0)
+
+    accelerator.backward = backward
+
+    def undo() -> None:
+        if accelerator.__dict__.get("backward") is backward:
+            del accelerator.backward
+
+    return undo
