@@ -125,3 +125,18 @@ def test_a_stack_that_is_not_one_entry_per_parameter_is_refused_before_anything_
 def test_a_stacked_slot_must_start_somewhere() -> None:
     with pytest.raises(ValueError, match="stacked"):
         Slot("moment", None, stacked=True)
+
+
+def test_a_stack_that_nobody_registered_is_not_taken_for_no_state() -> None:
+    class Unregistered(StackedMuonAdam):
+        pass
+
+    slots._SLOTS.pop(StackedMuonAdam)
+    try:
+        net = model()
+        optimizer = Unregistered([{"params": [layer[0].weight for layer in net], "kind": "muon"}])
+        step(net, optimizer, 0)
+        with pytest.raises(ValueError, match="register"):
+            rekindle.fire(net, optimizer, targets=["2.0.weight"])
+    finally:
+        optimizers.register(StackedMuonAdam, STARTS)
