@@ -1,6 +1,7 @@
 """Names of the laboratory as plain data, so that a shell's completion need not import it (that takes seconds).
 
-A test holds them together with `rekindle.lab.catalogue`, which is where they come from.
+They come from `rekindle.lab.catalogue`; a test holds the two together and renews this file where it is told to:
+REKINDLE_RENEW=1 python -m pytest tests/cli/test_first_hour.py -k laboratory_names
 """
 
 # One name a line would be a hundred lines.
@@ -9,9 +10,12 @@ A test holds them together with `rekindle.lab.catalogue`, which is where they co
 SETTINGS = """
 digits random-labels permuted-inputs label-shift drift warm-start continual class-incremental alphabet domains
 random-labels+replay permuted-inputs+replay drift+replay alphabet+replay domains+replay random-labels+state
-alphabet+state domains+state paper/warm-start-resnet18 paper/warm-start-vit paper/warm-start-vgg16
-paper/continual-resnet18 paper/continual-vit paper/continual-vgg16 paper/class-incremental-vit
-paper/class-incremental-vgg16 paper/gpt
+alphabet+state domains+state sac-pendulum sac-pendulum-quick ppo-cartpole ppo-cartpole-quick dqn-cartpole
+dqn-cartpole-quick ppo-offsets-cartpole ppo-offsets-acrobot dqn-games dqn-midpoint-breakout
+dqn-midpoint-asterix dqn-replay-ratio ppo-gravity ppo-slippery-ant sac-midpoint-hopper
+paper/warm-start-resnet18 paper/warm-start-vit paper/warm-start-vgg16 paper/continual-resnet18
+paper/continual-vit paper/continual-vgg16 paper/class-incremental-vit paper/class-incremental-vgg16 paper/gpt
+paper/dqn-atari-asterix paper/dqn-atari-demonattack paper/sac-humanoid
 """.split()
 ARMS = """
 nothing full-reset shrink-perturb shrink-perturb-fresh dash redo regrama continual-backprop

@@ -121,7 +121,7 @@ ConvRule = Annotated[
 ]
 SplitHeads = Annotated[bool, typer.Option("--split-heads", help="Project each attention head on its own.")]
 # As rekindle.engine has it, which would import torch; a test holds the two together.
-Solver = Literal["auto", "fast", "paper", "svd"]
+Solver = Literal["auto", "fast", "paper", "svd", "products", "halley", "gram"]
 
 
 # What options stand for
