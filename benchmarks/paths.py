@@ -84,6 +84,7 @@ def followed(call: Callable[[], object]) -> tuple[Counter[str], int, int]:
 
 
 def fire() -> Callable[[], object]:
+    torch.manual_seed(0)  # how many steps the solver takes depends on the weights
     model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 10))
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.randn(4, 16)).sum().backward()

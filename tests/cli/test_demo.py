@@ -33,7 +33,7 @@ def test_demo_compares_six_remedies(tmp_path: Path) -> None:
 
 
 def test_demo_can_be_read_by_programs_and_run_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo, "conducted", lambda *_, **__: results(ends={"nothing": 0.2, "fire": 0.4}))
+    monkeypatch.setattr(demo, "run_live", lambda *_, **__: results(ends={"nothing": 0.2, "fire": 0.4}))
     page = tmp_path / "demo.html"
     page.write_text("old")
     result = run("demo", "--seeds", "1", "--methods", "nothing,fire", "--html", page, "--json")

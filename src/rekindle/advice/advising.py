@@ -20,7 +20,7 @@ from torch import nn
 from rekindle.advice.candidates import NOTHING, Candidate, candidates_for, given_candidates, layer_groups
 from rekindle.advice.intervals import Interval, mean_interval
 from rekindle.advice.tasks import default_loss
-from rekindle.advice.trials import Executor, Question, Trace, executor
+from rekindle.advice.trials import Question, Trace, TrialExecutor, executor
 from rekindle.blocks.names import unwrapped
 from rekindle.isolation import Batch, Loss
 from rekindle.projection.method import Method
@@ -197,7 +197,12 @@ class _Race:
     """All trials, advanced together from horizon to horizon."""
 
     def __init__(
-        self, where: Executor, candidates: Sequence[Candidate], seeds: Sequence[int], end: float, progress: bool | None
+        self,
+        where: TrialExecutor,
+        candidates: Sequence[Candidate],
+        seeds: Sequence[int],
+        end: float,
+        progress: bool | None,
     ) -> None:
         self._where, self._end = where, end
         self._seeds = len(seeds)

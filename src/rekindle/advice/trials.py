@@ -199,7 +199,7 @@ class Trials:
             self._trials.pop(number, None)
 
 
-class Executor(Protocol):
+class TrialExecutor(Protocol):
     """Where trials are done."""
 
     def advance(self, numbers: Sequence[int], steps: int) -> dict[int, Trace]:
@@ -313,7 +313,7 @@ class _OnRay:
 
 def executor(
     question: Question, candidates: Sequence[Candidate], seeds: Sequence[int], *, on: str | None, workers: int | None
-) -> Executor:
+) -> TrialExecutor:
     """Where the trials run: Ray if asked for, else processes where cores allow and the model is on the CPU."""
     count = workers or min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1, len(candidates))
     if on == "ray":

@@ -19,10 +19,9 @@ from torch import Tensor, nn
 
 from rekindle.blocks import parametrized
 from rekindle.blocks.families import looks_fused, recipes_of, register
-from rekindle.blocks.fused import cut_layers
-from rekindle.blocks.heads import find_heads, is_backbone, root_of
 from rekindle.blocks.layouts import ROLES, Block, LayoutError, Recipe, convolution, matrices
 from rekindle.blocks.names import Location, cleaner, locations
+from rekindle.blocks.outputs import cut_layers, find_heads, is_backbone, root_of
 from rekindle.blocks.roles import roles
 from rekindle.blocks.storage import packed_weights, storage_of
 

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from rekindle.blocks.conversions import Converted, converted
 from rekindle.blocks.families import FUSED
 from rekindle.blocks.finding import Found, find, mark_heads, named_heads
-from rekindle.blocks.heads import ANYWHERE, USUALLY
 from rekindle.blocks.layouts import Block, convolution, matrices
 from rekindle.blocks.names import state_cleaner
+from rekindle.blocks.outputs import ANYWHERE, USUALLY
 from rekindle.blocks.roles import named_role
 from rekindle.blocks.storage import unusable
 from rekindle.extras import install

@@ -11,7 +11,7 @@ import typer
 
 from rekindle.cli import options
 from rekindle.cli.page import write_page
-from rekindle.cli.studies import conducted, described, needing_extras, print_tables
+from rekindle.cli.studies import described, needing_extras, print_tables, run_live
 from rekindle.cli.terminal import FINDINGS, reported, say, show_json, write_text
 
 GROUP, SEEDS = "main", 3
@@ -59,7 +59,7 @@ def demo(
         setting = replace(digits, name="demo", about=ABOUT, stream_options={**digits.stream_options, **SHORTER})
         study = Study("demo", [setting], arms(methods.split(",")), list(range(seeds)), Path(folder))
         say(ABOUT)
-        results = conducted(study, again="rekindle demo", workers=workers)
+        results = run_live(study, again="rekindle demo", workers=workers)
         data = described(results, f"rekindle demo --seeds {seeds} --methods {methods}")
         for path in filter(None, (html, picture)):
             path.absolute().parent.mkdir(parents=True, exist_ok=True)

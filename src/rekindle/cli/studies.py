@@ -71,7 +71,7 @@ def perform(study: Study, on: str, workers: int | None, sinks: Any, html: Path |
     """Run or go on with a study, and show what came of it; failed runs make the exit code 1."""
     _find_data(study)
     _keep_command(study)
-    results = conducted(study, on=on, workers=workers, sinks=sinks)
+    results = run_live(study, on=on, workers=workers, sinks=sinks)
     data = described(results, kept_command(study))
     if html is not None:
         write_page(html, data, force)
@@ -85,7 +85,7 @@ def perform(study: Study, on: str, workers: int | None, sinks: Any, html: Path |
         raise typer.Exit(FINDINGS)
 
 
-def conducted(study: Study, *, again: str | None = None, **how: Any) -> Results:
+def run_live(study: Study, *, again: str | None = None, **how: Any) -> Results:
     """Run a study with its live table on a terminal; Ctrl-C says how to go on, or how to start `again`."""
     from rekindle.lab.views.terminal import Board, live
 

@@ -324,7 +324,8 @@ class Written:
 
 def records(written: Sequence[Written], strength: float, measuring: Measuring) -> tuple[BlockRecord, ...]:
     """The lines of the receipt: what was seen of all blocks comes from the device together."""
-    found = iter(to_host([each.seen for each in written if each.seen is not None]))
+    asked = [each.seen for each in written if each.seen is not None]
+    found = iter(to_host(asked) if asked else ())
     return tuple(_record(each, None if each.seen is None else next(found), strength, measuring) for each in written)
 
 
