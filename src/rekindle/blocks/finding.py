@@ -224,7 +224,8 @@ class _Finder:
             if isinstance(known, str):
                 return (), does, known
             if known is not None:
-                self.known_class.add(place.name)
+                if not isinstance(place.owner, nn.Bilinear):  # every other known class is the middle of a network
+                    self.known_class.add(place.name)
                 blocks = known(shape, does)
                 # A fused weight goes by its first part that has a role of its own; targets look at the parts.
                 return blocks, next((b.role for b in blocks if b.role != "other"), "other"), None

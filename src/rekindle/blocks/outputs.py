@@ -25,6 +25,7 @@ import re
 from dataclasses import dataclass
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from rekindle.blocks.names import unwrapped, wrapped
 from rekindle.consumers.graph import as_layer
@@ -63,8 +64,23 @@ def find_heads(model: nn.Module) -> dict[int, str]:
     if is_backbone(core):  # a body that holds whole language models (Bark) has their heads
         return told | {id(layer): "named" for layer in _named(core, set(), only=_LANGUAGE)}
     read: set[int] = set()
-    found = {id(layer): "traced" for layer in _ends(core, set(), read)}
+    found = {id(layer): "traced" for layer in [*_ends(core, set(), read), *_returned(core)]}
     return found | {id(layer): "named" for layer in _named(core, read)} | told
+
+
+def _returned(core: nn.Module) -> list[nn.Module]:
+    """Two or more layers of one shape whose outputs the root returns as they are: mean and variance of a distribution.
+
+    They are heads even where a later matrix reads a sample of them (the decoder of a VAE). A single layer that is
+    returned and read may as well be a hidden layer that is shown (`conv_head` of timm's EfficientNet).
+    """
+    uses = uses_of(core)
+    alike: dict[tuple[int, ...], list[nn.Module]] = {}
+    for path in sorted(uses.returns - uses.added) if uses is not None else ():
+        layer = core._modules.get(path)
+        if isinstance(layer, nn.Linear) and not is_lazy(layer.weight):
+            alike.setdefault(tuple(layer.weight.shape), []).append(layer)
+    return [layer for layers in alike.values() if len(layers) > 1 for layer in layers]
 
 
 def is_backbone(model: nn.Module) -> bool:
@@ -137,7 +153,7 @@ def _ends(module: nn.Module, seen: set[int], read: set[int]) -> list[nn.Module]:
     if id(module) in seen:
         return []
     seen.add(id(module))
-    if as_layer("", module) is not None:
+    if as_layer("", module) is not None or isinstance(module, nn.Bilinear):
         return [module]
     inner = module._modules.get("base_layer")
     if inner is not None:

@@ -124,12 +124,23 @@ def is_router(place: Location) -> bool:
     if not place.names or len(place.modules) < 2:
         return False
     leaf, parent = place.names[-1], place.modules[-2]
+    if _chooses_among(place.owner, parent):
+        uses = uses_of(parent)
+        if uses is not None and leaf in uses.scores:
+            return True  # whatever the branches are called: there are as many scores as branches
     if not _holds_experts(parent):
         return False
     if leaf in ("gate", "wg", "gate_network"):
         return True
     uses = uses_of(parent)
     return uses is not None and leaf in uses.scores
+
+
+def _chooses_among(layer: nn.Module, parent: nn.Module) -> bool:
+    """Whether the layer has one output per element of a list of like modules beside it."""
+    width = getattr(layer, "out_features", None)
+    lists = [m for m in parent._modules.values() if isinstance(m, nn.ModuleList | nn.ModuleDict)]
+    return any(len(m) == width and width > 1 and len({type(c) for c in m.children()}) == 1 for m in lists)
 
 
 def _holds_experts(module: nn.Module) -> bool:

@@ -2,7 +2,7 @@
 
 `uses_of(module)` reads the methods of the module's class (the syntax tree, once per class) and follows each
 submodule's output through them: is it cut into parts, does another submodule read it, is it added to what it was
-computed from, does it become scores, does it leave the class? torch.fx cannot trace most published models, and a
+computed from, does it become scores, does it leave the class? torch.fx stops at shapes that are computed, and a
 method without a caller (`get_value`, `get_action`) is in no trace at all; the source shows both.
 
 Paths are attribute names below the module; `*` stands for the elements of a ModuleList or Sequential.

@@ -215,6 +215,11 @@ class Reader:
             scope[target.id] = value
         elif isinstance(target, ast.Tuple | ast.List):
             count = len(target.elts)
+            if value.split is None and value.items is None and value.viewed and value.direct:
+                # `q, k, v = x.view(…).permute(…)` cuts the first axis, which the view made of the features.
+                key = ("unpacked", target.lineno, target.col_offset, value.direct)
+                self.cuts.setdefault(key, Cut(value.direct, "unpacking", count))
+                value = replace(self._fresh(value), split=key, viewed=True)
             if value.split is not None:
                 cut = self.cuts[value.split]
                 starred = any(isinstance(e, ast.Starred) for e in target.elts)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 _NONE: frozenset[Any] = frozenset()
 
@@ -46,7 +47,7 @@ class Uses:
 def has_matrices(module: nn.Module) -> bool:
     """Whether the module holds weights that transform, rather than norms, activations or tables."""
     return any(
-        parameter.dim() > 1
+        _is_matrix(parameter)
         for inner in module.modules()
         if not isinstance(inner, nn.Embedding | nn.EmbeddingBag | nn.LayerNorm)
         for parameter in inner._parameters.values()
@@ -57,6 +58,11 @@ def has_matrices(module: nn.Module) -> bool:
 def with_matrices(modules: Iterable[nn.Module]) -> list[nn.Module]:
     """Those of the modules that hold such weights."""
     return [module for module in modules if has_matrices(module)]
+
+
+def _is_matrix(parameter: nn.Parameter) -> bool:
+    """Whether it has two axes or more; a lazy layer has no shape yet, and is taken to have."""
+    return is_lazy(parameter) or parameter.dim() > 1
 
 
 def at(module: nn.Module, path: str) -> list[nn.Module]:
@@ -78,7 +84,7 @@ def at(module: nn.Module, path: str) -> list[nn.Module]:
 def layers_in(module: nn.Module) -> Iterator[nn.Module]:
     """The modules inside that hold a matrix themselves."""
     for inner in module.modules():
-        if any(p is not None and p.dim() > 1 for p in inner._parameters.values()):
+        if any(p is not None and _is_matrix(p) for p in inner._parameters.values()):
             yield inner
 
 

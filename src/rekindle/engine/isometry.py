@@ -411,6 +411,10 @@ def _check(w: Tensor, name: str) -> None:
         raise TypeError(f"{name} must be a tensor, not {type(w).__name__}")
     if w.is_complex() or not w.is_floating_point():
         raise TypeError(f"{name} has dtype {w.dtype}; a polar factor needs a real floating dtype (float16 to float64)")
+    if w.layout != torch.strided:
+        raise TypeError(f"{name} is sparse ({w.layout}); a polar factor needs a dense matrix: {name}.to_dense()")
+    if w.is_meta:
+        raise ValueError(f"{name} is on the meta device, where there are no numbers: load the weights first")
     if w.ndim < 2:
         raise ValueError(f"{name} has shape {tuple(w.shape)}; a polar factor needs two dimensions or more (…, out, in)")
 

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+_BAND = 256  # rows of a Gram matrix that are computed at a time, up to their diagonal block
 _SLICE = 1 << 21  # elements of a half-precision matrix that are converted to float32 at a time: 8 MB
 
 
@@ -49,9 +50,15 @@ def _gram_in_slices(wide: Tensor) -> Tensor:
     matrices = wide.reshape(-1, *wide.shape[-2:])
     count, k, _ = matrices.shape
     total = torch.zeros(count, k, k, device=wide.device)
+    band = k if k < 2 * _BAND or wide.device.type != "cpu" else _BAND
     for columns in torch.split(matrices, max(1, _SLICE // (count * k)), dim=2):
         columns = columns.float()
-        total.baddbmm_(columns, columns.mT)
+        for top in range(0, k, band):  # up to the diagonal blocks alone: half the products
+            end = min(k, top + band)
+            total[:, top:end, :end].baddbmm_(columns[:, top:end], columns[:, :end].mT)
+    for top in range(band, k, band):
+        end = min(k, top + band)
+        total[:, :top, top:end] = total[:, top:end, :top].mT
     return total.reshape(*wide.shape[:-1], k)
 
 

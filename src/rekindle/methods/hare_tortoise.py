@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rekindle.engine.devices import to_host
 from rekindle.initial import tensors_of
 from rekindle.methods.call import Call
 from rekindle.methods.remedy import Observation, Remedy
@@ -48,12 +49,15 @@ class HareTortoise(Remedy):
     def update(self, model: nn.Module) -> None:
         """Let the tortoise take one step; the first time it stands where the hare is.
 
-        It follows the hare to another dtype or device, and starts anew with a tensor whose shape changed.
+        It follows the hare to another dtype or device, and starts anew with a tensor whose shape changed. A tensor with
+        NaN or Inf in it (a diverged step) is left out, as an average would keep them for ever.
         """
-        hare = {name: tensor for name, tensor in tensors_of(model).items() if tensor.is_floating_point()}
+        hare = _finite({name: tensor for name, tensor in tensors_of(model).items() if tensor.is_floating_point()})
         before = self._average
         known = {n: before[n] for n, t in hare.items() if n in before and before[n].shape == t.shape}
-        self._average = {n: known[n].to(t) if n in known else t.detach().clone() for n, t in hare.items()}
+        own = {n: t for n, t in tensors_of(model).items() if n in before and before[n].shape == t.shape}
+        stays = {n: before[n].to(t) for n, t in own.items() if n not in hare}
+        self._average = {n: known[n].to(t) if n in known else t.detach().clone() for n, t in hare.items()} | stays
         if known:
             torch._foreach_lerp_([self._average[n] for n in known], [hare[n] for n in known], 1 - self.momentum)
 
@@ -87,3 +91,19 @@ class HareTortoise(Remedy):
     def restore(self, state: Mapping[str, Any]) -> None:
         """Take it back."""
         self._average = {name: tensor.clone() for name, tensor in state["average"].items()}
+
+
+def _finite(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Those without NaN or Inf; one answer from each device, not one per tensor."""
+    filled = {name: tensor for name, tensor in tensors.items() if tensor.numel()}
+    largest = torch._foreach_norm([t.detach() for t in filled.values()], float("inf"))
+    values = to_host([each.reshape(1) for each in largest])
+    return (
+        tensors
+        if all(map(_is_finite, values))
+        else {name: tensor for (name, tensor), value in zip(filled.items(), values, strict=True) if _is_finite(value)}
+    )
+
+
+def _is_finite(value: Tensor) -> bool:
+    return bool(torch.isfinite(value).all())

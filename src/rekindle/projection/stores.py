@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal, Protocol
 
 import torch
@@ -145,6 +146,7 @@ class LiveStore:
             if keys[entry.name] not in parameters:
                 raise KeyError(f"the plan's parameter {entry.name!r} is not in the model")
             self._weights[entry.name] = _checked(Weight.at(model, keys[entry.name]), entry, "the model")
+        _check_apart(self._weights)
         self._copies = {entry.name: self._mirrored(entry) for entry in entries}
         self._aliases = {name: _sharing(weight, parameters) for name, weight in self._weights.items()}
         self._outputs = {
@@ -330,6 +332,39 @@ def _check_writable(name: str, tensor: Tensor) -> None:
             f"{name!r} is an expanded tensor: several of its entries are one number in memory. Give it memory of its "
             "own (parameter.data = parameter.data.clone()); nothing was changed"
         )
+    if tensor.is_meta:
+        raise ValueError(f"{name!r} is on the meta device: load the weights first; nothing was changed")
+    if _reach(tensor) < tensor.numel():
+        raise ValueError(
+            f"{name!r} lies over itself in memory (strides {tuple(tensor.stride())}). Give it memory of its own "
+            "(parameter.data = parameter.data.clone()); nothing was changed"
+        )
+
+
+def _reach(tensor: Tensor) -> int:
+    """How many numbers lie between the first and the last entry, both included."""
+    if is_sharded(tensor):
+        return tensor.numel()
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _check_apart(weights: Mapping[str, Weight]) -> None:
+    """Raise where two weights lie partly in the same memory: writing one would undo what was done to the other."""
+    held: dict[Any, list[tuple[int, int, str]]] = {}
+    for name, weight in weights.items():
+        tensor = None if weight.computed else weight.read()
+        if tensor is not None and not is_sharded(tensor) and type(tensor.data) is Tensor and tensor.is_contiguous():
+            begin = int(tensor.storage_offset()) * tensor.itemsize
+            place = (begin, begin + tensor.numel() * tensor.itemsize, name)
+            held.setdefault((tensor.device, tensor.untyped_storage().data_ptr()), []).append(place)
+    for places in held.values():
+        places.sort()
+        for (begin, end, one), (start, stop, other) in pairwise(places):
+            if begin < stop and start < end and (begin, end) != (start, stop):  # the very same is tied, and known
+                raise ValueError(
+                    f"{one!r} and {other!r} lie partly in the same memory: give one of them its own "
+                    "(parameter.data = parameter.data.clone()); nothing was changed"
+                )
 
 
 def _sharing(weight: Weight, parameters: Mapping[str, Parameter]) -> dict[str, Parameter]:
