@@ -287,26 +287,21 @@ def test_layers_print_as_a_table(page: Driver) -> None:
         page.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})
 
 
-def test_500_layers_are_quick(driver: Driver, tmp_path: Path) -> None:
-    """Loading, sorting, filtering and scrolling; bounds are ten times what was measured on two busy cores."""
+def test_500_layers_stay_light(driver: Driver, tmp_path: Path) -> None:
+    """Bytes, elements and passes over the table: what makes a page slow on any machine, without a clock."""
     file = tmp_path / "large.html"
     file.write_text(render(result(500)))
     assert file.stat().st_size < 5e6
     driver.get(file.as_uri())
-    timing = driver.execute_script(
-        "const n = performance.getEntriesByType('navigation')[0]; const t = performance.now();"
-        "document.querySelector('th button[data-sort=\"4\"]').click(); document.body.offsetHeight;"
-        "const s = performance.now();"
+    elements, moved, shown = driver.execute_script(
+        "const rows = () => [...document.querySelectorAll('tbody tr')]; let moved = 0;"
+        "const body = document.querySelector('th button[data-sort=\"4\"]').closest('table').tBodies[0];"
+        "const watch = new MutationObserver(() => 0); watch.observe(body, {childList: true});"
+        "document.querySelector('th button[data-sort=\"4\"]').click();"
+        "watch.takeRecords().forEach(record => moved += record.addedNodes.length);"
         "const f = document.getElementById('filter'); f.value = 'q_proj'; f.dispatchEvent(new Event('input'));"
-        "document.body.offsetHeight; return [n.domComplete - n.responseEnd, s - t, performance.now() - s]"
+        "return [document.querySelectorAll('*').length, moved, rows().filter(row => row.offsetParent).length]"
     )
-    loading, sorting, filtering = timing
-    assert loading < 5000
-    assert sorting < 1500
-    assert filtering < 1000
-    frames = driver.execute_async_script(
-        "const done = arguments[0], box = document.querySelector('.wide'), times = []; let last = performance.now();"
-        "const step = () => { const now = performance.now(); times.push(now - last); last = now; box.scrollTop += 300;"
-        "times.length < 30 ? requestAnimationFrame(step) : done(times) }; requestAnimationFrame(step)"
-    )
-    assert sorted(frames)[len(frames) // 2] < 50, "half of the frames take longer than 50 ms"
+    assert elements < 500 * 150
+    assert 0 < moved <= 2 * 500  # each row is put in its place once, twice at most
+    assert 0 < shown < 500
