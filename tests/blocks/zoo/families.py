@@ -1,8 +1,9 @@
-"""The zoo: how each family is built small, on the meta device and without weights, and what is read off its plan."""
+"""The zoo: how each family is built small, on the meta device and without weights, and what its plan should say."""
 
 from __future__ import annotations
 
 import enum
+import importlib
 import re
 import sys
 import types
@@ -11,20 +12,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from rekindle.blocks.finding import find
+from rekindle.blocks.finding import Found, find
 
 
-def build(name: str) -> nn.Module:
-    """The model of a transformers class with at most two layers per stack."""
-    import transformers
-
-    cls = getattr(transformers, name)
-    config = cls.config_class()
-    inner = [getattr(config, key) for key in dir(config) if key.endswith("_config")]
-    for part in [config, *(c for c in inner if hasattr(c, "to_dict"))]:
+def build(name: str, config: dict[str, Any], module: str = "transformers") -> nn.Module:
+    """The model of a transformers class with at most four layers per stack."""
+    cls = getattr(importlib.import_module(module), name)
+    made = cls.config_class(**config)
+    inner = [getattr(made, key) for key in dir(made) if key.endswith("_config")]
+    for part in [made, *(c for c in inner if hasattr(c, "to_dict"))]:
         _shrink(part)
     with torch.device("meta"):
-        model: nn.Module = cls(config)
+        model: nn.Module = cls(made)
     return model
 
 
@@ -80,17 +79,66 @@ def _stub_torchvision() -> None:
     sys.modules["torchvision.ops.misc"].FrozenBatchNorm2d = nn.BatchNorm2d  # type: ignore[attr-defined]
 
 
-def summary(model: nn.Module) -> dict[str, list[str]]:
-    """Heads, routers, weights split into parts, and weights skipped as fused, with `*` for numbers."""
-    found: dict[str, set[str]] = {"heads": set(), "routers": set(), "parts": set(), "fused": set()}
-    for f in find(model, meta=True):
-        name = re.sub(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)", "*", f.name.removesuffix(".weight"))
+KINDS = ("heads", "routers", "parts", "fused", "unknown")
+# What may be skipped without being written down: no matrices, or matrices that are skipped by their very kind.
+ORDINARY = re.compile(
+    r"bias|vector|norm |embedding|depthwise|a position or token vector|tied to|part of the param|frozen"
+)
+
+
+def planned(found: list[Found]) -> dict[str, dict[str, str]]:
+    """What the planner says: kind → clean name → the names of its parts, or the reason."""
+    said: dict[str, dict[str, str]] = {kind: {} for kind in KINDS} | {"strange": {}}
+    for f in found:
+        name, reason = f.name, f.reason or ""
         if "head" in f.marks:
-            found["heads"].add(name)
-        if f.role == "router" and f.blocks:
-            found["routers"].add(name)
-        if len(f.blocks) > 1:
-            found["parts"].add(name)
-        if f.refusal and "fused" in f.refusal:
-            found["fused"].add(name)
-    return {key: sorted(names) for key, names in found.items()}
+            said["heads"][name] = reason
+        elif f.role == "router" and "router" in f.marks:
+            said["routers"][name] = reason
+        elif len(f.blocks) > 1:
+            said["parts"][name] = " ".join(b.part for b in f.blocks)
+        elif "fused" in reason:
+            said["fused"][name] = reason
+        elif reason.startswith("layout not known"):
+            said["unknown"][name] = reason
+        elif reason and not ORDINARY.match(reason):
+            said["strange"][name] = reason
+    return said
+
+
+def named(found: list[Found], model: nn.Module, glob: str) -> list[Found]:
+    """The weights of this name: `*` is any one step of it, ` @Class` the class of the module above."""
+    glob, _, above = glob.partition(" @")
+    pattern = re.compile("".join("[^.]+" if c == "*" else re.escape(c) for c in glob) + r"(\.weight)?")
+    return [
+        f
+        for f in found
+        if any(pattern.fullmatch(n) for n in (f.name, *f.also))
+        and (not above or type(model.get_submodule(f.module.rpartition(".")[0])).__name__ == above)
+    ]
+
+
+def disagreements(model: nn.Module, expected: dict[str, Any]) -> list[str]:
+    """Where the plan of this model is not what was written down, one line per weight."""
+    found = find(model, meta=True)
+    said = planned(found)
+    wanted: dict[str, dict[str, str]] = {kind: {} for kind in said}
+    wrong = []
+    for kind in (*KINDS, "careful"):
+        for glob in expected.get(kind, ()):
+            chosen = named(found, model, glob)
+            if not chosen:
+                wrong.append(f"{kind}: there is no {glob}")
+            for f in chosen:
+                if kind == "heads" and not f.blocks:  # tied to a weight that is skipped anyway
+                    continue
+                wanted["fused" if kind == "careful" else kind][f.name] = expected[kind][glob] if kind == "parts" else ""
+    for kind, names in said.items():
+        wrong += [f"{kind}: {n} is not" for n in sorted(wanted[kind].keys() - names)]
+        wrong += [f"{kind}: {n} is, {names[n]!r}" for n in sorted(names.keys() - wanted[kind])]
+    parts = wanted["parts"].keys() & said["parts"]
+    wrong += [f"parts of {n}: {said['parts'][n]}" for n in sorted(parts) if wanted["parts"][n] != said["parts"][n]]
+    for glob in expected.get("missed", ()):
+        late = named(found, model, glob)
+        wrong += [f"missed: {glob} is found after all"] * (not late or any("head" in f.marks for f in late))
+    return wrong

@@ -1,7 +1,11 @@
-"""Real families: heads, routers, weights in parts, weights skipped as fused.
+"""Real families: heads, routers, weights in parts, fused weights, weights of unknown layout.
 
-`expected.json` was recorded from the planner. The entries of the families in READ were then compared by hand with the
-lines of the installed sources that make and use these layers; the others only show that a plan has changed.
+The JSON files were written from the sources of transformers 5.22 and timm 1.0.30, not from the planner. One entry per
+family: `heads` end in the model's output, `routers` choose experts, `parts` hold several matrices in a layout that the
+library knows (with the parts in order), `fused` hold several in one that it does not (skipped), `unknown` are bare
+tensors or weights of classes that are not known. `careful` are single matrices that are skipped since their name looks
+fused; `missed` are heads that the planner does not find today. Everything else is projected, or skipped for an
+ordinary reason (embedding, depthwise, norm, token or position vector).
 """
 
 from __future__ import annotations
@@ -11,35 +15,14 @@ import json
 import warnings
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
 HERE = Path(__file__).parent
-READ = [
-    "AfmoeForCausalLM",
-    "BarkModel",
-    "BertForPreTraining",
-    "ClvpModelForConditionalGeneration",
-    "Cohere2VisionForConditionalGeneration",
-    "FocalNetForImageClassification",
-    "GPTNeoXForCausalLM",
-    "JetMoeForCausalLM",
-    "KyutaiSpeechToTextForConditionalGeneration",
-    "LongcatFlashForCausalLM",
-    "MoonshineForConditionalGeneration",
-    "NllbMoeForConditionalGeneration",
-    "PerceiverForSequenceClassification",
-    "Qwen3NextForCausalLM",
-    "SwitchTransformersForConditionalGeneration",
-    "UperNetForSemanticSegmentation",
-    "YolosForObjectDetection",
-    "ZayaForCausalLM",
-    "timm/convit_tiny",
-    "timm/deit_tiny_distilled_patch16_224",
-    "timm/mambaout_femto",
-    "timm/tnt_s_legacy_patch16_224",
-]
-EXPECTED = json.loads((HERE / "expected.json").read_text())
+EXPECTED: dict[str, dict[str, Any]] = {}
+for file in sorted(HERE.glob("*.json")):
+    EXPECTED |= json.loads(file.read_text())
 
 
 def _families() -> ModuleType:
@@ -54,17 +37,21 @@ def _families() -> ModuleType:
 families = _families()
 
 
-def test_there_are_sixty_families() -> None:
-    assert len(EXPECTED) >= 60
-    assert set(READ) <= set(EXPECTED)
+def test_there_are_more_than_a_hundred_families_each_with_its_reason() -> None:
+    assert len(EXPECTED) >= 100
+    assert all(entry["because"] for entry in EXPECTED.values())
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_a_family_is_classified_as_expected(name: str) -> None:
+def test_a_family_is_classified_as_its_source_says(name: str) -> None:
+    entry = EXPECTED[name]
     package, _, model = name.rpartition("/")
     if importlib.util.find_spec(package or "transformers") is None:  # timm itself imports only with the stubs
         pytest.skip(f"{package or 'transformers'} is not installed")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        built = families.build_timm(model) if package else families.build(model)
-    assert {kind: names for kind, names in families.summary(built).items() if names} == EXPECTED[name]
+        if package:
+            built = families.build_timm(model)
+        else:
+            built = families.build(model.split()[0], entry.get("config", {}), entry.get("module", "transformers"))
+    assert families.disagreements(built, entry) == []
