@@ -108,3 +108,37 @@ def test_only_the_weight_of_a_convolution_is_a_kernel() -> None:
     found = {f.name: f for f in find(nn.Sequential(Scaled(), nn.Conv2d(4, 4, 3), nn.Conv2d(4, 2, 1)))}
     assert found["0.gain"].blocks == ()
     assert found["0.weight"].blocks
+
+
+def capped(x, cap):
+    return cap * torch.tanh(x / cap)
+
+
+class Windowed(nn.Module):
+    """DeepSeek-V4's compressor takes whole windows of tokens first; xLSTM caps its gates by a function of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.both, self.in_proj_z, self.out = (
+            nn.Linear(4, 8),
+            nn.Linear(4, 8),
+            nn.Linear(4, 8),
+            nn.Linear(4, 4),
+        )
+        self.out_proj = nn.Linear(8, 4)
+
+    def forward(self, x):
+        n = x.shape[1] // 2 * 2
+        gate = self.gate(x)[:, :n].view(x.shape[0], n // 2, 2, -1)
+        a, b = torch.tensor_split(capped(self.both(x), 15.0), (4,), dim=-1)
+        late, early = gate[..., 4:], gate[:, :-1, :, :4]
+        return self.out(late.sum() + early.sum() + a * b) + self.out_proj(self.in_proj_z(x))
+
+
+@pytest.mark.parametrize("name", ["gate", "both"])
+def test_a_cut_is_seen_behind_a_slice_of_tokens_and_an_unknown_function(name: str) -> None:
+    assert "fused" in str(reason(Windowed(), name))
+
+
+def test_a_name_that_says_little_gives_way_to_the_source() -> None:
+    assert reason(Windowed(), "in_proj_z") is None

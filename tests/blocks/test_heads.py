@@ -136,3 +136,35 @@ def test_named_heads_inside_a_language_model_with_a_value_head() -> None:
             return self.pretrained_model(x), self.v_head["summary"](hidden)
 
     assert {"pretrained_model.out", "v_head.summary"} <= set(heads(WithValueHead()))
+
+
+class Decoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.projection = nn.Linear(4, 4), nn.Linear(4, 9)
+
+    def forward(self, x, memory):
+        return self.projection(x + self.inner(memory))
+
+
+class Translator(nn.Module):
+    """FSMT returns its outputs as one tuple: a sum of tuples is no residual connection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder, self.spare = nn.Linear(4, 4), Decoder(), nn.Linear(4, 4)
+
+    def forward(self, x):
+        encoder_outputs = self.encoder(x)
+        decoder_outputs = self.decoder(x, self.spare(encoder_outputs))
+        return decoder_outputs + encoder_outputs
+
+
+def test_joined_tuples_of_outputs_are_no_residual() -> None:
+    assert [f.name for f in find(Translator()) if f.role == "head"] == ["decoder.projection.weight"]
+
+
+def test_networks_apart_with_a_parametrised_layer() -> None:
+    layer = nn.utils.parametrizations.weight_norm(nn.Linear(4, 2))
+    model = nn.ModuleDict({"actor": nn.Sequential(nn.Linear(3, 4), layer), "critic": nn.Sequential(nn.Linear(3, 4))})
+    assert "actor.1.weight" in {f.name for f in find(model) if "head" in f.marks}

@@ -15,6 +15,7 @@ from torch import nn
 
 from rekindle.blocks.layouts import Recipe, matrices
 from rekindle.blocks.names import Location
+from rekindle.consumers.source import uses_of
 from rekindle.consumers.values import layers_in
 
 Rule = Callable[[Any], Mapping[str, Recipe]]
@@ -100,6 +101,12 @@ def looks_fused(place: Location, shape: tuple[int, ...]) -> str | None:
     wrapped = len(names) > 1 and bool(_FUSED_WRAPPED.fullmatch(names[-2])) and len(list(layers_in(parent))) == 1
     if not (mixer or wrapped or FUSED.search(leaf)):
         return None
+    if re.fullmatch(
+        "in_proj(_[a-z])?|x_proj", leaf
+    ):  # says little: where the source calls it and cuts nothing, it is whole
+        uses = uses_of(parent)
+        if uses is not None and leaf in uses.called:
+            return None
     if wrapped:
         leaf, parent = ".".join(names[-2:]), place.modules[-3]
     kind = type(parent).__name__

@@ -37,7 +37,7 @@ _ROLE_REASONS = {
     "adapter": "adapter (A or B alone)",
 }
 _PLAIN, _TRANSPOSED = matrices("out in"), matrices("in out")
-_EMBEDDING_NAMES = re.compile(r"pos(itional)?_?emb|position_emb|cls_token|mask_token|dist_token|embed", re.I)
+_EMBEDDING_NAMES = re.compile(r"pos(itional)?_?emb|position_emb|token|embed", re.I)
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ class _Finder:
             refusal = "parametrised and sharded (DTensor): remove the parametrisation before sharding"
         if refusal:
             return self._refused(place, key, parameter, refusal)
-        weight = parametrized.read(place.owner, place.tensor) if original and not parameter.is_meta else parameter
+        weight = parametrized.read(place.owner, place.tensor) if original else parameter
         blocks, does, refusal = self._blocks(place, weight)
         marks = {}
         if parameter.is_meta and not self.meta:

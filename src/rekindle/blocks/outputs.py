@@ -24,7 +24,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from rekindle.blocks.names import unwrapped, wrapped
@@ -37,15 +37,15 @@ _DIRECT |= {"embed_out", "decoder_head", "action_net", "value_net", "fc_out", "c
 # Names that mean a head at any depth, even where its output is read again (boxes are refined layer by layer).
 ANYWHERE = re.compile(
     r"cls_logits|cls_score|bbox_(pred|embed|predictor)|class_(embed|labels_classifier|predictor)"
-    r"|lm_heads?|mask_fcn_logits|kps_score_lowres|seq_relationship|(enc|dec)_(score|bbox)_head"
+    r"|lm_heads?|mask_fcn_logits|kps_score_lowres|seq_relationship|\w+_(score|bbox)_head"
 )
 # Names that mean one unless the source shows a later reader (stable-baselines3 has a `value_net` before `value_net`).
 USUALLY = re.compile(
     r"(v|q|value|policy|action|actor|critic|advantage|classification|reward|mu|sigma|log_?std)_heads?"
     r"|(ctc|aux|mlm|nsp|vocab|codec|speaker)_heads?|head_dist|auxiliary_head|aux_classifier|qa_outputs|embed_out"
-    r"|(action|value|policy)_net|log_?std|(fc_)?(mu|mean|log_?std)(_(layer|linear))?|mean_linear"
+    r"|(text|visual|image|audio|speech|vision)_projection|(action|value|policy)_net|log_?std|(fc_)?(mu|mean|log_?std)(_(layer|linear))?|mean_linear"
 )
-_LANGUAGE = re.compile(r"lm_heads?")
+_OF_A_BODY = re.compile(r"lm_heads?|(text|visual|image|audio|speech|vision)_projection")
 _AGENT = re.compile(r"actor|critic|policy|value|q_?net|^q\d?$|^qf\d?$|^pi$|^vf\d?$|target|advantage|reward|agent", re.I)
 _TASK = re.compile(r"For[A-Z]|Head|With[A-Z]\w*Head|LMHead|DoubleHeads")
 
@@ -58,13 +58,18 @@ def find_heads(model: nn.Module) -> dict[int, str]:
     True
     """
     core = root_of(model)
+    read: set[int] = set()
     if as_layer("", core) is not None:
         return {}
     told = {id(layer): "told" for layer in _told(model)}
-    if is_backbone(core):  # a body that holds whole language models (Bark) has their heads
-        return told | {id(layer): "named" for layer in _named(core, set(), only=_LANGUAGE)}
-    read: set[int] = set()
-    found = {id(layer): "traced" for layer in [*_ends(core, set(), read), *_returned(core)]}
+    ends = _ends(core, set(), read)
+    if is_backbone(core):
+        # A body ends in features, which are as wide as what they come from (a pooler) or wider (a last convolution);
+        # what narrows is an output: audio of a codec, an embedding to compare. One that holds whole language models
+        # (Bark) has their heads.
+        found = {id(layer): "traced" for layer in ends if _narrows(layer)}
+        return found | {id(layer): "named" for layer in _named(core, read, only=_OF_A_BODY)} | told
+    found = {id(layer): "traced" for layer in [*ends, *_returned(core)]}
     return found | {id(layer): "named" for layer in _named(core, read)} | told
 
 
@@ -125,7 +130,7 @@ def _told(model: nn.Module) -> list[nn.Module]:
                 layer = told()
             except (NotImplementedError, AttributeError):
                 continue
-            if isinstance(layer, nn.Module):
+            if isinstance(layer, nn.Module) and not isinstance(layer, nn.Embedding):  # FSMT names its input
                 found.append(layer)
     return found
 
@@ -206,14 +211,24 @@ def _apart(children: dict[str, nn.Module], seen: set[int], read: set[int]) -> li
     return found
 
 
+def _narrows(layer: nn.Module) -> bool:
+    made, taken = _output_width(layer), _input_width(layer)
+    return made is not None and taken is not None and made < taken
+
+
 def _input_width(module: nn.Module) -> int | None:
     first = next((layer for m in module.modules() if (layer := as_layer("", m)) is not None), None)
-    return None if first is None else first.in_size
+    return None if first is None else _size(first.module, first.in_axis)
 
 
 def _output_width(module: nn.Module) -> int | None:
     layer = as_layer("", module)
-    return None if layer is None else layer.out_size
+    return None if layer is None else _size(module, layer.out_axis)
+
+
+def _size(module: nn.Module, axis: int) -> int | None:
+    weight = module.weight  # a parametrised one is a tensor, no Parameter
+    return weight.shape[axis] if isinstance(weight, Tensor) else None
 
 
 def _inside(a: str, b: str) -> bool:

@@ -24,9 +24,9 @@ _ATTENTION_ROLES = (
     ),
 )
 _MLP_ROLES = (
-    ("mlp-out", {"down", "fc2", "c_proj", "wo", "lin2", "linear2", "w2", "out_proj"}),
+    ("mlp-out", {"down", "fc2", "c_proj", "wo", "lin2", "linear2", "w2", "out_proj", "dense2"}),
     ("mlp-gate", {"gate", "wi_0", "w1", "linear_gate", "fc1_g"}),
-    ("mlp-in", {"up", "fc1", "fc1_x", "wi", "wi_1", "lin1", "linear1", "w3", "in_proj", "dense"}),
+    ("mlp-in", {"up", "fc1", "fc1_x", "wi", "wi_1", "lin1", "linear1", "w3", "in_proj", "dense", "dense1"}),
 )
 
 # Names that mean one thing wherever they stand; the others need an attention or MLP module above them.

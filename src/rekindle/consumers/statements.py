@@ -234,8 +234,11 @@ class Reader:
         elif isinstance(target, ast.Starred):
             self._assign(target.value, value, scope)
         elif isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name):
-            if self._value(target.value, scope).module == "":
+            held = self._value(target.value, scope)
+            if held.module == "":
                 self.attributes[target.attr] = value
+            elif held.module is None:  # outputs.pooler_output = self.projection(x)
+                scope[target.value.id] = self._merged(held, self._flat(value))
         elif isinstance(target, ast.Subscript) and isinstance(target.value, ast.Name):
             held = scope.get(target.value.id, EMPTY)
             scope[target.value.id] = self._merged(held, self._fresh(held, self._flat(value)))
@@ -274,6 +277,8 @@ class Reader:
                 return Value(items=left.items + right.items)
             if left.items is not None or right.items is not None:
                 return self._fresh(self._flat(left), self._flat(right))  # (loss,) + outputs joins tuples
+            if isinstance(node.op, ast.Add) and any(_is_outputs(side) for side in (node.left, node.right)):
+                return self._fresh(left, right)  # decoder_outputs + encoder_outputs joins tuples too
             if isinstance(node.op, ast.MatMult):
                 return self._fresh(self._flat(left), self._flat(right))
             return self._combine(left, right, isinstance(node.op, ast.Add | ast.Sub))
@@ -338,7 +343,9 @@ class Reader:
         cut = self.cuts.setdefault(key, Cut(value.direct, "slices", sliced=True))
         text = ast.unparse(index)
         cut.parts.add(text)
-        return self._fresh(value, parts=value.parts | {(key, text)}, viewed=value.viewed)
+        part = self._fresh(value, parts=value.parts | {(key, text)}, viewed=value.viewed)
+        # x[:, :n] may cut tokens as well: then it is still the whole output.
+        return part if "..." in text else replace(part, direct=value.direct)
 
     @staticmethod
     def _on_features(index: ast.expr, viewed: bool) -> bool:
@@ -490,7 +497,7 @@ class Reader:
             return replace(first, viewed=True, split=None)
         if name in ("add", "sub"):
             return self._combine(first, tensors[1], True) if len(tensors) > 1 else first
-        if len(tensors) == 1 and not foreign and name not in _MIXES:
+        if len(tensors) == 1 and name not in _MIXES:  # of a function that is not known: soft_cap(x, 15.0)
             return replace(first, split=None, items=None)
         return self._fresh(*values)
 
@@ -533,6 +540,13 @@ class Reader:
             apart = [each[key] for each in held if key in each]
             if len(apart) > 1 and all(len(a) == 1 for a in apart):
                 self.cuts[key].joined |= set().union(*apart)
+
+
+def _is_outputs(node: ast.expr) -> bool:
+    """Whether an expression is what a model calls its outputs, a tuple, or a slice of it."""
+    while isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Slice):
+        node = node.value
+    return isinstance(node, ast.Name) and node.id.endswith("outputs")
 
 
 def _integer(node: ast.expr) -> int | None:
