@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from rekindle.engine import routes as solvers
+from rekindle.engine import small
 from rekindle.engine.devices import full_precision, to_host
 from rekindle.engine.routes import Solved, Start
 from rekindle.engine.symmetric import norm2
@@ -27,6 +28,7 @@ CONVERGING = ("auto", "svd", "products", "halley", "gram")  # the solvers that p
 # Elements worked on at a time. On CPUs a million keeps the working set near the caches (8 million take 30 % more
 # time); accelerators want more work a call.
 CPU_CHUNK = 2**20
+SMALL_CHUNK = 2**18
 ACCELERATOR_CHUNK = 2**24
 
 ONE_STEP_FROM = 384  # rows from which on ten steps of the recipe leave so much that a single Halley step leaves less
@@ -240,7 +242,7 @@ def _solve(sources: Sequence[Source], options: _Options) -> Iterator[tuple[int, 
         arithmetic = torch.float64 if source.dtype == torch.float64 else torch.float32
         groups.setdefault((min(rows, columns), max(rows, columns), arithmetic, source.device), []).append(i)
     for (n, m, arithmetic, device), members in groups.items():
-        room = max(1, (CPU_CHUNK if device.type == "cpu" else ACCELERATOR_CHUNK) // max(1, n * m))
+        room = max(1, _chunk(n, device) // max(1, n * m))
         chunk: list[int] = []
         for i in members:
             if chunk and sum(sources[j].shape[0] for j in (*chunk, i)) > room:
@@ -250,13 +252,18 @@ def _solve(sources: Sequence[Source], options: _Options) -> Iterator[tuple[int, 
         yield from _solve_chunk(sources, chunk, arithmetic, room, options)
 
 
+def _chunk(n: int, device: torch.device) -> int:
+    if device.type != "cpu":
+        return ACCELERATOR_CHUNK
+    return min(SMALL_CHUNK, CPU_CHUNK) if n <= tuning().products_up_to else CPU_CHUNK
+
+
 def _solve_chunk(
     sources: Sequence[Source], members: list[int], arithmetic: torch.dtype, room: int, options: _Options
 ) -> Iterator[tuple[int, Tensor, Certificate | None]]:
     """Solve sources of one shape: together if they fit into `room` matrices, else (one alone) slice by slice."""
     wides = [_wide(sources[i].read().detach()) for i in members]
-    numbers = [sources[i].numbers or [(i, j) for j in range(sources[i].shape[0])] for i in members]
-    seeds = [_seed(options.seed, *number) for each in numbers for number in each]
+    seeds = torch.cat([_seeds(options.seed, i, sources[i]) for i in members])
     whole = wides[0] if len(wides) == 1 else torch.cat(wides)
     del wides
     if len(seeds) <= room:
@@ -283,10 +290,9 @@ def _solve_chunk(
 
 @full_precision()
 @torch.no_grad()
-def _solve_group(w: Tensor, seeds: list[int], options: _Options) -> tuple[Tensor, Certificate | None]:
+def _solve_group(w: Tensor, seeds: Tensor, options: _Options) -> tuple[Tensor, Certificate | None]:
     """The polar factors of a chunk (batch, n, m), n ≤ m, and what is known of them."""
     w, unit = w.contiguous(), w.new_ones(w.shape[0])
-    draw = torch.tensor(seeds, dtype=torch.int64)
     if not w.numel():
         zero = w.new_zeros(w.shape[0])
         known, gram2, solved = Start(w, zero, zero), zero, Solved.new(w.clone(), 0)
@@ -294,13 +300,14 @@ def _solve_group(w: Tensor, seeds: list[int], options: _Options) -> tuple[Tensor
     else:
         # Small matrices go by polynomials, which have their own bound of σ_max, and are never repaired one by one.
         row, n = tuning(), w.shape[1]
-        plain = options.solver == "auto" and n <= min(row.products_up_to, row.resolve_up_to) and not options.certificate
+        plain = options.solver == "auto" and n <= row.products_up_to and not options.certificate
+        plain = plain and w.dtype == torch.float32
         known = solvers.start(w, estimate=not plain)
         if not bool(((known.norm2 > TAME[0]) & (known.norm2 < TAME[1])).all()):  # a NaN is in no range
             w, unit = _in_range(w)
             known = solvers.start(w, estimate=not plain)
         gram2 = norm2(known.a) if options.certificate else known.norm2
-        solved = _by_route(w, known, draw, options)
+        solved = _by_route(w, known, seeds, options)
     if not options.certificate:
         return solved.x, None
     scale = unit.double()  # fourth powers of 1e30 are out of float32's range
@@ -323,13 +330,16 @@ def _by_route(w: Tensor, known: Start, seeds: Tensor, options: _Options) -> Solv
     _, n, m = w.shape
     row = tuning()
     chooses = options.solver in ("auto", "fast")
+    # Polynomials stop at a spread of 1000, Halley steps in float64 at 1e8.
+    small_enough = n <= row.products_up_to and w.dtype == torch.float32
     on_accelerator = w.device.type != "cpu" and w.dtype == torch.float32
     if options.solver == "paper":
         solved = Solved.new(solvers.by_recipe(w, options.steps), options.steps)
     elif options.solver == "svd" or (options.solver in ("auto", "fast") and n <= row.svd_up_to):
         return solvers.by_svd(w, complete=options.complete, seeds=seeds)
-    elif options.solver == "products" or (chooses and (n <= row.products_up_to or on_accelerator)):
-        solved = solvers.by_products(w, known)
+    elif options.solver == "products" or (chooses and (small_enough or on_accelerator)):
+        on_cpu = w.device.type == "cpu" and n <= small.MOST and w.dtype == torch.float32
+        solved = small.by_bulk(w, known, options.tol) if on_cpu else solvers.by_products(w, known)
     elif options.solver == "gram" or (chooses and m >= WIDE * n):
         solved = solvers.by_gram(w, known)
     elif options.solver == "fast" and n >= ONE_STEP_FROM and not bool((known.norm2 > FLAT * n * known.sigma2).any()):
@@ -343,7 +353,8 @@ def _by_route(w: Tensor, known: Start, seeds: Tensor, options: _Options) -> Solv
 
     settings: dict[str, Any] = {"tol": options.tol, "complete": options.complete, "exact": options.certificate}
     settings["resolve_up_to"] = row.resolve_up_to
-    solvers.settle(w, solved, known.sigma2, seeds=seeds, last=False, **settings)
+    if options.certificate or options.tol < solvers.CLOSE or bool(solved.residual.isnan().any()):
+        solvers.settle(w, solved, known.sigma2, seeds=seeds, last=False, **settings)
     hard = solved.hard.nonzero().flatten()
     if len(hard):
         some, sigma2 = w[hard], known.sigma2[hard]
@@ -389,8 +400,19 @@ def _reader(w: Tensor) -> Callable[[], Tensor]:
     return lambda: w.detach().reshape(w.shape[:-2].numel(), *w.shape[-2:])
 
 
+def _seeds(seed: int, place: int, source: Source) -> Tensor:
+    """A seed of its own for every matrix, so that two dead experts do not become twins.
+
+    Thousands of small matrices are numbered at once: one after the other would cost as much as four products.
+    """
+    first, count = _seed(seed, place, 0), source.shape[0]
+    if source.numbers is None and first + 127 * count < 2**63 - 1:
+        return torch.arange(count, dtype=torch.int64).mul_(127).add_(first)
+    numbers = source.numbers if source.numbers is not None else [(place, j) for j in range(count)]
+    return torch.tensor([_seed(seed, *number) for number in numbers], dtype=torch.int64)
+
+
 def _seed(seed: int, source: int, matrix: int) -> int:
-    """A seed of its own for every matrix, so that two dead experts do not become twins."""
     return (seed * 1_000_003 + source * 8_191 + matrix * 127 + 1) % (2**63 - 1)
 
 
