@@ -50,4 +50,4 @@ def test_a_schedule_reaches_what_it_promises() -> None:
 def test_seeds_of_many_matrices_at_once_are_those_one_by_one() -> None:
     for seed in (0, 7, 2**62, 2**63 - 2):
         source = Source((5, 2, 2), torch.float32, torch.device("cpu"), lambda: torch.zeros(5, 2, 2))
-        assert isometry._seeds(seed, 3, source).tolist() == [isometry._seed(seed, 3, j) for j in range(5)]
+        assert isometry._seeds(seed, [1], [source, source]).tolist() == [isometry._seed(seed, 1, j) for j in range(5)]

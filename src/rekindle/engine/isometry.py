@@ -28,7 +28,7 @@ CONVERGING = ("auto", "svd", "products", "halley", "gram")  # the solvers that p
 # Elements worked on at a time. On CPUs a million keeps the working set near the caches (8 million take 30 % more
 # time); accelerators want more work a call.
 CPU_CHUNK = 2**20
-SMALL_CHUNK = 2**18
+SMALL_CHUNK = 2**18  # the four arrays of the small route together
 ACCELERATOR_CHUNK = 2**24
 
 ONE_STEP_FROM = 384  # rows from which on ten steps of the recipe leave so much that a single Halley step leaves less
@@ -263,7 +263,7 @@ def _solve_chunk(
 ) -> Iterator[tuple[int, Tensor, Certificate | None]]:
     """Solve sources of one shape: together if they fit into `room` matrices, else (one alone) slice by slice."""
     wides = [_wide(sources[i].read().detach()) for i in members]
-    seeds = torch.cat([_seeds(options.seed, i, sources[i]) for i in members])
+    seeds = _seeds(options.seed, members, sources)
     whole = wides[0] if len(wides) == 1 else torch.cat(wides)
     del wides
     if len(seeds) <= room:
@@ -400,16 +400,16 @@ def _reader(w: Tensor) -> Callable[[], Tensor]:
     return lambda: w.detach().reshape(w.shape[:-2].numel(), *w.shape[-2:])
 
 
-def _seeds(seed: int, place: int, source: Source) -> Tensor:
+def _seeds(seed: int, members: list[int], sources: Sequence[Source]) -> Tensor:
     """A seed of its own for every matrix, so that two dead experts do not become twins.
 
-    Thousands of small matrices are numbered at once: one after the other would cost as much as four products.
+    Thousands of small matrices in one tensor are numbered at once: one by one would cost as much as four products.
     """
-    first, count = _seed(seed, place, 0), source.shape[0]
-    if source.numbers is None and first + 127 * count < 2**63 - 1:
-        return torch.arange(count, dtype=torch.int64).mul_(127).add_(first)
-    numbers = source.numbers if source.numbers is not None else [(place, j) for j in range(count)]
-    return torch.tensor([_seed(seed, *number) for number in numbers], dtype=torch.int64)
+    first, alone = _seed(seed, members[0], 0), sources[members[0]]
+    if len(members) == 1 and alone.numbers is None and first + 127 * alone.shape[0] < 2**63 - 1:
+        return torch.arange(alone.shape[0], dtype=torch.int64).mul_(127).add_(first)
+    numbers = [sources[i].numbers or [(i, j) for j in range(sources[i].shape[0])] for i in members]
+    return torch.tensor([_seed(seed, *number) for each in numbers for number in each], dtype=torch.int64)
 
 
 def _seed(seed: int, source: int, matrix: int) -> int:
