@@ -299,9 +299,7 @@ def _solve_group(w: Tensor, seeds: Tensor, options: _Options) -> tuple[Tensor, C
         solved.residual = solved.size2 = zero
     else:
         # Small matrices go by polynomials, which have their own bound of σ_max, and are never repaired one by one.
-        row, n = tuning(), w.shape[1]
-        plain = options.solver == "auto" and n <= row.products_up_to and not options.certificate
-        plain = plain and w.dtype == torch.float32
+        plain = options.solver == "auto" and _small(w) and not options.certificate
         known = solvers.start(w, estimate=not plain)
         if not bool(((known.norm2 > TAME[0]) & (known.norm2 < TAME[1])).all()):  # a NaN is in no range
             w, unit = _in_range(w)
@@ -330,14 +328,12 @@ def _by_route(w: Tensor, known: Start, seeds: Tensor, options: _Options) -> Solv
     _, n, m = w.shape
     row = tuning()
     chooses = options.solver in ("auto", "fast")
-    # Polynomials stop at a spread of 1000, Halley steps in float64 at 1e8.
-    small_enough = n <= row.products_up_to and w.dtype == torch.float32
     on_accelerator = w.device.type != "cpu" and w.dtype == torch.float32
     if options.solver == "paper":
         solved = Solved.new(solvers.by_recipe(w, options.steps), options.steps)
     elif options.solver == "svd" or (options.solver in ("auto", "fast") and n <= row.svd_up_to):
         return solvers.by_svd(w, complete=options.complete, seeds=seeds)
-    elif options.solver == "products" or (chooses and (small_enough or on_accelerator)):
+    elif options.solver == "products" or (chooses and (_small(w) or on_accelerator)):
         on_cpu = w.device.type == "cpu" and n <= small.MOST and w.dtype == torch.float32
         solved = small.by_bulk(w, known, options.tol) if on_cpu else solvers.by_products(w, known)
     elif options.solver == "gram" or (chooses and m >= WIDE * n):
@@ -370,6 +366,13 @@ def _by_route(w: Tensor, known: Start, seeds: Tensor, options: _Options) -> Solv
     if len(missed):
         solved.put(missed, solvers.by_svd(w[missed], complete=options.complete, seeds=seeds[missed.cpu()]))
     return solved
+
+
+def _small(w: Tensor) -> bool:
+    """Whether polynomials pay; not in float64, where Halley steps go on to a spread of 1e8 and polynomials to 1000."""
+    row, (_, n, m) = tuning(), w.shape
+    side = m >= WIDE * n and n >= row.gram_from
+    return n <= row.products_up_to and not side and w.dtype == torch.float32
 
 
 def _reach(tol: float, dtype: torch.dtype) -> float:

@@ -20,13 +20,14 @@ class Tuning:
 
     svd_up_to: batched float64 SVD. products_up_to: polynomials, above them Halley steps.
     resolve_up_to: a matrix that lacks a direction is solved again by SVD, all of them in one batch; above it the
-    direction alone is rebuilt, matrix by matrix.
+    direction alone is rebuilt, matrix by matrix. gram_from: from so many rows on, wide matrices go by their n×n side.
     """
 
     svd_up_to: int
     products_up_to: int
     resolve_up_to: int
     source: str
+    gram_from: int = 49
 
 
 DEFAULT = Tuning(8, 112, 64, "the row of AMD with AVX2")
