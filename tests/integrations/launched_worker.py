@@ -24,7 +24,7 @@ from integrations.trained import batches, network
 from rekindle import methods
 from rekindle.triggers import DormancyAbove
 
-FOLDER = Path(sys.argv[1])
+FOLDER = Path(sys.argv[1] if len(sys.argv) > 1 else ".")
 
 
 def whole(tensors: Iterable[Tensor]) -> list[Tensor]:
