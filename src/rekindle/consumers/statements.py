@@ -175,6 +175,10 @@ class Reader:
         if isinstance(node, ast.Assign):
             value = self._value(node.value, scope)
             for target in node.targets:
+                if isinstance(target, ast.Tuple) and value.items is None and self._gives_several(node.value):
+                    each = Value(items=(value,) * len(target.elts))  # one value per name: nothing is cut
+                    self._assign(target, each, scope)
+                    continue
                 self._assign(target, value, scope)
         elif isinstance(node, ast.AnnAssign) and node.value is not None:
             self._assign(node.target, self._value(node.value, scope), scope)
@@ -209,6 +213,13 @@ class Reader:
             self._body(node.finalbody, scope, returned)
         elif isinstance(node, ast.Expr):
             self._value(node.value, scope)
+
+    def _gives_several(self, node: ast.expr) -> bool:
+        """Whether an expression makes several values itself: a comprehension, or a call of an own method."""
+        if isinstance(node, ast.GeneratorExp | ast.ListComp):
+            return True
+        method = node.func if isinstance(node, ast.Call) else None
+        return isinstance(method, ast.Attribute) and method.attr in self.methods and method.attr not in _SPLITS
 
     def _assign(self, target: ast.expr, value: Value, scope: dict[str, Value]) -> None:
         if isinstance(target, ast.Name):
