@@ -215,11 +215,13 @@ class Reader:
             self._value(node.value, scope)
 
     def _gives_several(self, node: ast.expr) -> bool:
-        """Whether an expression makes several values itself: a comprehension, or a call of an own method."""
+        """Whether an expression makes several values itself: a comprehension, a call of an own method or submodule."""
         if isinstance(node, ast.GeneratorExp | ast.ListComp):
             return True
-        method = node.func if isinstance(node, ast.Call) else None
-        return isinstance(method, ast.Attribute) and method.attr in self.methods and method.attr not in _SPLITS
+        called = node.func if isinstance(node, ast.Call) else None
+        if not isinstance(called, ast.Attribute) or called.attr in _SPLITS:
+            return False
+        return called.attr in self.methods or (isinstance(called.value, ast.Name) and called.value.id == "self")
 
     def _assign(self, target: ast.expr, value: Value, scope: dict[str, Value]) -> None:
         if isinstance(target, ast.Name):
