@@ -328,14 +328,16 @@ def _by_route(w: Tensor, known: Start, seeds: Tensor, options: _Options) -> Solv
     _, n, m = w.shape
     row = tuning()
     chooses = options.solver in ("auto", "fast")
+    # "fast" repairs nothing of what `by_bulk` would mark as hard, so that it takes the whole spectrum along.
+    pays = _small(w) and (options.solver != "fast" or n < row.gram_from)
     on_accelerator = w.device.type != "cpu" and w.dtype == torch.float32
     if options.solver == "paper":
         solved = Solved.new(solvers.by_recipe(w, options.steps), options.steps)
     elif options.solver == "svd" or (options.solver in ("auto", "fast") and n <= row.svd_up_to):
         return solvers.by_svd(w, complete=options.complete, seeds=seeds)
-    elif options.solver == "products" or (chooses and (_small(w) or on_accelerator)):
-        on_cpu = w.device.type == "cpu" and n <= small.MOST and w.dtype == torch.float32
-        solved = small.by_bulk(w, known, options.tol) if on_cpu else solvers.by_products(w, known)
+    elif options.solver == "products" or (chooses and (pays or on_accelerator)):
+        by_bulk = w.device.type == "cpu" and n <= small.MOST and w.dtype == torch.float32 and options.solver != "fast"
+        solved = small.by_bulk(w, known, options.tol) if by_bulk else solvers.by_products(w, known)
     elif options.solver == "gram" or (chooses and m >= WIDE * n):
         solved = solvers.by_gram(w, known)
     elif options.solver == "fast" and n >= ONE_STEP_FROM and not bool((known.norm2 > FLAT * n * known.sigma2).any()):
