@@ -252,7 +252,7 @@ def change(name: str, block: Block, before: Tensor, after: Tensor, *, angles: bo
     facts: dict[str, Any] = {**asdict(plain), "frame": 1.0}
     if sfe:
         k = block.smaller
-        inner = (polar(before) * polar(after)).sum((1, 2)) / k
+        inner = (polar(before, tol=0.0) * polar(after, tol=0.0)).sum((1, 2)) / k
         facts["frame"] = round(float(inner.mean()), 12)
     facts |= _angles(before, after)
     return BlockChange(**facts)
