@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import enum
 import importlib
+import importlib.util
 import re
 import sys
 import types
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -41,16 +44,19 @@ def _shrink(config: Any) -> None:
 
 def build_timm(name: str) -> nn.Module:
     """A timm model; the few names of torchvision that timm imports are stubs, for there is no torchvision here."""
-    _stub_torchvision()
-    import timm
+    with _stubs_of_torchvision():
+        import timm
 
-    with torch.device("meta"):
-        model: nn.Module = timm.create_model(name)
+        with torch.device("meta"):
+            model: nn.Module = timm.create_model(name)
     return model
 
 
-def _stub_torchvision() -> None:
-    if "torchvision" in sys.modules:
+@contextmanager
+def _stubs_of_torchvision() -> Iterator[None]:
+    """Names that timm imports, gone again afterwards: transformers asks later whether torchvision is installed."""
+    if importlib.util.find_spec("torchvision") is not None:
+        yield
         return
 
     class Anything:
@@ -65,18 +71,23 @@ def _stub_torchvision() -> None:
         made = types.ModuleType(name)
         made.__getattr__ = stub  # type: ignore[method-assign]
         made.__path__ = []
-        made.__spec__ = None
-        sys.modules[name] = made
         above, _, leaf = name.rpartition(".")
         if above:
-            setattr(sys.modules[above], leaf, made)
+            setattr(made_of[above], leaf, made)
         return made
 
-    for name in ("", ".transforms", ".transforms.functional", ".datasets", ".ops", ".ops.misc", ".utils"):
-        module(f"torchvision{name}")
+    made_of: dict[str, types.ModuleType] = {}
+    for part in ("", ".transforms", ".transforms.functional", ".datasets", ".ops", ".ops.misc", ".utils"):
+        made_of[f"torchvision{part}"] = module(f"torchvision{part}")
     modes = enum.Enum("InterpolationMode", "NEAREST BILINEAR BICUBIC BOX HAMMING LANCZOS")
-    sys.modules["torchvision.transforms.functional"].InterpolationMode = modes  # type: ignore[attr-defined]
-    sys.modules["torchvision.ops.misc"].FrozenBatchNorm2d = nn.BatchNorm2d  # type: ignore[attr-defined]
+    made_of["torchvision.transforms.functional"].InterpolationMode = modes  # type: ignore[attr-defined]
+    made_of["torchvision.ops.misc"].FrozenBatchNorm2d = nn.BatchNorm2d  # type: ignore[attr-defined]
+    sys.modules.update(made_of)
+    try:
+        yield
+    finally:
+        for name in made_of:
+            sys.modules.pop(name, None)
 
 
 KINDS = ("heads", "routers", "parts", "fused", "unknown")
