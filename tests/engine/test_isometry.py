@@ -285,7 +285,7 @@ class TestSolvers:
         solvers.settle(
             w,
             solved,
-            known.sigma2,
+            known,
             tol=1e-6,
             complete=True,
             seeds=torch.zeros(3, dtype=torch.int64),

@@ -352,17 +352,17 @@ def _by_route(w: Tensor, known: Start, seeds: Tensor, options: _Options) -> Solv
     settings: dict[str, Any] = {"tol": options.tol, "complete": options.complete, "exact": options.certificate}
     settings["resolve_up_to"] = row.resolve_up_to
     if options.certificate or options.tol < solvers.CLOSE or bool(solved.residual.isnan().any()):
-        solvers.settle(w, solved, known.sigma2, seeds=seeds, last=False, **settings)
+        solvers.settle(w, solved, known, seeds=seeds, last=False, **settings)
     hard = solved.hard.nonzero().flatten()
     if len(hard):
-        some, sigma2 = w[hard], known.sigma2[hard]
+        some, start = w[hard], Start(known.a, known.sigma2[hard], known.norm2[hard])
         if m >= 2 * n:
             again = solvers.by_eigh(some)
         else:
-            lifted = solvers.lift(some, sigma2).to(w.dtype)
+            lifted = solvers.lift(some, start.sigma2).to(w.dtype)
             again = solvers.by_halley(lifted, solvers.start(lifted), solvers.LIFTED)
             again.hard[:] = False
-        solvers.settle(some, again, sigma2, seeds=seeds[hard.cpu()], last=True, **settings)
+        solvers.settle(some, again, start, seeds=seeds[hard.cpu()], last=True, **settings)
         solved.put(hard, again)
     missed = (solved.residual > _reach(options.tol, w.dtype)).nonzero().flatten()
     if len(missed):

@@ -7,6 +7,7 @@ an X that has W's singular vectors and singular values close to 1, except in dir
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -37,6 +38,7 @@ HEADROOM = 1.2  # on the estimate of σ_max², which comes from below; Halley st
 MANY = 0.3  # share of directions near zero from which on float64 is the shorter way
 WATCHED_FROM = 192  # rows from which on a power iteration is cheaper than a Gram matrix
 CLOSE = 1e-6  # DfI/n that every route reaches before any polishing
+SHORT = (1e-5, 0.45)  # of ‖W‖_* that tr(QᵀW) may lack: at least the first, and up to the second × √tol
 ROUNDING = {torch.float32: 1e-11, torch.float64: 1e-25}  # DfI/n that rounding alone may leave
 
 
@@ -295,7 +297,7 @@ def measure(solved: Solved, *, complete: bool = True) -> None:
 def settle(
     w: Tensor,
     solved: Solved,
-    sigma2: Tensor,
+    known: Start,
     *,
     tol: float,
     complete: bool,
@@ -311,10 +313,12 @@ def settle(
     With `last` no matrix is marked as hard because too much is missing. Up to `resolve_up_to` rows nothing is repaired
     matrix by matrix: one batched SVD of all that fall short costs less than the calls.
     """
-    n = w.shape[1]
-    # A cubic step leaves ¾e² of a deficit e; one direction may take up a third of the tolerance.
+    n, sigma2 = w.shape[1], known.sigma2
+    # A cubic step leaves ¾e² of a deficit e; one direction may take up a third of the tolerance, and no more than is
+    # allowed to be missing from tr(QᵀW) if it is the largest one: σ_max/‖W‖_* ≤ σ_max²/‖W‖²_F.
     watched = ~solved.deficit.isnan()
-    short = watched & (0.75 * solved.deficit.square() > (0.3 * max(tol, CLOSE) * n) ** 0.5) & ~solved.hard
+    allowed = (2 * lacking(tol) * known.norm2 / sigma2).clamp_max((0.3 * max(tol, CLOSE) * n) ** 0.5)
+    short = watched & (0.75 * solved.deficit.square() > allowed) & ~solved.hard
     expected = torch.zeros_like(solved.steps)
     for attempt in range(2):
         for i in short.nonzero().flatten().tolist() if n > resolve_up_to else ():
@@ -323,7 +327,7 @@ def settle(
             solved.residual = torch.zeros_like(solved.residual)
             return
         measure(solved, complete=complete)
-        polish(solved, max(tol, CLOSE), complete=complete)
+        polish(solved, near_enough(w, solved, known.norm2, tol).clamp_max(max(tol, CLOSE)), complete=complete)
         if n <= resolve_up_to:
             break
         short = (solved.residual > max(tol, CLOSE)) & ~solved.hard
@@ -331,6 +335,23 @@ def settle(
         if attempt or not bool(short.any()):
             break
     polish(solved, tol, complete=complete)
+
+
+def lacking(tol: float) -> float:
+    """The share of ‖W‖_* that tr(QᵀW) may fall short by at this tolerance."""
+    return max(SHORT[0], SHORT[1] * math.sqrt(tol))
+
+
+def near_enough(w: Tensor, solved: Solved, norm2: Tensor, tol: float) -> Tensor:
+    """The residual DfI/n of each matrix at which tr(QᵀW) is sure to be as near to ‖W‖_* as promised.
+
+    The residual is a mean over n directions, ‖W‖_* a sum weighted by singular values. One direction that is off by 2e-3
+    is within 1e-6 of 80, and if W has its weight there, all of it is missing. With singular values q of X,
+    ‖W‖_* − tr(XᵀW) = Σσ(1 − q) ≤ ‖W‖_F·‖1 − q‖ ≤ ½‖W‖_F·√(n·residual).
+    """
+    found = torch.linalg.vecdot(solved.x.flatten(1), w.flatten(1))
+    bound = (2 * lacking(tol) * found).square() / (w.shape[1] * norm2)
+    return torch.where(norm2 > 0, bound, torch.inf)
 
 
 def _repair(
@@ -355,7 +376,7 @@ def _repair(
         solved.x[i], solved.null[i] = repaired.x, repaired.null
 
 
-def polish(solved: Solved, tol: float, *, complete: bool = True) -> None:
+def polish(solved: Solved, tol: float | Tensor, *, complete: bool = True) -> None:
     """Cubic steps, each squaring the error, while the residual is above `tol` and falls; not for missing directions."""
     n = solved.x.shape[1]
     for _ in range(3):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rekindle.engine import schedules
-from rekindle.engine.routes import Solved, Start, _diagonal
+from rekindle.engine.routes import Solved, Start, _diagonal, lacking
 from rekindle.engine.symmetric import mirrored
 
 REACH = 0.2  # σ_min/σ_max that the schedule covers is this over n: the second smallest of a random matrix lies above
@@ -27,11 +27,12 @@ def by_bulk(w: Tensor, known: Start, tol: float) -> Solved:
     """The polar factors of a batch of small matrices; what one correction cannot finish is marked as hard.
 
     A cubic step takes σ² = 1 − e to 1 − ¾e² − ¼e³, so that ‖XXᵀ − I‖²_F = r before it bounds DfI by .64r² after it
-    (for r ≤ .04). That is a proof, for one pass over a matrix that is there already.
+    (for r ≤ .04). That is a proof, for one pass over a matrix that is there already. tr(QᵀW) then lacks at most
+    .4r‖W‖_F, and ‖W‖_F/‖W‖_* ≤ (‖WWᵀWWᵀ‖_F/‖W‖⁴_F)^⅓ by Hölder's inequality.
     """
     n = w.shape[1]
     steps = schedules.bulk(REACH / n, BEFORE / n**0.25)
-    x, p = _scaled_first(w, known, steps[0])
+    x, p, bound = _scaled_first(w, known, steps[0])
     a, y = known.a, torch.empty_like(x)  # four arrays in all: a fresh one costs as much as a product in page faults
     for step in steps[1:]:
         torch.bmm(x, x.mT, out=a)
@@ -39,7 +40,8 @@ def by_bulk(w: Tensor, known: Start, tol: float) -> Solved:
         x, y = y, x
     g = _off_identity(x, a)
     r = torch.linalg.vector_norm(g, dim=(1, 2)).square()
-    enough = (0.8 * max(tol, 1e-6) * n / 0.64) ** 0.5
+    most = (0.8 * max(tol, 1e-6) * n / 0.64) ** 0.5
+    enough = (lacking(tol) / 0.4 * (known.norm2 / bound).pow(2 / 3)).clamp_max(most)
     solved = Solved.new(y, len(steps) + 1)
     short = (~(r <= enough)).nonzero().flatten()
     if len(short):
@@ -54,22 +56,23 @@ def by_bulk(w: Tensor, known: Start, tol: float) -> Solved:
     return solved
 
 
-def _scaled_first(w: Tensor, known: Start, step: schedules.Polynomial) -> tuple[Tensor, Tensor]:
+def _scaled_first(w: Tensor, known: Start, step: schedules.Polynomial) -> tuple[Tensor, Tensor, Tensor]:
     """The first step on W/bound, where λ_max(A) ≤ ‖A²‖_F^½: a quintic has A and A² already.
 
-    Also returns the n×n array that it used, for the next steps.
+    Also returns the n×n array that it used, for the next steps, and the bound of λ_max.
     """
     a = mirrored(known.a)
     squared = torch.bmm(a, a)
     bound = torch.linalg.vector_norm(squared, dim=(1, 2)).sqrt() * (1 + 2e-4)
-    scale = torch.where(known.norm2 > 0, bound, 1.0).reciprocal()[:, None, None]
+    bound = torch.where(known.norm2 > 0, bound, 1.0)
+    scale = bound.reciprocal()[:, None, None]
     root = scale.sqrt()
     if step.c:
         squared.mul_(step.c * root * scale.square()).addcmul_(a, step.b * root * scale)
     else:
         torch.mul(a, step.b * root * scale, out=squared)
     _diagonal(squared).add_(step.a * root[:, :, 0])
-    return torch.bmm(squared, w), squared
+    return torch.bmm(squared, w), squared, bound
 
 
 def _step(x: Tensor, a: Tensor, step: schedules.Polynomial, p: Tensor, out: Tensor) -> None:
