@@ -26,7 +26,7 @@ from rekindle.sharding import owners
 
 def main() -> None:
     folder, kind, rank = Path(sys.argv[1]), sys.argv[2], int(os.environ["RANK"])
-    dist.init_process_group("gloo", timeout=timedelta(seconds=20))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=12))
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(24, 24) for _ in range(8)))
     model = fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))

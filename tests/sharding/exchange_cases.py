@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -15,6 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from rekindle.blocks.layouts import matrices
+from rekindle.sharding import exchange as exchange_module
+from rekindle.sharding import owners
 from rekindle.sharding.exchange import Exchange
 from rekindle.sharding.gram import factor, pays
 from rekindle.sharding.norms import square_sums
@@ -165,6 +169,97 @@ def case_tall_matrices_go_by_their_gram_matrices() -> None:
         assert torch.allclose(distributed[0].full_tensor().double(), u @ vh, atol=1e-6)
         moved = sum(team.gather(exchange.bytes_sent))
         assert moved < value.numel() * 4
+
+
+@contextmanager
+def lots_of_one_matrix() -> Iterator[None]:
+    kept, owners.MINIMUM = owners.MINIMUM, 1
+    try:
+        yield
+    finally:
+        owners.MINIMUM = kept
+
+
+def case_buffers_hold_three_matrices_whatever_the_layout() -> None:
+    """However many copies and ranks there are, and where shards are uneven: counted, and by what the process holds."""
+    size = dist.get_world_size()
+    flat, mesh = init_device_mesh("cpu", (size,)), init_device_mesh("cpu", (2, size // 2))
+    layouts: list[tuple[DeviceMesh, Any]] = [(flat, [each]) for each in (Shard(0), Shard(1), Replicate())]
+    layouts += [(mesh, [Replicate(), Shard(0)]), (mesh, [Shard(1), Replicate()]), (mesh, [Shard(0), Shard(1)])]
+    shapes = [(40, 24)] * 9 + [(2, 24), (24, 3), (9, 40), (40, 39)] * 3
+    largest = max(math.prod(shape) for shape in shapes) * 4
+    with lots_of_one_matrix():
+        for where, placements in layouts:
+            whole = [torch.randn(shape) for shape in shapes]
+            local, distributed = placed(whole, where, placements)
+            parcels = parcels_of(distributed, [matrices("out in")] * len(shapes))
+            exchange = Exchange(Team.of(where.mesh.flatten().tolist()), local, parcels)
+            for _ in exchange.run(doubled):
+                pass
+            slack = 64 * len(shapes) + 16 * size  # alignment and headers
+            assert 0 < exchange.held <= 3 * largest + slack, (placements, exchange.held / largest)
+            for value, tensor in zip(whole, distributed, strict=True):
+                assert torch.equal(tensor.full_tensor(), 2 * value + 1)
+
+
+def case_an_allocation_that_fails_on_one_rank_is_raised_by_all_and_nothing_is_written() -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    errors = [MemoryError("cannot allocate 9 TB"), RuntimeError("DefaultCPUAllocator: can't allocate memory")]
+    for error in errors:
+        for owner, name in ((torch, "empty"), (exchange_module, "_view"), (exchange_module, "_box")):
+            whole = [torch.randn(6, 6) for _ in range(8)]
+            local, distributed = placed(whole, mesh, [Shard(0)])
+            parcels = parcels_of(distributed, [matrices("out in")] * 8)
+            exchange = Exchange(Team.of(mesh.mesh.tolist()), local, parcels, budget=1)
+            began = time.perf_counter()
+            with broken(owner, name, error), pytest.raises(type(error), match=f"rank 1: {error}"):
+                for _ in exchange.run(doubled):
+                    pass
+            assert time.perf_counter() - began < 30  # the time-out is 60
+            for value, tensor in zip(whole, distributed, strict=True):
+                assert torch.equal(tensor.full_tensor(), value)
+
+
+@contextmanager
+def broken(owner: Any, name: str, error: Exception) -> Iterator[None]:
+    """On rank 1 only, a function raises when it is called first."""
+    kept = getattr(owner, name)
+
+    def raises(*args: Any, **options: Any) -> Any:
+        setattr(owner, name, kept)  # a small message can still be sent when a large buffer cannot be had
+        raise error
+
+    if dist.get_rank() == 1:
+        setattr(owner, name, raises)
+    try:
+        yield
+    finally:
+        setattr(owner, name, kept)
+
+
+def case_an_error_while_a_later_lot_is_packed_stops_the_lot_before() -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    whole = [torch.randn(8, 8) for _ in range(4 * dist.get_world_size())]
+    local, distributed = placed(whole, mesh, [Shard(0)])
+    parcels = parcels_of(distributed, [matrices("out in")] * len(whole))
+    exchange = Exchange(Team.of(mesh.mesh.tolist()), local, parcels, budget=1)
+    pack, packed = exchange._pack_shares, 0
+
+    def fails(trip: Any, buffers: Any) -> None:
+        nonlocal packed
+        packed += 1
+        if dist.get_rank() == 1 and packed == 3:
+            raise MemoryError("no memory for the third lot")
+        pack(trip, buffers)
+
+    exchange._pack_shares = fails  # type: ignore[method-assign]
+    done: list[int] = []
+    with pytest.raises(MemoryError, match="rank 1: no memory for the third lot"):
+        done.extend(index for lot in exchange.run(doubled) for index in lot)
+    assert len(done) == dist.get_world_size()  # the first lot; the second was treated and is not written
+    for number, value in enumerate(whole):
+        written = number in {parcels[index].tensor for index in done}
+        assert torch.equal(distributed[number].full_tensor(), 2 * value + 1 if written else value)
 
 
 def case_norms_from_shards() -> None:

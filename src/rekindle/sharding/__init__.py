@@ -1,8 +1,9 @@
 """Models whose parameters are spread over processes: how they lie, who solves which matrix, and moving them there.
 
 Knows tensors, index rules, DTensor and process groups; imports `engine` and `blocks` only. `spread` says what each rank
-holds, `units` cuts parameters into boxes of whole matrices, `owners` gives each box a rank, `exchange` moves them in
-packed lots, `gram` spares the moving of tall ones, `team` makes all ranks agree. Start reading at `exchange.Exchange`.
+holds, `units` cuts parameters into boxes of whole matrices, `owners` gives each box a rank, `messages` says which bytes
+go where, `exchange` moves them in packed lots, `gram` spares the moving of tall ones, `team` makes all ranks agree.
+Start reading at `exchange.Exchange`.
 """
 
 from rekindle.sharding.exchange import Exchange

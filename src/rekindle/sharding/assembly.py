@@ -72,7 +72,7 @@ class Assembly:
                     parcel = Parcel(len(self.tensors), unit, spread, item.tensor.element_size())
                     parcels.append(replace(parcel, gram=gram and team.size > 1 and pays(parcel)))
                 self._item.append(number)
-                self.tensors.append(local(item.tensor) if mine else item.tensor.new_empty(0))
+                self.tensors.append(local(item.tensor) if mine else local(item.tensor).new_empty(0))
         self.parcels = assign(parcels)
         self.exchange: Exchange | None = None
 

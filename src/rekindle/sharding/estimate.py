@@ -16,8 +16,8 @@ import torch
 
 from rekindle.blocks.layouts import Layout
 from rekindle.engine.isometry import WIDE, polar
-from rekindle.sharding.exchange import IN_FLIGHT
-from rekindle.sharding.owners import Parcel, assign, lots
+from rekindle.sharding.exchange import BUFFERS
+from rekindle.sharding.owners import Parcel, assign, lots, room_for
 from rekindle.sharding.spread import Spread
 from rekindle.sharding.units import units
 
@@ -156,7 +156,6 @@ def estimate(weights: Iterable[tuple[Sequence[Layout], int]], ranks: int, machin
         solving, moving = solving + solve, moving + move
         total += max(solve, move) if machine.overlaps else solve + move
     mean = sum(load.values()) / ranks
-    largest = max((parcel.size for parcel in parcels), default=0)
     return Estimate(
         machine.name,
         ranks,
@@ -168,7 +167,7 @@ def estimate(weights: Iterable[tuple[Sequence[Layout], int]], ranks: int, machin
         int(max(sent.values())),
         moving,
         total,
-        IN_FLIGHT * largest if ranks > 1 else 0,
+        BUFFERS * room_for(parcels) if ranks > 1 else 0,
     )
 
 

@@ -1,8 +1,13 @@
 """Whole matrices on their owners: shards travel there in packed lots, are treated, and travel back.
 
-While one lot is treated, the next is being collected and, where memory allows, the one before is being returned. Each
-is one `all_to_all_single` of bytes. The message that returns a lot begins with the sender's state, so every process
-knows that all others treated that lot without an error before it writes a single number of it.
+While one lot is treated, the next is being collected. Each message is one `all_to_all_single` of bytes. The message
+that returns a lot begins with the sender's state, so every process knows that all others treated that lot without an
+error before it writes a single number of it.
+
+Everything lives in three buffers that are allocated before the first byte moves, each as large as the largest matrix:
+what is sent, what is collected, and where matrices are put together and treated (what is returned lands there too, the
+matrices having been packed by then). So memory is bounded by construction, an allocation that fails does so before
+anything was written, and all ranks raise it.
 """
 
 from __future__ import annotations
@@ -15,47 +20,35 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rekindle.sharding.gram import apply_factor, gram_of
+from rekindle.sharding.gram import Scratch, apply_factor, gram_of
+from rekindle.sharding.messages import Cargo, Route, Trip, offsets, padded, trip
 from rekindle.sharding.owners import Parcel, lots
 from rekindle.sharding.team import Team
 
 Treat = Callable[[Sequence[tuple[Parcel, Tensor]]], None]
 """Called on the owner with the parcels of one lot and their tensors (a box, or a Gram matrix), changed in place."""
 
-_HEADER = 8  # bytes, which keeps what follows aligned
-IN_FLIGHT = 3  # gathered matrices that a rank may hold at a time
+BUFFERS = 3  # gathered matrices that a rank has room for; the solver's own workspace comes on top
 
 
 @dataclass
-class _Message:
-    """One all-to-all on its way. `sent` is kept alive until it has left."""
+class _Buffers:
+    """Bytes: `out` is sent, `collected` received on the way to owners; matrices are treated in `work`.
 
-    received: Tensor
-    sizes: list[int]
-    sent: Tensor
-    request: Any
+    `landing` is where returned pieces are received: `work`, unless that is on another device than messages are.
+    """
 
-    @property
-    def size(self) -> int:
-        return self.received.numel() + self.sent.numel()
-
-
-@dataclass
-class _Returning:
-    message: _Message
-    lot: list[int]
-    mine: list[tuple[Parcel, Tensor]]  # parts of own boxes that stay here
-    failed: bool  # what this rank told the others with it
-
-    @property
-    def size(self) -> int:
-        return self.message.size + _size(self.mine)
+    out: Tensor
+    collected: Tensor
+    work: Tensor
+    landing: Tensor
+    scratch: Scratch | None = None
 
 
 class Exchange:
     """Moves the boxes of `parcels` to their owners and back.
 
-    tensors: this rank's own shards, by the parcels' `tensor` number.
+    tensors: this rank's own shards, by the parcels' `tensor` number. `held` is what the buffers take, in bytes.
 
     >>> from rekindle.blocks.layouts import matrices
     >>> from rekindle.sharding.spread import Spread
@@ -74,11 +67,7 @@ class Exchange:
     ) -> None:
         self.team, self.tensors, self.parcels = team, tensors, parcels
         self.lots = lots(parcels, budget)
-        self.bytes_sent = 0
-        self.peak = 0
-        largest = max((parcel.size for parcel in parcels), default=0)
-        self._room = IN_FLIGHT * largest
-        self._places = {rank: place for place, rank in enumerate(team.ranks)}
+        self.bytes_sent = self.held = 0
         self._error: Exception | None = None
 
     @torch.no_grad()
@@ -90,35 +79,25 @@ class Exchange:
         if self.team.size == 1:
             yield from self._alone(treat, write)
             return
-        returning: _Returning | None = None
-        collecting = self._collect(self.lots[0]) if self.lots else None
-        for number, lot in enumerate(self.lots):
-            assert collecting is not None
-            # Before the boxes of this lot take their memory, the lot before may have to give up its own.
-            needed = 2 * collecting.received.numel() + (returning.size if returning else 0)
-            if returning is not None and needed > self._room:
-                yield self._write(returning, collecting, write)
-                returning = None
-            work = self._assemble(collecting, lot)
-            self._note(collecting.size + _size(work), returning)
-            collecting = self._collect(self.lots[number + 1]) if number + 1 < len(self.lots) else None
-            held = _size(work) + (collecting.size if collecting else 0)
-            if returning is not None and held + returning.size > self._room:
-                yield self._write(returning, collecting, write)
-                returning = None
-            self._note(held, returning)
+        trips = [trip(self.team, self.parcels, lot, write=write) for lot in self.lots]
+        with self.team.together():
+            buffers = self._allocated(trips)
+            if trips:
+                self._pack_shares(trips[0], buffers)
+        request = self._start(trips[0].collecting, buffers.out, buffers.collected) if trips else None
+        self._wait(request, "collecting matrices")
+        for number, this in enumerate(trips):
+            work = self._guarded(lambda this=this: self._assembled(this, buffers)) or []  # type: ignore[misc]
+            following = trips[number + 1] if number + 1 < len(trips) else None
+            if following is not None:
+                self._guarded(lambda following=following: self._pack_shares(following, buffers))  # type: ignore[misc]
+                request = self._start(following.collecting, buffers.out, buffers.collected)
             self._guarded(lambda work=work: treat(work) if work else None)  # type: ignore[misc]
-            if returning is not None:
-                yield self._write(returning, collecting, write)
-            returning = self._return(lot, work, write)
-            self._note(_size(work) + (collecting.size if collecting else 0), returning)
-            del work
-        if returning is not None:
-            yield self._write(returning, None, write)
+            if following is not None:
+                self._wait(request, "collecting matrices")
+            self._return(this, work, buffers)
+            yield this.lot
         self.team.agree(self._error)
-
-    def _note(self, held: int, returning: _Returning | None) -> None:
-        self.peak = max(self.peak, held + (returning.size if returning else 0))
 
     def _alone(self, treat: Treat, write: bool) -> Iterator[list[int]]:
         for lot in self.lots:
@@ -130,6 +109,20 @@ class Exchange:
             treat(work)
             yield lot
 
+    def _allocated(self, trips: Sequence[Trip]) -> _Buffers:
+        needed = [max((each.sizes()[i] for each in trips), default=0) for i in range(3)]
+        here = {tensor.device for tensor in self.tensors} or {torch.device(self.team.device)}
+        if len(here) > 1:
+            raise ValueError(f"shards lie on several devices of one process: {', '.join(map(str, here))}")
+        device = here.pop()
+        out, collected = (torch.empty(size, dtype=torch.uint8, device=self.team.device) for size in needed[:2])
+        work = torch.empty(needed[2], dtype=torch.uint8, device=device)
+        landing = work if device.type == self.team.device else torch.empty_like(work, device=self.team.device)
+        tall = [parcel for parcel in self.parcels if parcel.gram]
+        scratch = Scratch(max(min(parcel.unit.shape) for parcel in tall), device) if tall else None
+        self.held = sum(each.numel() for each in (out, collected, work)) + (scratch.size if scratch else 0)
+        return _Buffers(out, collected, work, landing, scratch)
+
     def _guarded(self, step: Callable[[], Any]) -> Any:
         """An error is kept until the others are told with the next message; after one nothing is treated any more."""
         if self._error is not None:
@@ -140,220 +133,136 @@ class Exchange:
             self._error = error
             return None
 
-    def _collect(self, lot: list[int]) -> _Message:
-        """Start sending this rank's pieces of a lot to their owners."""
-        out: list[list[Callable[[], Tensor]]] = [[] for _ in self.team.ranks]
-        sizes = [0] * self.team.size
-        expected = [0] * self.team.size
-        for index in lot:
-            parcel = self.parcels[index]
-            if parcel.owner == self.team.rank:
-                for rank in parcel.spread.ranks:
-                    if rank != parcel.owner and parcel.spread.sends(rank, parcel.owner):
-                        expected[self._places[rank]] += _padded(_collected(parcel, rank))
-            elif parcel.spread.sends(self.team.rank, parcel.owner):
-                place = self._places[parcel.owner]
-                sizes[place] += _padded(_collected(parcel, self.team.rank))
-                out[place].append(lambda parcel=parcel: self._outgoing(parcel))  # type: ignore[misc]
-        return self._send(out, sizes, expected)
+    def _pack_shares(self, this: Trip, buffers: _Buffers) -> None:
+        """This rank's shares of other owners' parcels."""
+        for cargo in this.collecting.outgoing:
+            parcel, local = cargo.parcel, self.tensors[cargo.parcel.tensor]
+            pieces = parcel.spread.pieces(self.team.rank, parcel.unit.box)
+            if parcel.gram:
+                gram = gram_of(local, pieces, parcel.unit.shape)
+                _view(buffers.out, cargo.start, gram.dtype, tuple(gram.shape)).copy_(gram)
+                continue
+            start = cargo.start
+            for piece in pieces:
+                _view(buffers.out, start, local.dtype, piece.shape).copy_(local[piece.local])
+                start += piece.numel * local.element_size()
 
-    def _outgoing(self, parcel: Parcel) -> Tensor:
-        local = self.tensors[parcel.tensor]
-        pieces = parcel.spread.pieces(self.team.rank, parcel.unit.box)
-        if not pieces:
-            return local.new_empty(0)
-        if parcel.gram:
-            return gram_of(local, pieces, parcel.unit.shape)
-        if len(pieces) == 1:
-            return local[pieces[0].local]
-        return torch.cat([local[piece.local].flatten() for piece in pieces])
-
-    def _assemble(self, message: _Message, lot: list[int]) -> list[tuple[Parcel, Tensor]]:
-        """Wait for a lot and put this rank's own boxes together."""
-        self._wait(message, "collecting matrices")
-        position = _offsets(message.sizes)
-        work: list[tuple[Parcel, Tensor]] = []
-        for index in lot:
-            parcel = self.parcels[index]
-            if parcel.owner == self.team.rank:
-                whole = self._guarded(lambda parcel=parcel: self._assembled(parcel, message, position))  # type: ignore[misc]
-                if whole is not None:
-                    work.append((parcel, whole))
+    def _assembled(self, this: Trip, buffers: _Buffers) -> list[tuple[Parcel, Tensor]]:
+        """This rank's own parcels of a lot, whole."""
+        work = []
+        shares: dict[int, list[Cargo]] = {}
+        for cargo in this.collecting.incoming:
+            shares.setdefault(id(cargo.parcel), []).append(cargo)
+        for parcel, start in this.boxes:
+            local = self.tensors[parcel.tensor]
+            whole = _box(buffers.work, start, parcel, local.dtype)
+            pieces = parcel.spread.pieces(self.team.rank, parcel.unit.box)
+            if parcel.gram:
+                whole.zero_()
+                if pieces:
+                    whole += gram_of(local, pieces, parcel.unit.shape)
+            for piece in () if parcel.gram else pieces:
+                whole[piece.inside].copy_(local[piece.local])
+            for cargo in shares.get(id(parcel), ()):
+                self._put_together(whole, cargo, buffers.collected)
+            work.append((parcel, whole))
         return work
 
-    def _assembled(self, parcel: Parcel, message: _Message, position: list[int]) -> Tensor:
-        local = self.tensors[parcel.tensor]
-        side = min(parcel.unit.shape)
+    def _put_together(self, whole: Tensor, cargo: Cargo, collected: Tensor) -> None:
+        parcel, start = cargo.parcel, cargo.start
         if parcel.gram:
-            whole = torch.zeros(side, side, dtype=torch.float64, device=local.device)
-        else:
-            whole = torch.empty(parcel.unit.shape, dtype=local.dtype, device=local.device)
-        for rank in parcel.spread.ranks:
-            if not parcel.spread.sends(rank, parcel.owner):
-                continue
-            pieces = parcel.spread.pieces(rank, parcel.unit.box)
-            if not pieces:
-                continue
-            if rank == self.team.rank:
-                if parcel.gram:
-                    whole += gram_of(local, pieces, parcel.unit.shape)
-                else:
-                    for piece in pieces:
-                        whole[piece.inside] = local[piece.local]
-                continue
-            place = self._places[rank]
-            start = position[place]
-            position[place] += _padded(_collected(parcel, rank))
-            if parcel.gram:
-                whole += _view(message.received, start, whole.dtype, (side, side)).to(whole.device)
-                continue
-            for piece in pieces:
-                whole[piece.inside] = _view(message.received, start, local.dtype, piece.shape).to(local.device)
-                start += piece.numel * local.element_size()
-        return whole
+            whole += _view(collected, start, whole.dtype, tuple(whole.shape)).to(whole.device)
+            return
+        for piece in parcel.spread.pieces(cargo.peer, parcel.unit.box):
+            whole[piece.inside].copy_(_view(collected, start, whole.dtype, piece.shape))
+            start += piece.numel * whole.element_size()
 
-    def _return(self, lot: list[int], work: list[tuple[Parcel, Tensor]], write: bool) -> _Returning:
-        """Start sending treated boxes back; every message begins with this rank's state."""
-        out: list[list[Callable[[], Tensor]]] = [[] for _ in self.team.ranks]
-        sizes, expected = [_HEADER] * self.team.size, [_HEADER] * self.team.size
-        done = {id(parcel): tensor for parcel, tensor in work}
-        mine: list[tuple[Parcel, Tensor]] = []
-        for index in lot if write else ():
-            parcel = self.parcels[index]
-            if parcel.owner == self.team.rank:
-                tensor = done.get(id(parcel))
-                for rank in parcel.spread.ranks:
-                    pieces = parcel.spread.pieces(rank, parcel.unit.box)
-                    if rank == self.team.rank:
-                        if tensor is not None and pieces:
-                            kept = [tensor] if parcel.gram else [tensor[p.inside].clone() for p in pieces]
-                            mine += [(parcel, each) for each in kept]
-                        continue
-                    place = self._places[rank]
-                    sizes[place] += _padded(_returned(parcel, rank))
-                    out[place].append(lambda p=parcel, t=tensor, pieces=pieces: _reply(p, t, pieces))  # type: ignore[misc]
-            else:
-                expected[self._places[parcel.owner]] += _padded(_returned(parcel, self.team.rank))
-        message = self._send(out, sizes, expected, header=True)
-        return _Returning(message, lot, mine, self._error is not None)
-
-    def _write(self, returning: _Returning, collecting: _Message | None, write: bool) -> list[int]:
-        """Wait for a returned lot; if every rank is well, write this rank's pieces of it."""
-        message = returning.message
-        self._wait(message, "returning matrices")
-        position = _offsets(message.sizes)
-        told = [int(message.received[start]) for start in position if start < message.received.numel()]
-        # An error that came after this lot left is told with the next one: all ranks must stop at the same lot.
-        if returning.failed or any(told):
-            if collecting is not None:
-                self._wait(collecting, "collecting matrices")
+    def _return(self, this: Trip, work: Sequence[tuple[Parcel, Tensor]], buffers: _Buffers) -> None:
+        """Send treated boxes back and write them, if every rank is well; then hand them on to the other copies."""
+        route = this.returning
+        self._guarded(lambda: self._pack_treated(this, work, buffers.out))
+        state = int(self._error is not None)
+        for place, start in enumerate(offsets(route.sizes)):
+            if place != self.team.place:
+                buffers.out[start] = state
+        self._wait(self._start(route, buffers.out, buffers.landing), "returning matrices")
+        starts = [start for place, start in enumerate(offsets(route.expected)) if place != self.team.place]
+        if state or bool(buffers.landing[starts].any()):
             self.team.agree(self._error)
-        self._guarded(lambda: self._place_back(returning, position)) if write else None
-        return returning.lot
+        # From here on nothing is allocated and nothing computed that could fail: what all agreed on is written.
+        self._guarded(lambda: self._write_back(this, buffers))
+        for handing in this.handing:
+            self._copy_out(handing, buffers.out)
+            self._wait(self._start(handing, buffers.out, buffers.landing), "handing matrices on to other copies")
+            self._copy_in(handing, buffers.landing)
 
-    def _place_back(self, returning: _Returning, position: list[int]) -> None:
-        message = returning.message
-        mine = iter(returning.mine)
-        position = [start + _HEADER for start in position]
-        for index in returning.lot:
-            parcel = self.parcels[index]
-            pieces = parcel.spread.pieces(self.team.rank, parcel.unit.box)
-            local = self.tensors[parcel.tensor] if pieces else message.received
-            if parcel.owner == self.team.rank:
-                if parcel.gram and pieces:
-                    _multiply(local, pieces, parcel, next(mine)[1])
-                elif pieces:
-                    for piece in pieces:
-                        local[piece.local] = next(mine)[1]
+    def _pack_treated(self, this: Trip, work: Sequence[tuple[Parcel, Tensor]], out: Tensor) -> None:
+        done = {id(parcel): tensor for parcel, tensor in work}
+        behind = padded(this.returning.sent)
+        sent = [(cargo.parcel, cargo.start, cargo.peer) for cargo in this.returning.outgoing]
+        kept = [(parcel, behind + start, self.team.rank) for parcel, start in this.kept]
+        for parcel, start, rank in (*sent, *kept):
+            tensor = done[id(parcel)]
+            if parcel.gram:
+                _view(out, start, tensor.dtype, tuple(tensor.shape)).copy_(tensor)
                 continue
-            place = self._places[parcel.owner]
-            start = position[place]
-            position[place] += _padded(_returned(parcel, self.team.rank))
-            if parcel.gram and pieces:
-                side = min(parcel.unit.shape)
-                change = _view(message.received, start, torch.float64, (side, side)).to(local.device)
-                _multiply(local, pieces, parcel, change)
-                continue
-            for piece in pieces:
-                local[piece.local] = _view(message.received, start, local.dtype, piece.shape).to(local.device)
+            for piece in parcel.spread.pieces(rank, parcel.unit.box):
+                _view(out, start, tensor.dtype, piece.shape).copy_(tensor[piece.inside])
+                start += piece.numel * tensor.element_size()
+
+    def _write_back(self, this: Trip, buffers: _Buffers) -> None:
+        """Write this rank's own pieces of a lot."""
+        behind = padded(this.returning.sent)
+        for parcel, start in this.kept:
+            self._write(parcel, buffers.out, behind + start, buffers.scratch)
+        for cargo in this.returning.incoming:
+            self._write(cargo.parcel, buffers.landing, cargo.start, buffers.scratch)
+
+    def _write(self, parcel: Parcel, source: Tensor, start: int, scratch: Scratch | None = None) -> None:
+        local = self.tensors[parcel.tensor]
+        pieces = parcel.spread.pieces(self.team.rank, parcel.unit.box)
+        if parcel.gram and scratch is not None:
+            side = min(parcel.unit.shape)
+            change = _view(source, start, torch.float64, (side, side)).to(local.device)
+            if bool(change[0, 0].isfinite()):  # NaN: the owner turned this route down, the matrix stays for now
+                apply_factor(local, pieces, parcel.unit.shape, change, scratch)
+            return
+        for piece in pieces:
+            local[piece.local].copy_(_view(source, start, local.dtype, piece.shape))
+            start += piece.numel * local.element_size()
+
+    def _copy_out(self, route: Route, out: Tensor) -> None:
+        for cargo in route.outgoing:
+            local, start = self.tensors[cargo.parcel.tensor], cargo.start
+            for piece in cargo.parcel.spread.pieces(self.team.rank, cargo.parcel.unit.box):
+                _view(out, start, local.dtype, piece.shape).copy_(local[piece.local])
                 start += piece.numel * local.element_size()
 
-    def _send(
-        self, out: list[list[Callable[[], Tensor]]], sizes: list[int], expected: list[int], header: bool = False
-    ) -> _Message:
-        """Pack and start one all-to-all."""
-        sizes[self.team.place] = expected[self.team.place] = 0
-        sent = torch.zeros(sum(sizes), dtype=torch.uint8, device=self.team.device)
-        starts = _offsets(sizes)
-        for place, pieces in enumerate(out):
-            start = starts[place] + (_HEADER if header else 0)
-            for make in pieces if place != self.team.place else ():
-                start = self._pack(sent, start, make)
-        if header and self._error is not None:  # last, because packing may fail too
-            for place, start in enumerate(starts):
-                if place != self.team.place:
-                    sent[start] = 1
-        received = torch.empty(sum(expected), dtype=torch.uint8, device=self.team.device)
+    def _copy_in(self, route: Route, landing: Tensor) -> None:
+        for cargo in route.incoming:
+            self._write(cargo.parcel, landing, cargo.start)
+
+    def _start(self, route: Route, out: Tensor, received: Tensor) -> Any:
+        sent, into = out[: route.sent], received[: route.received]
+        self.bytes_sent += route.sent
         with self.team.waiting("starting an exchange"):
-            request = dist.all_to_all_single(received, sent, expected, sizes, group=self.team.group, async_op=True)
-        self.bytes_sent += sent.numel()
-        return _Message(received, expected, sent, request)
+            return dist.all_to_all_single(into, sent, route.expected, route.sizes, group=self.team.group, async_op=True)
 
-    def _pack(self, sent: Tensor, start: int, make: Callable[[], Tensor]) -> int:
-        try:
-            piece = make()
-            size = piece.numel() * piece.element_size()
-            if size and start < sent.numel():
-                _view(sent, start, piece.dtype, tuple(piece.shape)).copy_(piece)
-            return start + _padded(size)
-        except Exception as error:  # zeros go out, and the others are told
-            self._error = self._error or error
-            return sent.numel()
-
-    def _wait(self, message: _Message, doing: str) -> None:
-        if message.request is not None:
+    def _wait(self, request: Any, doing: str) -> None:
+        if request is not None:
             with self.team.waiting(doing):
-                message.request.wait()
-            message.request = None
-            message.sent = message.sent.new_empty(0)
+                request.wait()
 
 
-def _reply(parcel: Parcel, tensor: Tensor | None, pieces: Any) -> Tensor:
-    if tensor is None or not pieces:
-        return torch.empty(0)
+def _box(buffer: Tensor, start: int, parcel: Parcel, dtype: torch.dtype) -> Tensor:
+    """Where a parcel is put together: in the order in which the solver works, so that it makes no copy to turn it."""
     if parcel.gram:
-        return tensor
-    return tensor[pieces[0].inside] if len(pieces) == 1 else torch.cat([tensor[p.inside].flatten() for p in pieces])
-
-
-def _multiply(local: Tensor, pieces: Any, parcel: Parcel, change: Tensor) -> None:
-    if bool(change[0, 0].isfinite()):  # NaN: the owner turned this route down, the matrix stays for now
-        apply_factor(local, pieces, parcel.unit.shape, change)
-
-
-def _collected(parcel: Parcel, rank: int) -> int:
-    """Bytes that a rank sends to the owner."""
-    held = parcel.spread.held(rank, parcel.unit.box)
-    return (parcel.size if held else 0) if parcel.gram else held * parcel.itemsize
-
-
-_returned = _collected
-
-
-def _size(work: Sequence[tuple[Parcel, Tensor]]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for _, tensor in work)
-
-
-def _offsets(sizes: Sequence[int]) -> list[int]:
-    found, total = [], 0
-    for size in sizes:
-        found.append(total)
-        total += size
-    return found
-
-
-def _padded(size: int) -> int:
-    return -(-size // 8) * 8
+        side = min(parcel.unit.shape)
+        return _view(buffer, start, torch.float64, (side, side))
+    shape, parts = parcel.unit.shape, parcel.unit.parts
+    if len(shape) == 2 and shape[0] > shape[1] and len(parts) == 1 and parts[0].layout.sizes[0] == 1:
+        return _view(buffer, start, dtype, shape[::-1]).mT
+    return _view(buffer, start, dtype, shape)
 
 
 def _view(buffer: Tensor, start: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:

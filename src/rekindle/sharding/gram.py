@@ -18,7 +18,7 @@ from rekindle.sharding.spread import Piece
 
 # σ_min/σ_max below which the route is not taken. In float64 the factor is then good to 1e-16·(1e3)² = 1e-10.
 WORST_CONDITION = 1e-3
-_ROWS = 1 << 21  # elements converted to float64 at a time
+_ROWS = 1 << 18  # elements converted to float64 at a time
 
 
 @dataclass(frozen=True)
@@ -108,10 +108,29 @@ def factor(gram: Tensor, tol: float) -> GramFactor | None:
     )
 
 
-def apply_factor(local: Tensor, pieces: Sequence[Piece], shape: Sequence[int], change: Tensor) -> None:
+class Scratch:
+    """Memory for `apply_factor`, allocated beforehand: once all ranks agreed to write, nothing may fail."""
+
+    def __init__(self, side: int, device: torch.device) -> None:
+        self._rows, self._products = (torch.empty(max(_ROWS, side), dtype=torch.float64, device=device) for _ in "ab")
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return 2 * self._rows.numel() * self._rows.element_size()
+
+    def multiply(self, part: Tensor, change: Tensor) -> None:
+        """part ← part·change, computed in float64."""
+        rows, products = (each[: part.numel()].view(part.shape) for each in (self._rows, self._products))
+        part.copy_(torch.mm(rows.copy_(part), change, out=products))
+
+
+def apply_factor(
+    local: Tensor, pieces: Sequence[Piece], shape: Sequence[int], change: Tensor, scratch: Scratch
+) -> None:
     """Multiply a rank's own pieces by the k×k matrix that came back, in place."""
     tall = shape[0] >= shape[1]
     for piece in pieces:
         rows = local[piece.local] if tall else local[piece.local].mT
         for part in torch.split(rows, max(1, _ROWS // min(shape))):
-            part.copy_(part.double() @ change)
+            scratch.multiply(part, change)

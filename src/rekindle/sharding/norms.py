@@ -15,6 +15,8 @@ from rekindle.sharding.team import Team
 from rekindle.sharding.units import factors, sizes
 from rekindle.sharding.wrappers import device_of, local
 
+_AT_ONCE = 1 << 18  # elements converted to float64 at a time
+
 
 def square_sums(layout: Layout, local: Tensor, extents: tuple[tuple[Range, ...], ...]) -> Tensor:
     """Σw² over a rank's own numbers, for each of the block's matrices; float64, (count,).
@@ -24,9 +26,9 @@ def square_sums(layout: Layout, local: Tensor, extents: tuple[tuple[Range, ...],
     tensor([2., 2.], dtype=torch.float64)
     """
     taken_sizes = sizes(layout)
-    total = local.detach().double().square()
     taken = {factor: (start, length) for factor, start, length in layout.take}
     order: list[int] = []
+    places: list[tuple[Tensor, Tensor, int]] = []  # per dimension: which indices count, for which matrix, of how many
     for dim, mine in enumerate(factors(layout)):
         index = torch.cat([torch.arange(low, high) for low, high in extents[dim]] or [torch.empty(0, dtype=torch.long)])
         number, inside, count = torch.zeros_like(index), torch.ones_like(index, dtype=torch.bool), 1
@@ -40,13 +42,19 @@ def square_sums(layout: Layout, local: Tensor, extents: tuple[tuple[Range, ...],
                 number = number * length + (value - start)
                 count *= length
                 order.append(factor)
-        shape = list(total.shape)
-        shape[dim] = count
-        summed = total.new_zeros(shape)
-        keep = inside.nonzero().flatten().to(total.device)
-        summed.index_add_(dim, number.to(total.device)[keep], total.index_select(dim, keep))
-        total = summed
-    return total.reshape([taken_sizes[f] for f in order]).permute([order.index(f) for f in layout.count]).flatten()
+        keep = inside.nonzero().flatten()
+        places.append((keep.to(local.device), number[keep].to(local.device), count))
+    summed = torch.zeros([count for _, _, count in places], dtype=torch.float64, device=local.device)
+    rows, numbers, _ = places[0]
+    step = max(1, _AT_ONCE // max(1, local.shape[1:].numel()))
+    for first in range(0, len(rows), step):  # a float64 copy of a whole shard would be twice the shard
+        part = slice(first, first + step)
+        total = local.detach().index_select(0, rows[part]).double().square_()
+        for dim, (keep, number, count) in reversed(list(enumerate(places))[1:]):
+            fewer = total.new_zeros([*total.shape[:dim], count, *total.shape[dim + 1 :]])
+            total = fewer.index_add_(dim, number, total.index_select(dim, keep))
+        summed.index_add_(0, numbers[part], total)
+    return summed.reshape([taken_sizes[f] for f in order]).permute([order.index(f) for f in layout.count]).flatten()
 
 
 def norms(tensors: Sequence[Tensor]) -> Tensor:

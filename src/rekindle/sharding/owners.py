@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
-from rekindle.sharding.spread import Spread, volume
+import torch
+from torch import Tensor
+
+from rekindle.sharding.spread import Box, Spread, volume
 from rekindle.sharding.units import Unit
 
 # A lot holds at least this much per rank: matrices of small models travel together.
@@ -39,6 +43,19 @@ class Parcel:
             side = min(self.unit.shape)
             return 8 * side * side
         return volume(self.unit.box) * self.itemsize
+
+    @property
+    def need(self) -> int:
+        """The bytes that its owner needs room for, before or after it is put together, whichever is more."""
+        if not self.gram:
+            return self.size
+        senders = sum(share > 0 for share in _shares(self.spread, self.unit.box, self.spread.ranks[0]))
+        return max(1, senders - 1) * self.size
+
+    def sent_by(self, rank: int) -> int:
+        """Bytes that a rank with a share of it sends to the owner, and gets back."""
+        held = self.spread.held(rank, self.unit.box)
+        return (self.size if held else 0) if self.gram else held * self.itemsize
 
 
 def assign(parcels: Sequence[Parcel]) -> list[Parcel]:
@@ -76,24 +93,64 @@ def _least(heaps: dict[tuple[int, ...], list[tuple[float, int]]], candidates: tu
         heapq.heapreplace(heap, (load[rank], rank))
 
 
-def lots(parcels: Sequence[Parcel], budget: int | None = None) -> list[list[int]]:
-    """Indices of the parcels of each lot: per owner no more than `budget` bytes, or one parcel that is larger.
+def room_for(parcels: Sequence[Parcel]) -> int:
+    """The bytes that each of an exchange's three buffers may have: the largest parcel, or `MINIMUM` if that is more."""
+    return max((MINIMUM, *(parcel.need for parcel in parcels)))
 
-    By default a third of the largest parcel, so that several lots of smaller ones can be in flight in the memory that
-    the largest needs anyway.
+
+@dataclass
+class _Lot:
+    members: list[int] = field(default_factory=list)
+    owned: dict[int, int] = field(default_factory=dict)  # bytes by owner
+    sent: dict[tuple[int, ...], Tensor] = field(default_factory=dict)  # bytes by place, per group of ranks
+
+
+def lots(parcels: Sequence[Parcel], budget: int | None = None) -> list[list[int]]:
+    """Indices of the parcels of each lot: no owner gets, and no rank sends, more than `budget` bytes of a lot.
+
+    A parcel that is larger than the budget is its owner's only one in the lot. The default is `room_for(parcels)`.
     """
-    room = budget if budget is not None else max([MINIMUM, *(parcel.size // 3 for parcel in parcels)])
-    filled: dict[int, tuple[int, int]] = {}
-    found: list[list[int]] = []
+    room = room_for(parcels) if budget is None else budget
+    largest = max([room, *(parcel.need for parcel in parcels)])
+    queue: dict[int, int] = {}
+    found: list[_Lot] = []
     # Parcels of one shape follow each other, so that the solver gets them as one batch.
-    order = sorted(range(len(parcels)), key=lambda i: (-parcels[i].unit.cost, parcels[i].unit.shape, i))
-    for index in order:
+    for index in sorted(range(len(parcels)), key=lambda i: (-parcels[i].unit.cost, parcels[i].unit.shape, i)):
         parcel = parcels[index]
-        lot, used = filled.get(parcel.owner, (0, 0))
-        if used and used + parcel.size > room:
-            lot, used = lot + 1, 0
-        filled[parcel.owner] = (lot, used + parcel.size)
-        while len(found) <= lot:
-            found.append([])
-        found[lot].append(index)
-    return found
+        sent = _sent(parcel)
+        number = queue.get(parcel.owner, 0)
+        while number < len(found) and not _fits(found[number], parcel, sent, room, largest):
+            number += 1
+        if number == len(found):
+            found.append(_Lot())
+        lot, group = found[number], parcel.spread.ranks
+        lot.members.append(index)
+        lot.owned[parcel.owner] = lot.owned.get(parcel.owner, 0) + parcel.need
+        if sent is not None:
+            lot.sent[group] = lot.sent[group] + sent if group in lot.sent else sent
+        queue[parcel.owner] = number
+    return [lot.members for lot in found]
+
+
+def _fits(lot: _Lot, parcel: Parcel, sent: Tensor | None, room: int, largest: int) -> bool:
+    used = lot.owned.get(parcel.owner, 0)
+    if used and used + parcel.need > room:
+        return False
+    before = lot.sent.get(parcel.spread.ranks)
+    return sent is None or before is None or int((before + sent).max()) <= largest
+
+
+def _sent(parcel: Parcel) -> Tensor | None:
+    """Bytes that each rank of the mesh sends to the owner; None where nothing moves."""
+    spread, box = parcel.spread, parcel.unit.box
+    if spread.held(parcel.owner, box) == volume(box):
+        return None
+    shares = torch.tensor(_shares(spread, box, spread.first(parcel.owner)))
+    shares[spread.ranks.index(parcel.owner)] = 0
+    return (shares > 0) * parcel.size if parcel.gram else shares * parcel.itemsize
+
+
+@lru_cache(maxsize=4096)
+def _shares(spread: Spread, box: Box, first: int) -> tuple[int, ...]:
+    """How many elements of a box each rank of the mesh holds that is in the same copy as `first`; 0 for the others."""
+    return tuple(spread.held(rank, box) if spread.sends(rank, first) else 0 for rank in spread.ranks)

@@ -137,10 +137,47 @@ class Spread:
 
     def sends(self, rank: int, owner: int) -> bool:
         """Whether, among the ranks with the same piece, this one sends it to `owner`: the copy next to the owner."""
+        return self.offset(rank, owner) == 0
+
+    def copied(self) -> int:
+        """How many ranks hold each piece.
+
+        >>> Spread((4, 4), (2, 3), tuple(range(6)), ((0, 0),)).copied()
+        3
+        """
+        return math.prod(self.mesh[axis] for axis in self.copies())
+
+    def offset(self, rank: int, owner: int) -> int:
+        """How far a rank's copy is from the owner's, counted along the mesh; 0 for the owner's own, -1 off the mesh."""
         coordinate, target = self.coordinate(rank), self.coordinate(owner)
         if coordinate is None:
-            return False
-        return all(coordinate[axis] == (target[axis] if target else 0) for axis in self.copies())
+            return -1
+        found = 0
+        for axis in self.copies():
+            found = found * self.mesh[axis] + (coordinate[axis] - (target[axis] if target else 0)) % self.mesh[axis]
+        return found
+
+    def twin(self, rank: int, owner: int, offset: int) -> int:
+        """The rank that holds the same piece as `rank`, in the copy at this offset from the owner's.
+
+        >>> spread = Spread((4, 4), (2, 3), tuple(range(6)), ((0, 0),))
+        >>> [spread.twin(3, 1, offset) for offset in range(3)], spread.offset(5, 1)
+        ([4, 5, 3], 1)
+        """
+        coordinate, target = self.coordinate(rank), self.coordinate(owner)
+        assert coordinate is not None and target is not None
+        place = list(coordinate)
+        for axis in reversed(self.copies()):
+            offset, here = divmod(offset, self.mesh[axis])
+            place[axis] = (target[axis] + here) % self.mesh[axis]
+        return self.ranks[_flat(tuple(place), self.mesh)]
+
+    def first(self, rank: int) -> int:
+        """The first rank of the copy that a rank is in."""
+        coordinate = self.coordinate(rank)
+        assert coordinate is not None
+        copies = self.copies()
+        return self.ranks[_flat(tuple(c if a in copies else 0 for a, c in enumerate(coordinate)), self.mesh)]
 
     def holders(self, box: Box) -> tuple[int, ...]:
         """The ranks that hold all of a box."""

@@ -17,9 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 # Errors that cross the processes keep their type where it is one of these, so that callers may catch them as usual.
-_KEPT: Mapping[str, type[Exception]] = {
-    kind.__name__: kind for kind in (ValueError, TypeError, KeyError, RuntimeError, NotImplementedError, IndexError)
-}
+_KINDS = (ValueError, TypeError, KeyError, RuntimeError, NotImplementedError, IndexError, MemoryError)
+_KEPT: Mapping[str, type[Exception]] = {kind.__name__: kind for kind in _KINDS}
 
 
 class RankError(RuntimeError):

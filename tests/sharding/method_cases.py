@@ -1,0 +1,144 @@
+"""Health, Monitor, guard and the other methods on models that are spread over processes. Run by `launching`."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from gpt import (
+    LAYOUTS,
+    OPTIONS,
+    TOKENS,
+    compare,
+    gpt,
+    near,
+    sharded,
+    state_of,
+    step,
+    whole,
+    world_mesh,
+)
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import rekindle
+
+
+def case_health_measures_whole_matrices_of_shards() -> None:
+    for mode in ("cheap", "full"):
+        alone = rekindle.health(gpt(), mode=mode)
+        found = rekindle.health(sharded(gpt(), world_mesh()), mode=mode)
+        assert found.weights.keys() == alone.weights.keys()
+        for name, numbers in alone.weights.items():
+            for key, value in numbers.items():
+                assert math.isclose(found.weights[name][key], value, rel_tol=1e-4, abs_tol=1e-5), (name, key)
+        assert found.whole == pytest.approx(alone.whole, rel=1e-4)
+        assert str(found.verdict) == str(alone.verdict)
+
+
+def case_health_of_a_broken_shard_says_so_everywhere() -> None:
+    model = sharded(gpt(), world_mesh())
+    if dist.get_rank() == 1:
+        model.layers[0].up.weight.detach().to_local()[0, 0] = float("nan")
+    assert "layers.0.up.weight" in rekindle.health(model).broken
+
+
+def case_health_with_batches_and_gradients() -> None:
+    model, alone = sharded(gpt(), world_mesh()), gpt()
+
+    def loss(m: nn.Module, batch: Any) -> Tensor:
+        return m(batch).logsumexp(-1).mean()
+
+    found, expected = (rekindle.health(m, [TOKENS], loss=loss) for m in (model, alone))
+    assert all("Monitor" in each.reason for each in found.unmeasured if each.what == "gradient")
+    assert found.units.keys() == expected.units.keys()
+    compare(model, gpt(), 0)
+    model(TOKENS)
+
+
+def case_monitor() -> None:
+    model = sharded(gpt(), world_mesh())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    monitor = rekindle.Monitor(model, optimizer, every=2)
+    for _ in range(4):
+        step(model, optimizer)
+    monitor.detach()
+    health = monitor.history[-1].health
+    alone = gpt()
+    other = torch.optim.AdamW(alone.parameters(), lr=1e-3)
+    twin = rekindle.Monitor(alone, other, every=2)
+    for _ in range(4):
+        step(alone, other)
+    expected = twin.history[-1].health
+    twin.detach()
+    assert health.gradients == pytest.approx(expected.gradients, rel=1e-2, abs=1e-5)
+    assert health.whole["effective_learning_rate"] == pytest.approx(expected.whole["effective_learning_rate"], rel=1e-2)
+
+
+def case_methods_refuse_by_name_with_a_way_out_that_works() -> None:
+    from rekindle import methods
+    from rekindle.sharding import gathered
+
+    model, alone = sharded(gpt(), world_mesh()), gpt()
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (model, alone)]
+    for m, optimizer in zip((model, alone), optimizers, strict=True):
+        step(m, optimizer)
+    before = [whole(p).clone() for p in model.parameters()]
+    with pytest.raises(ValueError, match=r"ShrinkPerturb works on whole parameters and .* is sharded .*gathered"):
+        methods.ShrinkPerturb(seed=1)(model, optimizers[0])
+    with pytest.raises(ValueError, match=r"ReDo works on whole parameters.*plain copy"):
+        methods.ReDo()(model, optimizers[0], batches=[TOKENS])
+    assert all(torch.equal(whole(p), old) for p, old in zip(model.parameters(), before, strict=True))
+    with gathered(model, optimizers[0]):
+        methods.RandomIsometry(seed=1)(model, optimizers[0])
+        with pytest.raises(RuntimeError, match="forward pass is not possible"):
+            model(TOKENS)
+    methods.RandomIsometry(seed=1)(alone, optimizers[1])
+    compare(model, alone, 1e-4)
+    for name, state in state_of(model, optimizers[0]).items():
+        for key, value in state_of(alone, optimizers[1])[name].items():
+            assert torch.allclose(state[key], value, atol=1e-6), (name, key)
+    for m, optimizer in zip((model, alone), optimizers, strict=True):
+        step(m, optimizer)
+    compare(model, alone, 1e-3)
+
+
+def case_fire_as_a_method_and_the_optimizer_reset_work_on_shards() -> None:
+    from rekindle import methods
+
+    model, alone = sharded(gpt(), world_mesh()), gpt()
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (model, alone)]
+    for m, optimizer in zip((model, alone), optimizers, strict=True):
+        step(m, optimizer)
+        methods.Compose([methods.FIRE(layouts=LAYOUTS), methods.OptimizerReset()])(m, optimizer)
+    compare(model, alone, 1e-4)
+    assert all(not bool(v.any()) for s in state_of(model, optimizers[0]).values() for v in s.values())
+
+
+def case_batches_and_guard_leave_nothing_unsharded() -> None:
+    model, alone = sharded(gpt(), world_mesh()), gpt()
+    receipt = rekindle.fire(model, batches=[TOKENS], **OPTIONS)
+    expected = rekindle.fire(alone, batches=[TOKENS], **OPTIONS)
+    assert near(receipt.outputs_moved, expected.outputs_moved)
+    for module in model.modules():
+        if hasattr(module, "reshard"):
+            module.reshard()
+    compare(model, alone)
+
+
+def case_batch_norm_statistics_are_those_of_all_ranks() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+    data = [torch.randn(16, 6) for _ in range(dist.get_world_size())]
+    alone = copy.deepcopy(net)
+    model = DistributedDataParallel(net)
+    rekindle.fire(model, recalibrate=[data[dist.get_rank()]])
+    rekindle.fire(alone, recalibrate=data)
+    assert torch.allclose(model.module[1].running_mean, alone[1].running_mean, atol=1e-5)
+    copies = [torch.empty(8) for _ in range(dist.get_world_size())]
+    dist.all_gather(copies, model.module[1].running_var)
+    assert all(torch.equal(copies[0], each) for each in copies)
