@@ -23,7 +23,7 @@ import zoo_models
 from methods.test_everywhere import MAKERS, REFUSED, apply, ready
 from pretend_device import NAME, OnDevice, waits
 from rekindle.advice.probing import probe
-from rekindle.blocks import storage
+from rekindle.blocks import names
 from rekindle.checkpoint import fire_file
 from rekindle.consumers.wiring import WiringError
 from rekindle.methods import PlasticityInjection
@@ -37,7 +37,7 @@ MODELS = ("mlp", "resnet", "nanogpt")
 def _device() -> None:
     pretend_device.install()
     # To the library this is the device's plain tensor, and no subclass that hides its numbers.
-    storage.type = lambda value: Tensor if isinstance(value, OnDevice) else type(value)  # type: ignore[attr-defined]
+    names.type = lambda value: Tensor if isinstance(value, OnDevice) else type(value)  # type: ignore[attr-defined]
 
 
 def moved(name: str) -> tuple[nn.Module, nn.Module, torch.optim.Optimizer, Any]:

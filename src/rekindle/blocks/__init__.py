@@ -1,8 +1,9 @@
 """Which matrices a parameter holds, what they do, and why some are better left alone.
 
-May import `engine`, `measures` and `consumers`. `finding` walks a live model, `state_dicts` a file; `layouts` are the
-index rules, `families` the known module classes, `roles` what a weight does, `parametrized` weights that are computed,
-`storage` how numbers are kept, `outputs` which layers are heads or fused. Start reading at `finding.find`.
+May import `engine`, `measures` and `consumers`. `finding` walks a live model, `state_dicts` a file; `names` says
+what parameters are called, where they sit and how they are stored; `layouts` are the index rules, `families` the known
+module classes, `roles` what a weight does, `outputs` which layers are heads or fused, `parametrized` weights that are
+computed, `conversions` names on disk that differ from the live ones. Start reading at `finding.find`.
 """
 
 from rekindle.blocks.finding import ROLES, Block, Conv, Found, LayoutError, find, matrices, register

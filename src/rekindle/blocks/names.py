@@ -1,19 +1,25 @@
-"""Names of parameters without what wrappers put into them; no other module sees through wrappers.
+"""The parameters of a model: their names without wrappers, where each sits, and how its numbers are stored.
+
+No other module sees through wrappers.
 
 `torch.compile`, DDP, FSDP, activation checkpointing, Lightning Fabric and DeepSpeed hold the user's model as an
 attribute, which then stands in every parameter's name. A wrapper is recognised by its class, so an attribute of the
 user's own that happens to be called `module` stays in the name. For a state dict there is no class to look at: there
 the unmistakable names go anywhere, and `module.` only where all keys begin with it.
 
-`named_parameters(model)` gives clean names; `Location` is where one parameter sits.
+`named_parameters(model)` gives clean names; `Location` is where one parameter sits; `unusable` says why its numbers can
+be neither read nor written.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from rekindle.blocks import parametrized
@@ -77,7 +83,6 @@ def wrapped(module: nn.Module) -> nn.Module | None:
 def unwrapped(model: nn.Module) -> nn.Module:
     """The user's own module inside any number of wrappers.
 
-    >>> import torch
     >>> inner = nn.Linear(1, 1)
     >>> unwrapped(nn.DataParallel(torch.compile(inner))) is inner
     True
@@ -90,7 +95,6 @@ def unwrapped(model: nn.Module) -> nn.Module:
 def uncompiled(model: nn.Module) -> nn.Module:
     """The module behind `torch.compile`; other wrappers stay (a sharded model works through its wrapper only).
 
-    >>> import torch
     >>> inner = nn.DataParallel(nn.Linear(1, 1))
     >>> uncompiled(torch.compile(inner)) is inner
     True
@@ -168,7 +172,6 @@ def cleaner(model: nn.Module) -> Callable[[str], str]:
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """`model.named_parameters()` with clean names.
 
-    >>> import torch
     >>> [name for name, _ in named_parameters(torch.compile(nn.Linear(1, 1)))]
     ['weight', 'bias']
     """
@@ -213,6 +216,90 @@ def state_cleaner(keys: Iterable[str]) -> Callable[[str], str]:
         return ".".join([part for part in name.split(".") if part not in _UNMISTAKABLE][outer:])
 
     return clean
+
+
+def unusable(parameter: Tensor) -> str | None:
+    """Why no matrix can be read from or written to this tensor, whatever its shape; None if it can.
+
+    >>> unusable(torch.zeros(2, 2, dtype=torch.int8))
+    'quantised or packed (torch.int8)'
+    """
+    if is_lazy(parameter):
+        return "lazy: run one forward pass first, it has no shape yet"
+    if hasattr(parameter, "ds_id") and not parameter.numel():
+        return "partitioned by DeepSpeed ZeRO-3: gather it first"
+    if parameter.layout != torch.strided:
+        return f"sparse ({parameter.layout}): convert it to a dense weight first"
+    if parameter.dtype.is_complex:
+        return f"complex ({parameter.dtype}): only real weights are supported"
+    if not parameter.dtype.is_floating_point:
+        return f"quantised or packed ({parameter.dtype})"
+    if parameter.dtype.itemsize == 1:
+        return f"quantised ({parameter.dtype})"
+    data = type(parameter.data)
+    if type(parameter).__name__ == "FlatParameter":
+        return "flattened by FSDP1: use fully_shard (FSDP2) or use_orig_params"
+    if data is not Tensor and data is not nn.Parameter and not is_sharded(parameter):
+        return f"stored as {data.__name__}, a tensor subclass that hides its numbers"
+    return None
+
+
+class Storage(NamedTuple):
+    """How one parameter is stored: why it cannot be used (None if it can), and whether it is lazy or a DTensor."""
+
+    refusal: str | None
+    lazy: bool
+    sharded: bool
+
+
+def storage_of(parameters: Iterable[Tensor]) -> dict[int, Storage]:
+    """How each of these parameters is stored, by its id.
+
+    >>> weight = nn.LazyLinear(3).weight
+    >>> storage_of([weight])[id(weight)].lazy
+    True
+    """
+    return {id(each): Storage(unusable(each), is_lazy(each), is_sharded(each)) for each in parameters}
+
+
+def sharded_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The DTensors among the parameters, under each of their names in `named_parameters()`.
+
+    >>> sharded_parameters(nn.Linear(2, 2))
+    {}
+    """
+    return {name: each for name, each in model.named_parameters(remove_duplicate=False) if is_sharded(each)}
+
+
+def packed_weights(model: nn.Module) -> list[tuple[str, nn.Module, tuple[int, ...], torch.dtype]]:
+    """(name, module, shape, dtype) of weights that are no parameters: torch.ao's modules, GPTQ's integer buffers.
+
+    >>> layer = nn.Module()
+    >>> layer.register_buffer("qweight", torch.zeros(4, 2, dtype=torch.int32))
+    >>> [(name, shape) for name, _, shape, _ in packed_weights(layer)]
+    [('qweight', (4, 2))]
+    """
+    found = []
+    for path, module in model.named_modules():
+        prefix = f"{path}." if path else ""
+        if ".quantized" in type(module).__module__ and callable(getattr(module, "weight", None)):
+            weight = module.weight()
+            found.append((f"{prefix}weight", module, tuple(weight.shape), weight.dtype))
+        for name, tensor in module.named_buffers(recurse=False):
+            integer = not tensor.dtype.is_floating_point and not tensor.dtype.is_complex
+            if integer and tensor.dim() > 1 and "weight" in name:
+                found.append((f"{prefix}{name}", module, tuple(tensor.shape), tensor.dtype))
+    return found
+
+
+def is_sharded(parameter: Tensor) -> bool:
+    """Whether the parameter is a DTensor.
+
+    >>> is_sharded(torch.zeros(2))
+    False
+    """
+    # By name: importing torch.distributed.tensor costs a second that most users never need.
+    return any(c.__name__ == "DTensor" for c in type(parameter).__mro__ + type(parameter.data).__mro__)
 
 
 def _attributes(module: nn.Module) -> tuple[str, ...]:

@@ -22,8 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rekindle.blocks.names import cleaner
-from rekindle.blocks.storage import is_sharded
+from rekindle.blocks.names import cleaner, is_sharded
 from rekindle.diagnosis.attention import HeadEntropy, entropy, entropy_share
 from rekindle.diagnosis.hooks import Activated, Attended, Watch
 from rekindle.diagnosis.units import UnitActivity, UnitSums, rows_of

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 
 from rekindle.blocks import parametrized
 from rekindle.blocks.finding import Block, Found, find
-from rekindle.blocks.names import locate
-from rekindle.blocks.storage import is_sharded
+from rekindle.blocks.names import is_sharded, locate
 from rekindle.diagnosis.activity import Activity, Unmeasured, activity
 from rekindle.diagnosis.curvature import Curvature, hessian_eigenvalue
 from rekindle.diagnosis.results import Comparison, Health

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rekindle.blocks.storage import is_sharded
+from rekindle.blocks.names import is_sharded
 from rekindle.methods.remedy import Remedy
 from rekindle.optimizers import unwrap
 from rekindle.projection.receipt import Receipt

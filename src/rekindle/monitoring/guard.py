@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from rekindle.blocks.storage import is_sharded
+from rekindle.blocks.names import is_sharded
 from rekindle.isolation import Batch, Loss, call, isolated
 from rekindle.optimizers import unwrap
 from rekindle.projection.method import Method

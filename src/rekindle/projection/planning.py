@@ -22,9 +22,8 @@ from rekindle import tables
 from rekindle.blocks import parametrized
 from rekindle.blocks.finding import Conv, Found, find
 from rekindle.blocks.layouts import Block, Recipe
-from rekindle.blocks.names import locate
+from rekindle.blocks.names import is_sharded, locate
 from rekindle.blocks.state_dicts import find_in_state
-from rekindle.blocks.storage import is_sharded
 from rekindle.engine.devices import full_precision, to_host
 from rekindle.engine.isometry import polar
 from rekindle.extras import install

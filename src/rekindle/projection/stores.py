@@ -18,8 +18,7 @@ from torch.nn import Parameter
 
 from rekindle.blocks import parametrized
 from rekindle.blocks.finding import Block, find
-from rekindle.blocks.names import locate
-from rekindle.blocks.storage import is_sharded
+from rekindle.blocks.names import is_sharded, locate
 from rekindle.projection.planning import Entry
 from rekindle.sharding.spread import Spread
 from rekindle.sharding.wrappers import local

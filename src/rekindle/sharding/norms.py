@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rekindle.blocks.layouts import Layout
-from rekindle.blocks.storage import is_sharded
+from rekindle.blocks.names import is_sharded
 from rekindle.sharding.spread import LayoutNotSupported, Range, Spread
 from rekindle.sharding.team import Team
 from rekindle.sharding.units import factors, sizes

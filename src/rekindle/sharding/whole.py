@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rekindle.blocks.storage import is_sharded
+from rekindle.blocks.names import is_sharded
 from rekindle.sharding.spread import Spread
 from rekindle.sharding.wrappers import local, settle
 

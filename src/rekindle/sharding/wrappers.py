@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from rekindle.blocks.storage import is_sharded, sharded_parameters
+from rekindle.blocks.names import is_sharded, sharded_parameters
 from rekindle.sharding.spread import LayoutNotSupported, Spread
 from rekindle.sharding.team import SOLO, Team
 
