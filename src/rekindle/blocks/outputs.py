@@ -28,9 +28,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from rekindle.blocks.names import unwrapped, wrapped
-from rekindle.consumers.graph import as_layer
 from rekindle.consumers.source import uses_of
-from rekindle.consumers.values import INPUT, Split, at, has_matrices, layers_in, with_matrices
+from rekindle.consumers.values import INPUT, Split, as_layer, at, has_matrices, layers_in, with_matrices
 
 _DIRECT = {"head", "heads", "lm_head", "classifier", "fc", "score", "qa_outputs", "cls", "logits", "output_layer"}
 _DIRECT |= {"embed_out", "decoder_head", "action_net", "value_net", "fc_out", "classification_head", "output"}

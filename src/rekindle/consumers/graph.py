@@ -10,18 +10,13 @@ import inspect
 import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx, nn
 
+from rekindle.consumers.values import LAYERS, is_transposed_linear
 from rekindle.isolation import Recorded
-
-PLAIN_CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-TRANSPOSED_CONVS = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-LAYERS: tuple[type[nn.Module], ...] = (nn.Linear, *PLAIN_CONVS, *TRANSPOSED_CONVS)
-
 
 NONLINEAR = frozenset(
     {
@@ -95,59 +90,6 @@ def shapes_of(node: fx.Node) -> tuple[list[Any], list[Any]] | None:
     if isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor):
         return [*before.shape], [*after.shape]
     return None
-
-
-@dataclass(frozen=True)
-class Layer:
-    """A layer as maker or reader of neurons: its module and where its weight has outputs and inputs."""
-
-    name: str
-    module: nn.Module = field(repr=False, compare=False)
-    out_axis: int
-    in_axis: int
-
-    @property
-    def weight(self) -> nn.Parameter:
-        """The weight that holds a row for each neuron made and a column for each one read."""
-        weight = self.module.weight
-        assert isinstance(weight, nn.Parameter)
-        return weight
-
-    @property
-    def bias(self) -> nn.Parameter | None:
-        """The bias, where there is one."""
-        bias = getattr(self.module, "bias", None)
-        return bias if isinstance(bias, nn.Parameter) else None
-
-    @property
-    def out_size(self) -> int:
-        """How many neurons the layer makes."""
-        return self.weight.shape[self.out_axis]
-
-    @property
-    def in_size(self) -> int:
-        """How many values the layer reads."""
-        return self.weight.shape[self.in_axis]
-
-
-def as_layer(name: str, module: nn.Module) -> Layer | None:
-    """The module as a :class:`Layer`, or None if its class is none whose rows and columns are known.
-
-    >>> as_layer("fc", nn.Linear(3, 5)).out_size
-    5
-    >>> as_layer("norm", nn.LayerNorm(3)) is None
-    True
-    """
-    if isinstance(module, (nn.Linear, *PLAIN_CONVS)):
-        return Layer(name, module, 0, 1)
-    if isinstance(module, TRANSPOSED_CONVS) or is_transposed_linear(module):
-        return Layer(name, module, 1, 0)
-    return None
-
-
-def is_transposed_linear(module: nn.Module) -> bool:
-    """Whether this is GPT-2's `Conv1D`, a Linear whose weight is stored as (in, out)."""
-    return type(module).__name__ == "Conv1D" and hasattr(module, "nf") and hasattr(module, "weight")
 
 
 class _Tracer(fx.Tracer):

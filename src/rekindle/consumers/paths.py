@@ -22,9 +22,7 @@ from rekindle.consumers.graph import (
     POOLS,
     SHAPE_ONLY,
     TRANSPARENT,
-    Layer,
     Untraceable,
-    as_layer,
     can_trace,
     exported,
     graph_of,
@@ -34,6 +32,7 @@ from rekindle.consumers.graph import (
     restored,
     shapes_of,
 )
+from rekindle.consumers.values import Layer, as_layer
 
 Order = Literal["channel", "last", "major", "minor"]
 

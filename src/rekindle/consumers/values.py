@@ -1,4 +1,4 @@
-"""What is recorded while a class's source is read: values, cuts, and the uses of its submodules that follow."""
+"""The layers of a model, and what is recorded of their outputs while a class's source is read: values, cuts, uses."""
 
 from __future__ import annotations
 
@@ -9,39 +9,62 @@ from typing import Any
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-_NONE: frozenset[Any] = frozenset()
+PLAIN_CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+TRANSPOSED_CONVS = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+LAYERS: tuple[type[nn.Module], ...] = (nn.Linear, *PLAIN_CONVS, *TRANSPOSED_CONVS)
 
 
 @dataclass(frozen=True)
-class Split:
-    """One place where an output is cut: by which operation, and into how many equal last-axis parts if that is sure."""
+class Layer:
+    """A layer as maker or reader of neurons: its module and where its weight has outputs and inputs."""
 
-    how: str
-    equal: int | None = None
-    names: tuple[str, ...] = ()
+    name: str
+    module: nn.Module = field(repr=False, compare=False)
+    out_axis: int
+    in_axis: int
+
+    @property
+    def weight(self) -> nn.Parameter:
+        """The weight that holds a row for each neuron made and a column for each one read."""
+        weight = self.module.weight
+        assert isinstance(weight, nn.Parameter)
+        return weight
+
+    @property
+    def bias(self) -> nn.Parameter | None:
+        """The bias, where there is one."""
+        bias = getattr(self.module, "bias", None)
+        return bias if isinstance(bias, nn.Parameter) else None
+
+    @property
+    def out_size(self) -> int:
+        """How many neurons the layer makes."""
+        return self.weight.shape[self.out_axis]
+
+    @property
+    def in_size(self) -> int:
+        """How many values the layer reads."""
+        return self.weight.shape[self.in_axis]
 
 
-@dataclass
-class Uses:
-    """What a class does with the outputs of its submodules, by path.
+def as_layer(name: str, module: nn.Module) -> Layer | None:
+    """The module as a :class:`Layer`, or None if its class is none whose rows and columns are known.
 
-    `splits` and `splits_input`: what is cut into parts that do not come together again. `feeds`: (a, b) where b reads
-    something computed from a; `passes`: the same with nothing but elementwise functions and reshapes between.
-    `added`: a is added to what it was computed from (a residual connection). `scores`: a's output is turned into
-    scores (softmax, top-k). `returns`: a's output leaves, unchanged in kind; `leaves`: something computed from it and
-    from no later matrix leaves. `own` says how the class cuts its own weight.
+    >>> as_layer("fc", nn.Linear(3, 5)).out_size
+    5
+    >>> as_layer("norm", nn.LayerNorm(3)) is None
+    True
     """
+    if isinstance(module, (nn.Linear, *PLAIN_CONVS)):
+        return Layer(name, module, 0, 1)
+    if isinstance(module, TRANSPOSED_CONVS) or is_transposed_linear(module):
+        return Layer(name, module, 1, 0)
+    return None
 
-    called: set[str] = field(default_factory=set)
-    splits: dict[str, Split] = field(default_factory=dict)
-    splits_input: Split | None = None
-    feeds: set[tuple[str, str]] = field(default_factory=set)
-    passes: set[tuple[str, str]] = field(default_factory=set)
-    added: set[str] = field(default_factory=set)
-    scores: set[str] = field(default_factory=set)
-    returns: set[str] = field(default_factory=set)
-    leaves: set[str] = field(default_factory=set)
-    own: Split | None = None
+
+def is_transposed_linear(module: nn.Module) -> bool:
+    """Whether this is GPT-2's `Conv1D`, a Linear whose weight is stored as (in, out)."""
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf") and hasattr(module, "weight")
 
 
 def has_matrices(module: nn.Module) -> bool:
@@ -86,6 +109,41 @@ def layers_in(module: nn.Module) -> Iterator[nn.Module]:
     for inner in module.modules():
         if any(p is not None and _is_matrix(p) for p in inner._parameters.values()):
             yield inner
+
+
+@dataclass(frozen=True)
+class Split:
+    """One place where an output is cut: by which operation, and into how many equal last-axis parts if that is sure."""
+
+    how: str
+    equal: int | None = None
+    names: tuple[str, ...] = ()
+
+
+@dataclass
+class Uses:
+    """What a class does with the outputs of its submodules, by path.
+
+    `splits` and `splits_input`: what is cut into parts that do not come together again. `feeds`: (a, b) where b reads
+    something computed from a; `passes`: the same with nothing but elementwise functions and reshapes between.
+    `added`: a is added to what it was computed from (a residual connection). `scores`: a's output is turned into
+    scores (softmax, top-k). `returns`: a's output leaves, unchanged in kind; `leaves`: something computed from it and
+    from no later matrix leaves. `own` says how the class cuts its own weight.
+    """
+
+    called: set[str] = field(default_factory=set)
+    splits: dict[str, Split] = field(default_factory=dict)
+    splits_input: Split | None = None
+    feeds: set[tuple[str, str]] = field(default_factory=set)
+    passes: set[tuple[str, str]] = field(default_factory=set)
+    added: set[str] = field(default_factory=set)
+    scores: set[str] = field(default_factory=set)
+    returns: set[str] = field(default_factory=set)
+    leaves: set[str] = field(default_factory=set)
+    own: Split | None = None
+
+
+_NONE: frozenset[Any] = frozenset()
 
 
 @dataclass(frozen=True)

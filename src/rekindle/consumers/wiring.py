@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rekindle.consumers.graph import PLAIN_CONVS, RECURRENT, TRANSPOSED_CONVS, Layer, as_layer
+from rekindle.consumers.graph import RECURRENT
 from rekindle.consumers.paths import Order, Reading, Trace, export, trace
+from rekindle.consumers.values import PLAIN_CONVS, TRANSPOSED_CONVS, Layer, as_layer
 
 
 class WiringError(ValueError):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from rekindle import initial
 from rekindle.blocks.finding import find
 from rekindle.blocks.names import is_sharded, unwrapped, wrapped
-from rekindle.consumers.graph import as_layer
+from rekindle.consumers.values import as_layer
 from rekindle.methods.call import Call
 from rekindle.methods.remedy import Remedy
 from rekindle.methods.writing import clear_gradients
