@@ -10,54 +10,27 @@ from __future__ import annotations
 import math
 import re
 import sys
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from time import perf_counter
+from typing import Any
 
 from torch import nn
 
 from rekindle.advice.candidates import NOTHING, Candidate, candidates_for, given_candidates, layer_groups
 from rekindle.advice.intervals import Interval, mean_interval
+from rekindle.advice.judging import HORIZONS, Answer, Row, decide, levels, ranked, row, sentence
 from rekindle.advice.tasks import default_loss
 from rekindle.advice.trials import Question, Trace, TrialExecutor, executor
 from rekindle.blocks.names import unwrapped
-from rekindle.isolation import Batch, Loss
+from rekindle.isolation import Batch, Loss, check_loss, random_states_kept
 from rekindle.projection.method import Method
 from rekindle.projection.receipt import Receipt
 from rekindle.tables import table, terminal_width
 
-HORIZONS = (0.25, 0.5, 1.0)
-Answer = Literal["apply", "do nothing", "do not", "cannot tell"]
-_FIRST_STEPS = 5  # trained before the time of a step is measured
-_SMALL = 0.02  # of the loss: differences whose interval lies within this are no reason to act
-
-
-@dataclass(frozen=True)
-class Row:
-    """One candidate: what it did right away, how it learned, and against doing nothing.
-
-    `level` is the mean loss over the last quarter of the horizon that it reached (`share` of the whole), `difference`
-    is level − that of nothing with a 95 % interval, `expected` the level extrapolated to the whole horizon with the
-    error of the fit. `rise` is the change of the loss on the new data right after the remedy, `old_rise` and `old_end`
-    the change on the old data right after it and at the end; `drift` how far the function moved.
-    """
-
-    name: str
-    call: str
-    share: float
-    level: float
-    interval: Interval
-    difference: float
-    difference_interval: Interval
-    expected: float
-    expected_error: float
-    rise: float
-    old_rise: float
-    old_end: float
-    drift: float
-    ranks: tuple[int, ...]
-    error: str | None = None
+_FIRST_STEPS = 4  # trained before the time of a step is known
+_LEAST = 20  # steps of the shortest horizon
+_LOOKS = 16  # at the clock, and at held-out data, per horizon
 
 
 @dataclass(frozen=True)
@@ -72,17 +45,20 @@ class Advice:
     horizon: int
     seeds: int
     seconds: float
+    judged_on: str = "the new data"
     candidates: tuple[Candidate, ...] = field(repr=False, default=())
 
     @property
     def chosen(self) -> str:
         """The name of the chosen candidate."""
-        return next((one.name for one in self.candidates if one.method is self.choice), NOTHING)
+        if self.choice is None:
+            return NOTHING
+        return next(one.name for one in self.candidates if one.method is self.choice)
 
     @property
     def call(self) -> str:
         """The exact call to make."""
-        return next(row.call for row in self.rows if row.name == self.chosen)
+        return next(each.call for each in self.rows if each.name == self.chosen)
 
     def apply(self, model: nn.Module, optimizer: Any = None, **arguments: Any) -> Receipt:
         """Do it: apply the chosen method to the model itself. Doing nothing gives an empty receipt."""
@@ -92,36 +68,52 @@ class Advice:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON and for the page."""
-        about = ("answer", "sentence", "chosen", "call", "steps", "horizon", "seeds", "seconds")
+        about = ("answer", "sentence", "chosen", "call", "steps", "horizon", "seeds", "judged_on", "seconds")
         return {**{name: getattr(self, name) for name in about}, "rows": [asdict(row) for row in self.rows]}
 
     def __str__(self) -> str:
-        heads = ["candidate", "loss", "− nothing", "95 % interval", "ranks", "right after", "old data", "drift"]
-        lines = [heads]
-        for row in self.rows:
-            if row.error:
-                lines.append([row.name, f"not tried: {row.error}"])
+        short = any(each.error is None and each.share < 1 for each in self.rows)
+        old = any(not math.isnan(each.old_end) for each in self.rows)
+        heads = ["candidate", "loss", "− nothing", "95 % interval", "ranks"]
+        heads += ["expected"] * short + ["right after"] + ["old: right after", "old: at the end"] * old + ["drift"]
+        lines = []
+        for each in self.rows:
+            if each.error:
+                lines.append([each.name, f"not tried: {each.error}"])
                 continue
-            low, high = row.difference_interval
-            lines.append(
-                [
-                    row.name,
-                    f"{row.level:.4g}" + ("" if row.share >= 1 else f" ({row.share:.0%})"),
-                    "" if row.name == NOTHING else f"{row.difference:+.3g}",
-                    "" if row.name == NOTHING else f"[{low:+.3g}, {high:+.3g}]",
-                    "/".join(map(str, row.ranks)),
-                    f"{row.rise:+.3g}",
-                    "" if math.isnan(row.old_end) else f"{row.old_rise:+.3g}, {row.old_end:+.3g}",
-                    "" if math.isnan(row.drift) else f"{row.drift:.2g}",
-                ]
-            )
-        shown = table(lines[0], lines[1:], terminal_width(), left=(0, 1))
+            low, high = each.difference_interval
+            own = each.name != NOTHING
+            line = [
+                each.name,
+                f"{each.level:.4g}" + ("" if each.share >= 1 else f" ({each.share:.0%})"),
+                f"{each.difference:+.3g}" if own else "",
+                f"[{low:+.3g}, {high:+.3g}]" if own else "",
+                "/".join(map(str, each.ranks)),
+            ]
+            line += [f"{each.expected:.3g} ± {each.expected_error:.2g}" if each.share < 1 else ""] * short
+            line.append(_around(each.rise, each.rise_interval) if own else "")
+            line += [_around(each.old_rise, each.old_rise_interval) if own else ""] * old
+            line += [_around(each.old_end, each.old_end_interval)] * old
+            line.append(_around(each.drift, each.drift_interval, sign="") if own else "")
+            lines.append(line)
+        shown = table(heads, lines, terminal_width(), left=(0, 1))
         reached = f"{self.steps} of {self.horizon} steps" if self.steps < self.horizon else f"{self.steps} steps"
         notes = [
-            f"{reached}, {self.seeds} seeds, {self.seconds:.0f} s; loss: mean over the last quarter of the steps;",
-            "ranks: at a quarter, a half and the whole; old data: change right after, and at the end",
+            f"{reached}, {self.seeds} seeds, {self.seconds:.0f} s; loss: on {self.judged_on}, mean over the last "
+            "quarter of the steps;",
+            "ranks: at a quarter, a half and the whole; right after, old: change of the loss; drift: of the function "
+            "(KL); [95 % intervals]",
         ]
+        notes += ["expected: the curve's line in log(step) at the whole horizon ± the error of the fit"] * short
         return "\n".join([self.sentence, self.call, "", *shown, "", *notes])
+
+
+def _around(value: float, interval: Interval, sign: str = "+") -> str:
+    """A number with its interval; without one where there is none."""
+    if math.isnan(value):
+        return ""
+    low, high = interval
+    return f"{value:{sign}.3g}" + (f" [{low:{sign}.2g}, {high:{sign}.2g}]" if math.isfinite(low + high) else "")
 
 
 def advise(
@@ -130,6 +122,7 @@ def advise(
     *,
     loss: Loss | None = None,
     old_batches: Iterable[Batch] = (),
+    held_out: Iterable[Batch] = (),
     optimizer: Any = None,
     candidates: Mapping[str, Method | None] | Iterable[Method] | None = None,
     layers: bool = False,
@@ -144,14 +137,17 @@ def advise(
     """Try remedies on copies of the model and say which to apply, if any. The model itself is not changed.
 
     new_batches, old_batches: what is to be learned now, and (optional) what should not be forgotten.
+    held_out: batches of the new data that are not trained on: candidates are then judged by the loss on these (what
+        generalises) instead of the loss while learning (what fits).
     loss: `loss(model, batch)`; without it cross entropy of (inputs, labels), or the model's own `.loss`.
     candidates: methods, or a mapping of names to methods; without it those of `candidates_for(model)`.
     layers: also FIRE on each third of the layers alone.
     budget: seconds, or a text such as "90s", "2m", "1h". `steps` is the horizon: how long training will go on; without
-        it the longest that the budget allows.
+        it the longest that the budget allows. A budget that ends before a quarter of it answers "cannot tell".
     seeds: how many, or which; three at least for an interval that says something.
     copy: a function that returns a copy of the model, for models that cannot be deep-copied.
-    workers, on: how many processes (as many as cores without it), and "ray" for Ray.
+    workers, on: how many processes (as many as cores without it), and "ray" for Ray. Each candidate has one copy of
+        the model and of the optimizer's state per seed; those of dropped candidates are freed.
 
     >>> import torch
     >>> _ = torch.manual_seed(0)
@@ -162,23 +158,35 @@ def advise(
     >>> advice.answer in ("apply", "do nothing", "do not", "cannot tell"), [row.name for row in advice.rows]
     (True, [...])
     """
-    began = time.perf_counter()
-    end = began + seconds_of(budget)
+    began = perf_counter()
+    check_loss(loss)
+    seconds = seconds_of(budget)
     chosen = list(range(seeds)) if isinstance(seeds, int) else list(seeds)
-    new = list(new_batches)
-    if not new or not chosen:
-        raise ValueError("advise needs at least one batch of new data and one seed")
-    question = Question(model, optimizer, new, list(old_batches), loss or default_loss, copy)
-    tried = candidates_for(unwrapped(model)) if candidates is None else given_candidates(candidates)
-    if layers:
-        tried += layer_groups(unwrapped(model))
-    where = executor(question, tried, chosen, on=on, workers=workers)
-    try:
-        run = _Race(where, tried, chosen, end, progress)
-        horizon = run.to_the_end(steps)
-    finally:
-        where.close()
-    return _advice(run, tried, len(chosen), horizon, time.perf_counter() - began)
+    with random_states_kept():  # a loader draws its order from the global states
+        new, old, judged = list(new_batches), list(old_batches), list(held_out)
+        if not new or not chosen:
+            raise ValueError("advise needs at least one batch of new data and one seed")
+        question = Question(model, optimizer, new, old, loss or default_loss, copy, judged)
+        inner = unwrapped(model)
+        tried = candidates_for(inner, new) if candidates is None else given_candidates(candidates)
+        if layers:
+            tried += layer_groups(inner)
+        where = executor(question, tried, chosen, on=on, workers=workers)
+        try:
+            race = _Race(where, tried, chosen, began, seconds, progress)
+            horizon = race.to_the_end(steps)
+        finally:
+            where.close()
+    rows = [row(one, race.traces[one.name], race.traces[NOTHING], race.ranks[one.name], horizon) for one in tried]
+    rows.sort(key=lambda each: (each.error is not None, -each.share, each.level))
+    answer, name = decide(rows, race.running, race.steps, horizon)
+    method = next(one.method for one in tried if one.name == name)
+    said = sentence(answer, next(each for each in rows if each.name == name), rows, race.steps, horizon)
+    about = "held-out data" if judged else "the new data while learning"
+    return Advice(
+        *(answer, said, method, tuple(rows), race.steps, horizon, len(chosen), perf_counter() - began, about),
+        candidates=tuple(tried),
+    )
 
 
 def seconds_of(budget: float | str) -> float:
@@ -201,10 +209,11 @@ class _Race:
         where: TrialExecutor,
         candidates: Sequence[Candidate],
         seeds: Sequence[int],
-        end: float,
+        began: float,
+        seconds: float,
         progress: bool | None,
     ) -> None:
-        self._where, self._end = where, end
+        self._where, self._seconds, self._end = where, seconds, began + seconds
         self._seeds = len(seeds)
         self._shown = sys.stderr.isatty() if progress is None else progress
         self.names = [candidate.name for candidate in candidates]
@@ -212,174 +221,65 @@ class _Race:
         self.running = list(self.names)
         self.ranks: dict[str, list[int]] = {name: [] for name in self.names}
         self.steps = 0
+        self._per_step = 0.0  # of all that are running, as the last round was
 
     def to_the_end(self, steps: int | None) -> int:
         """Advance to each horizon in turn, dropping candidates in between; the horizon in steps."""
-        self._advance(_FIRST_STEPS)
-        began = time.perf_counter()
-        self._advance(_FIRST_STEPS)
-        per_step = (time.perf_counter() - began) / _FIRST_STEPS
+        self._advance(1)  # the remedies themselves are applied in this round
+        if perf_counter() < self._end:
+            self._advance(_FIRST_STEPS)
         # All go to a quarter, about half of them to a half, a quarter of them to the end.
-        allowed = int((self._end - time.perf_counter()) / per_step / (0.25 + 0.125 + 0.125))
-        horizon = max(steps or allowed, 4 * _FIRST_STEPS)
-        look = max(min(horizon, allowed) // 20, 1)  # steps between two looks at the clock
+        allowed = int((self._end - perf_counter()) / max(self._per_step, 1e-9) / (0.25 + 0.125 + 0.125))
+        horizon = max(steps or allowed, _LEAST)
         for share in HORIZONS:
             goal = round(share * horizon)
-            while self.steps < goal and time.perf_counter() < self._end:
-                self._advance(min(goal - self.steps, look))
+            while self.steps < goal and self._advance_in_time(goal, horizon):
                 self._say(horizon)
-            self._rank(horizon)
+            for name, rank in ranked(self.traces, self.running, horizon).items():
+                self.ranks[name].append(rank)
             if self.steps < goal:
                 break
             if share < 1:
                 self._drop()
         if self._shown:
             sys.stderr.write("\r\x1b[K")
-        return horizon
+        # Without a wish for its length the horizon is what was reached: fewer were dropped than was hoped.
+        return horizon if steps is not None else max(self.steps, _LEAST)
+
+    def _advance_in_time(self, goal: int, horizon: int) -> bool:
+        """One round of a sixteenth of the horizon or of the time; False if that time is not left."""
+        fitting = int(self._seconds / _LOOKS / max(self._per_step, 1e-9))
+        steps = max(min(goal - self.steps, horizon // _LOOKS, fitting), 1)
+        if perf_counter() + steps * self._per_step > self._end:
+            return False
+        self._advance(steps)
+        return True
 
     def _advance(self, steps: int) -> None:
+        began = perf_counter()
         numbers = [self.names.index(name) * self._seeds + s for name in self.running for s in range(self._seeds)]
         for number, trace in self._where.advance(numbers, steps).items():
-            self.traces.setdefault(self.names[number // self._seeds], [Trace()] * self._seeds)[number % self._seeds] = (
-                trace
-            )
+            name, seed = self.names[number // self._seeds], number % self._seeds
+            self.traces.setdefault(name, [Trace() for _ in range(self._seeds)])[seed] = trace
         self.running = [name for name in self.running if not any(trace.error for trace in self.traces[name])]
         self.steps += steps
-
-    def _rank(self, horizon: int) -> None:
-        expected = {name: _expected(self.traces[name], horizon)[0] for name in self.running}
-        for rank, name in enumerate(sorted(expected, key=lambda name: expected[name]), start=1):
-            self.ranks[name].append(rank)
+        self._per_step = (perf_counter() - began) / steps
 
     def _drop(self) -> None:
         """Drop the worse half, but nobody who is not clearly worse than the best, and never doing nothing."""
         order = sorted(self.running, key=lambda name: self.ranks[name][-1])
-        best = _levels(self.traces[order[0]])
+        best = levels(self.traces[order[0]])
         out = []
         for name in order[-(-len(order) // 2) :]:
-            _, (low, _) = mean_interval([a - b for a, b in zip(_levels(self.traces[name]), best, strict=True)])
+            _, (low, _) = mean_interval([a - b for a, b in zip(levels(self.traces[name]), best, strict=True)])
             if name != NOTHING and low > 0:
                 out.append(name)
         self.running = [name for name in self.running if name not in out]
-        self._where.drop(self.names.index(name) * self._seeds + s for name in out for s in range(self._seeds))
+        self._where.drop([self.names.index(name) * self._seeds + s for name in out for s in range(self._seeds)])
 
     def _say(self, horizon: int) -> None:
         if self._shown:
-            left = max(self._end - time.perf_counter(), 0)
+            left = max(self._end - perf_counter(), 0)
             text = f"advise: {len(self.running)} candidates, step {self.steps} of {horizon}, at most {left:.0f} s left"
             sys.stderr.write(f"\r{text}\x1b[K")
             sys.stderr.flush()
-
-
-def _advice(run: _Race, candidates: Sequence[Candidate], seeds: int, horizon: int, seconds: float) -> Advice:
-    base = {
-        len(trace.losses): _levels(run.traces[NOTHING], len(trace.losses)) for t in run.traces.values() for trace in t
-    }
-    rows = sorted(
-        (_row(candidate, run, base, horizon) for candidate in candidates),
-        key=lambda row: (row.error is not None, -row.share, row.level),
-    )
-    answer, name = _decide(rows, run, horizon)
-    method = next(one.method for one in candidates if one.name == name)
-    sentence = _sentence(answer, next(row for row in rows if row.name == name), rows, run.steps, horizon)
-    return Advice(answer, sentence, method, tuple(rows), run.steps, horizon, seeds, seconds, tuple(candidates))
-
-
-def _row(candidate: Candidate, run: _Race, base: Mapping[int, list[float]], horizon: int) -> Row:
-    traces = run.traces[candidate.name]
-    error = next((trace.error for trace in traces if trace.error), None)
-    if error:
-        nan, none = math.nan, (math.nan, math.nan)
-        return Row(candidate.name, candidate.call, 0, nan, none, nan, none, nan, nan, nan, nan, nan, nan, (), error)
-    levels = _levels(traces)
-    level, interval = mean_interval(levels)
-    nothing = base[len(traces[0].losses)]
-    difference, around = mean_interval([a - b for a, b in zip(levels, nothing, strict=True)])
-    share = len(traces[0].losses) / horizon
-    expected, error_of_fit = _expected(traces, horizon)
-    return Row(
-        candidate.name,
-        candidate.call,
-        share,
-        level,
-        interval,
-        difference,
-        around,
-        expected,
-        error_of_fit,
-        rise=_mean(trace.rise for trace in traces),
-        old_rise=_mean(trace.old_after - trace.old_before for trace in traces),
-        old_end=_mean(trace.old_end - trace.old_before for trace in traces),
-        drift=_mean(trace.drift for trace in traces),
-        ranks=tuple(run.ranks[candidate.name]),
-    )
-
-
-def _mean(values: Iterable[float]) -> float:
-    found = list(values)
-    return sum(found) / len(found)
-
-
-def _decide(rows: Sequence[Row], run: _Race, horizon: int) -> tuple[Answer, str]:
-    alive = [row for row in rows if row.error is None and row.name in run.running]
-    nothing = next(row for row in alive if row.name == NOTHING)
-    others = [row for row in rows if row.error is None and row.name != NOTHING]
-    better = [row for row in alive if row.name != NOTHING and row.difference_interval[1] < 0]
-    if run.steps < 0.25 * horizon:
-        return "cannot tell", NOTHING
-    if better:
-        best = min(better, key=lambda row: row.level)
-        # Of those that learn as well as the best, the one that forgets least.
-        equal = [row for row in better if row.interval[0] <= best.interval[1] and row.level <= best.level * 1.01]
-        keeps = [row for row in equal if not math.isnan(row.old_end)]
-        return "apply", (min(keeps, key=lambda row: row.old_end) if keeps else best).name
-    if others and all(row.difference_interval[0] > 0 for row in others):
-        return "do not", NOTHING
-    unclear = [
-        row for row in alive if row.name != NOTHING and row.difference_interval[0] < -_SMALL * abs(nothing.level)
-    ]
-    return ("cannot tell" if unclear else "do nothing"), NOTHING
-
-
-def _sentence(answer: Answer, row: Row, rows: Sequence[Row], steps: int, horizon: int) -> str:
-    if answer == "apply":
-        low, high = row.difference_interval
-        sentence = (
-            f"Apply {row.name}: its loss is {-row.difference:.3g} lower than doing nothing [{-high:.3g}, {-low:.3g}]"
-        )
-        if row.old_end > 0:
-            sentence += f", and the loss on the old data ends {row.old_end:.3g} higher than before"
-        return f"{sentence}."
-    if answer == "do not":
-        return "Do not: every remedy that was tried learns worse than the network as it is."
-    if answer == "do nothing":
-        return "Do nothing: no remedy learns better than the network as it is."
-    wide = [r for r in rows if r.error is None and r.difference < 0]
-    best = min(wide, key=lambda r: r.difference) if wide else None
-    reason = f"{best.name} may be better, but its interval includes no gain" if best else "nothing stands out"
-    return f"Cannot tell with this budget ({steps} of {horizon} steps): {reason}. Give more time or seeds."
-
-
-def _levels(traces: Sequence[Trace], steps: int | None = None) -> list[float]:
-    """Per seed the mean loss over the last quarter of the first `steps` steps."""
-    curves = [trace.losses[: steps or len(trace.losses)] for trace in traces]
-    return [sum(last) / len(last) for curve in curves for last in [curve[-max(len(curve) // 4, 1) :]]]
-
-
-def _expected(traces: Sequence[Trace], horizon: int) -> tuple[float, float]:
-    """The level extrapolated to the horizon: a line in log(step) through the second half, and its error.
-
-    Loss curves bend less in log(step) than in steps; further ahead than four times what was seen it says little.
-    """
-    curve = [sum(losses) / len(losses) for losses in zip(*(trace.losses for trace in traces), strict=True)]
-    seen = [(math.log(step + 1), loss) for step, loss in enumerate(curve) if step >= len(curve) // 2]
-    level = sum(_levels(traces)) / len(traces)
-    if len(curve) >= horizon or len(seen) < 8 or not all(math.isfinite(loss) for _, loss in seen):
-        return level, 0.0
-    count = len(seen)
-    x_mean, y_mean = sum(x for x, _ in seen) / count, sum(y for _, y in seen) / count
-    spread = sum((x - x_mean) ** 2 for x, _ in seen)
-    slope = sum((x - x_mean) * (y - y_mean) for x, y in seen) / spread
-    noise = math.sqrt(sum((y - y_mean - slope * (x - x_mean)) ** 2 for x, y in seen) / (count - 2))
-    ahead = math.log(0.875 * horizon) - x_mean  # the middle of the last quarter
-    return y_mean + slope * ahead, noise * math.sqrt(1 / count + ahead**2 / spread)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
+from rekindle.isolation import Batch
 from rekindle.methods import DASH, FIRE, FullReset, HeadReset, ReDo, ShrinkPerturb
 from rekindle.projection.method import Method
 from rekindle.projection.planning import plan
 
 NOTHING = "nothing"
+_LOOKED_AT = 4  # batches in which dormant neurons are looked for
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
 _GROUPS = {
     "mlp": {"mlp-in", "mlp-gate", "mlp-out"},
@@ -37,8 +39,10 @@ class Candidate:
         return f"rekindle.methods.{inside}(model, optimizer)" if inside[0].isupper() else f"{inside}(model, optimizer)"
 
 
-def candidates_for(model: nn.Module) -> list[Candidate]:
+def candidates_for(model: nn.Module, batches: Sequence[Batch] = ()) -> list[Candidate]:
     """Nothing, FIRE at two scales and on the groups of layers that the model has, and the rivals that fit it.
+
+    With batches ReDo is among them only where neurons are dormant on these.
 
     >>> net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4, 2))
     >>> [candidate.name for candidate in candidates_for(net)]
@@ -65,8 +69,9 @@ def candidates_for(model: nn.Module) -> list[Candidate]:
         ("shrink-perturb", ShrinkPerturb(0.8, "fresh")),
         ("head-reset", HeadReset()),
         ("full-reset", FullReset()),
-        ("redo", ReDo()),
     ]
+    if not batches or _dormant(model, batches[:_LOOKED_AT]):
+        found.append(("redo", ReDo()))
     return [Candidate(*one) for one in found]
 
 
@@ -91,6 +96,17 @@ def given_candidates(given: Mapping[str, Method | None] | Iterable[Method]) -> l
     if all(one.method is not None for one in named):
         named.insert(0, Candidate(NOTHING))
     return named
+
+
+def _dormant(model: nn.Module, batches: Sequence[Batch]) -> bool:
+    """Whether any neuron is dormant as ReDo counts it; a model that it cannot read has none for it."""
+    found = ReDo()
+    try:
+        found.look(model, batches)
+        scores = found.scores(model)
+    except (ValueError, TypeError, NotImplementedError):
+        return False
+    return any(bool((score <= found.tau).any()) for score in scores.values())
 
 
 def _nearest(group: str) -> FIRE:

@@ -16,11 +16,12 @@ the loss curve below it. A young network often scores above 1; one that has lost
 
 from __future__ import annotations
 
+import math
 import sys
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -44,7 +45,9 @@ class ProbeResult:
     """What a probe measured.
 
     `score` is the mean over seeds of learned(model) / learned(fresh), with a 95 % `interval`; `difference` is
-    learned(model) − learned(fresh), in units of the loss. `enough` is False where even the fresh network did not
+    learned(model) − learned(fresh), in units of the loss. `speed` is how many steps the fresh network needs for each
+    step of the model, to the loss that both reach (the model's own last level, or the fresh network's if that is
+    higher); a geometric mean over seeds. `enough` is False where even the fresh network did not
     learn the wanted amount within the budget: then the score says nothing.
     """
 
@@ -53,6 +56,8 @@ class ProbeResult:
     interval: Interval
     difference: float
     difference_interval: Interval
+    speed: float
+    speed_interval: Interval
     enough: bool
     gained: float
     gain: float
@@ -93,7 +98,10 @@ class ProbeResult:
         }
         lines = [
             f"plasticity score {self.score:.2f} [{low:.2f}, {high:.2f}]: {words[self.verdict]}",
-            f"learned below the untrained loss of {self.level:.3g}: {self.difference:+.3g} against fresh ({budget})",
+            f"learned below the untrained loss of {self.level:.3g}: {self.difference:+.3g} against fresh "
+            f"[{self.difference_interval[0]:+.2g}, {self.difference_interval[1]:+.2g}] ({budget})",
+            f"a step of the model is worth {self.speed:.2f} steps of a fresh network "
+            f"[{self.speed_interval[0]:.2f}, {self.speed_interval[1]:.2f}]",
         ]
         by_fresh, by_model = self.reached
         if by_fresh is not None:
@@ -133,7 +141,7 @@ def probe(
         network has lowered its loss by `gain`; fixed `steps` are taken as they are.
     seeds: how many, or which: each draws a fresh network, an order of batches and the noise of dropout.
     """
-    began = time.perf_counter()
+    began = perf_counter()
     chosen = list(range(seeds)) if isinstance(seeds, int) else list(seeds)
     if not chosen:
         raise ValueError("probe needs at least one seed")
@@ -153,7 +161,7 @@ def probe(
             order_seed = int(torch.randint(2**31 - 1, (), generator=generator))
             for who in ("fresh", "model"):
                 learner = _Learner(model, starts[who], todo, optimizer, order_seed)
-                now = time.perf_counter()
+                now = perf_counter()
                 share = (began + allowed - now) / (2 * len(chosen) - sum(map(len, learned.values())))
                 if taken is None:
                     taken = learner.until((1 - gain) * levels[0], share)
@@ -163,7 +171,7 @@ def probe(
                 bar.tick(f"probe: seed {number + 1} of {len(chosen)}, {who}")
     bar.close()
     taken = min(len(curve) for curves in learned.values() for curve in curves)
-    return _result(str(task), learned, taken, levels, gain, time.perf_counter() - began)
+    return _result(str(task), learned, taken, levels, gain, perf_counter() - began)
 
 
 def _result(
@@ -182,10 +190,26 @@ def _result(
     gained = sum(1 - _end(curve) / level for curve in curves["fresh"]) / len(ratios) if level else 0.0
     score, interval = mean_interval(ratios)
     difference, around = mean_interval(differences)
+    speeds = [math.log(_speed(m, f)) for m, f in zip(curves["model"], curves["fresh"], strict=True)]
+    speed, (slow, fast) = mean_interval(speeds)
     enough = gained >= gain and score == score
     both = {who: tuple(tuple(curve) for curve in kept) for who, kept in curves.items()}
     return ProbeResult(
-        *(task, score, interval, difference, around, enough, gained, gain, steps, len(ratios), level),
+        *(
+            task,
+            score,
+            interval,
+            difference,
+            around,
+            math.exp(speed),
+            (_exp(slow), _exp(fast)),
+            enough,
+            gained,
+            gain,
+            steps,
+            len(ratios),
+            level,
+        ),
         *(both["model"], both["fresh"], seconds),
     )
 
@@ -219,14 +243,14 @@ class _Learner:
                 for optimizer in self._optimizers:
                     optimizer.step()
                 pending.append(loss.detach())
-                if time.perf_counter() > until:
+                if perf_counter() > until:
                     break
         self.losses += torch.stack(pending).nan_to_num(nan=float("inf")).double().tolist()
 
     def until(self, level: float, seconds: float) -> int:
         """Learn until the loss has come down to `level`, then as long again; the steps taken."""
-        end = time.perf_counter() + max(seconds, 0.0)
-        while len(self.losses) < _MOST_STEPS and time.perf_counter() < end:
+        end = perf_counter() + max(seconds, 0.0)
+        while len(self.losses) < _MOST_STEPS and perf_counter() < end:
             self.run(_CHUNK, end)
             if _end(self.losses) <= level:
                 self.run(len(self.losses), end)
@@ -298,6 +322,18 @@ def _fresh(
     return {name: start[clean(name)].to(tensor).clone() for name, tensor in own.items()}
 
 
+def _speed(model: Sequence[float], fresh: Sequence[float]) -> float:
+    """Steps of the fresh network ÷ steps of the model, to the loss that both reach."""
+    own, other = _mean_curve([model]), _mean_curve([fresh])
+    level = max(own[-1], other[-1])
+    first = [_first_below(curve, level) or len(curve) for curve in (other, own)]
+    return first[0] / first[1]
+
+
+def _exp(value: float) -> float:
+    return math.exp(value) if value < 700 else math.inf
+
+
 def _below(curve: Sequence[float], level: float) -> float:
     """The mean distance of the loss below the untrained level, where it is below."""
     return sum(max(level - loss, 0.0) for loss in curve) / len(curve)
@@ -325,12 +361,12 @@ class _Progress:
 
     def __init__(self, wanted: bool | None, total: int) -> None:
         self._shown = sys.stderr.isatty() if wanted is None else wanted
-        self._total, self._done, self._began = total, 0, time.perf_counter()
+        self._total, self._done, self._began = total, 0, perf_counter()
 
     def tick(self, text: str) -> None:
         self._done += 1
         if self._shown:
-            passed = time.perf_counter() - self._began
+            passed = perf_counter() - self._began
             left = passed / self._done * (self._total - self._done)
             sys.stderr.write(f"\r{text}, about {left:.0f} s left\x1b[K")
             sys.stderr.flush()

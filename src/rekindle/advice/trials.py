@@ -29,6 +29,7 @@ from rekindle.isolation import Loss, isolated
 from rekindle.optimizers import unwrap
 
 _LOOKED_AT = 8  # batches for the loss before and after
+_JUDGED = 4  # held-out batches per look
 
 
 @dataclass(frozen=True)
@@ -41,19 +42,34 @@ class Question:
     old: list[Any]
     loss: Loss
     copy: Callable[[], nn.Module] | None = None
+    held_out: Sequence[Any] = ()
 
 
 @dataclass
 class Trace:
-    """What one trial has shown so far. `error` says why the candidate could not be applied."""
+    """What one trial has shown so far. `error` says why the candidate could not be applied.
+
+    `losses` are those of every step, `looks` those on the held-out batches with the step. Changes right after the
+    remedy have one number per batch.
+    """
 
     losses: list[float] = field(default_factory=list)
-    rise: float = 0.0
+    looks: list[tuple[int, float]] = field(default_factory=list)
+    rises: list[float] = field(default_factory=list)
+    old_rises: list[float] = field(default_factory=list)
+    drifts: list[float] = field(default_factory=list)
     old_before: float = math.nan
-    old_after: float = math.nan
     old_end: float = math.nan
-    drift: float = math.nan
     error: str | None = None
+
+    @property
+    def steps(self) -> int:
+        """Steps that were taken."""
+        return len(self.losses)
+
+    def curve(self) -> list[tuple[int, float]]:
+        """Step and loss by which the candidate is judged: on held-out batches where there are some."""
+        return self.looks or list(enumerate(self.losses, start=1))
 
 
 class Trial:
@@ -68,9 +84,8 @@ class Trial:
         self._model = copied(question)
         self._optimizers = optimizers_like(question.optimizer, unwrapped(question.model), self._model, state=True)
         self._moment = getattr(candidate.method, "moment", "event")
-        before = self._outputs()
-        at_first = self._level(question.new)
-        self.trace.old_before = self._level(question.old)
+        before, at_first, old = self._outputs(), self._losses(question.new), self._losses(question.old)
+        self.trace.old_before = _mean(old)
         if self._method is not None and self._moment == "event":
             try:
                 self._method(
@@ -83,16 +98,20 @@ class Trial:
             except (ValueError, RuntimeError, NotImplementedError) as error:
                 self.trace.error = f"{type(error).__name__}: {error}".splitlines()[0]
                 return
-        self.trace.rise = self._level(question.new) - at_first
-        self.trace.old_after = self.trace.old_end = self._level(question.old)
-        self.trace.drift = _drift(before, self._outputs())
+        after, old_after = self._losses(question.new), self._losses(question.old)
+        self.trace.rises = [a - b for a, b in zip(after, at_first, strict=True)]
+        self.trace.old_rises = [a - b for a, b in zip(old_after, old, strict=True)]
+        self.trace.old_end = _mean(old_after)
+        self.trace.drifts = _drifts(before, self._outputs())
 
     def advance(self, steps: int) -> Trace:
-        """Train `steps` more steps and look at the old data."""
+        """Train `steps` more steps, then look at the held-out and the old data."""
         if self.trace.error is None:
             with initial.forked_rng(self._noise, self._model):
                 self.trace.losses += [self._step() for _ in range(steps)]
-            self.trace.old_end = self._level(self._question.old)
+            self.trace.old_end = _mean(self._losses(self._question.old))
+            if self._question.held_out:
+                self.trace.looks.append((self.trace.steps, _mean(self._losses(self._question.held_out[:_JUDGED]))))
         return self.trace
 
     def _step(self) -> float:
@@ -115,12 +134,11 @@ class Trial:
         value = float(plain.detach())
         return value if math.isfinite(value) else math.inf
 
-    def _level(self, batches: Sequence[Any]) -> float:
-        if not batches:
-            return math.nan
+    def _losses(self, batches: Sequence[Any]) -> list[float]:
+        """The loss on each of the first batches, in evaluation mode."""
         with isolated(self._model), torch.no_grad():
-            losses = [float(self._question.loss(self._model, batch)) for batch in batches[:_LOOKED_AT]]
-        return sum(losses) / len(losses)
+            found = [float(self._question.loss(self._model, batch)) for batch in batches[:_LOOKED_AT]]
+        return [loss if math.isfinite(loss) else math.inf for loss in found]
 
     def _outputs(self) -> list[Tensor]:
         found: list[Tensor] = []
@@ -162,18 +180,20 @@ def optimizers_like(optimizer: Any, model: nn.Module, other: nn.Module, *, state
     return made
 
 
-def _drift(before: Sequence[Tensor], after: Sequence[Tensor]) -> float:
-    """How far the function moved: KL divergence of class scores, relative squared change of anything else."""
-    if not before or len(before) != len(after):
-        return math.nan
-    total = 0.0
-    for old, new in zip(before, after, strict=True):
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else math.nan
+
+
+def _drifts(before: Sequence[Tensor], after: Sequence[Tensor]) -> list[float]:
+    """How far the function moved on each batch: KL divergence of class scores, relative squared change otherwise."""
+    found = []
+    for old, new in zip(before, after, strict=False):
         if old.dim() >= 2 and old.shape[-1] > 1:
             there, here = (functional.log_softmax(t.flatten(0, -2).double(), -1) for t in (new, old))
-            total += float(functional.kl_div(there, here, log_target=True, reduction="batchmean"))
+            found.append(max(0.0, float(functional.kl_div(there, here, log_target=True, reduction="batchmean"))))
         else:
-            total += float((new - old).square().sum() / old.square().sum().clamp_min(1e-12))
-    return total / len(before)
+            found.append(float((new - old).square().sum() / old.square().sum().clamp_min(1e-12)))
+    return found
 
 
 class Trials:
@@ -250,7 +270,13 @@ class _Forked:
             pipe.send(("advance", [n for n in numbers if n % len(self._pipes) == worker], steps))
         found: dict[int, Trace] = {}
         for pipe in self._pipes:
-            answer = pipe.recv()
+            try:
+                answer = pipe.recv()
+            except EOFError:
+                raise RuntimeError(
+                    "a process that tried candidates ended without an answer, most likely for want of memory: "
+                    "give workers=1, or fewer candidates or seeds"
+                ) from None
             if isinstance(answer, BaseException):
                 raise answer
             found.update(answer)

@@ -1,0 +1,92 @@
+"""A method that asks first: candidates are tried on copies, and the one that the advice names is applied.
+
+As a method it goes wherever methods go: into schedules, trainers and the laboratory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from rekindle.advice.advising import Advice, advise
+from rekindle.advice.trials import optimizers_like
+from rekindle.methods.call import Call
+from rekindle.methods.remedy import Remedy
+from rekindle.projection.method import Method
+from rekindle.projection.receipt import Receipt
+
+
+class Advised(Remedy):
+    """Apply what `rekindle.advise` answers on the batches of the call; nothing where that is the answer.
+
+    steps, budget, candidates, seeds, workers: those of `advise`.
+    held_out: the share of the batches that candidates are judged on instead of trained on.
+    new_optimizer: training goes on with a new optimizer, so that candidates are tried with one.
+    `last` is the advice that was followed; its sentence is the first note of the receipt.
+
+    >>> import torch
+    >>> from torch import nn
+    >>> from rekindle.methods import FIRE
+    >>> net = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4))
+    >>> data = [(torch.randn(16, 8), torch.randint(4, (16,))) for _ in range(4)]
+    >>> receipt = Advised(steps=20, candidates=[FIRE()])(net, batches=data)
+    >>> receipt.method in ("fire", "nothing"), receipt.notes[0].startswith("advised: ")
+    (True, True)
+    """
+
+    name = "advised"
+    batches = "any"
+
+    def __init__(
+        self,
+        *,
+        steps: int | None = None,
+        budget: float | str = "2m",
+        candidates: Mapping[str, Method | None] | Iterable[Method] | None = None,
+        seeds: int = 3,
+        held_out: float = 0.0,
+        new_optimizer: bool = False,
+        workers: int | None = 1,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(seed=seed)
+        if not 0 <= held_out < 1:
+            raise ValueError(f"held_out={held_out} is a share of the batches, from 0 up to 1")
+        self.steps, self.budget, self.seeds, self.workers = steps, budget, seeds, workers
+        self.held_out, self.new_optimizer = held_out, new_optimizer
+        self._candidates = candidates if candidates is None or isinstance(candidates, Mapping) else list(candidates)
+        self.last: Advice | None = None
+
+    def apply(self, call: Call) -> Receipt:
+        """Ask, and do it."""
+        batches = list(call.batches or ())
+        judged = round(self.held_out * len(batches))
+        if len(batches) <= judged:
+            raise ValueError("Advised needs batches of what is to be learned: give batches= with the call")
+        optimizer = call.optimizer
+        if self.new_optimizer and optimizer is not None:
+            optimizer = _begun_anew(optimizers_like(optimizer, call.inner, call.inner, state=False))
+        self.last = advise(
+            call.inner,
+            batches[judged:],
+            held_out=batches[:judged],
+            loss=call.loss,
+            optimizer=optimizer,
+            candidates=self._candidates,
+            steps=self.steps,
+            budget=self.budget,
+            seeds=self.seeds,
+            workers=self.workers,
+            progress=False,
+        )
+        receipt = self.last.apply(call.model, call.optimizer, batches=batches, loss=call.loss, generator=call.generator)
+        return replace(receipt, notes=(f"advised: {self.last.sentence}", *receipt.notes))
+
+
+def _begun_anew(optimizers: Any) -> Any:
+    """With the learning rate that a schedule started from, where there is one."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = group.get("initial_lr", group["lr"])
+    return optimizers

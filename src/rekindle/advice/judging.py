@@ -1,0 +1,199 @@
+"""What trials show: a row per candidate, extrapolated curves, ranks, and the answer that follows from them.
+
+Every number has a 95 % interval: over seeds for what is learned, over batches for what a remedy does right away.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from rekindle.advice.candidates import NOTHING, Candidate
+from rekindle.advice.intervals import Interval, mean_interval
+from rekindle.advice.trials import Trace
+
+Answer = Literal["apply", "do nothing", "do not", "cannot tell"]
+HORIZONS = (0.25, 0.5, 1.0)
+SMALL = 0.02  # of the loss: gains below this are no reason to act
+_NONE: Interval = (math.nan, math.nan)
+_DRAWN = 60  # points of a curve that are kept for a picture
+
+
+@dataclass(frozen=True)
+class Row:
+    """One candidate: what it did right away, how it learned, and against doing nothing.
+
+    `level` is the mean loss over the last quarter of the steps that it took (`share` of the horizon), `difference` is
+    level − that of nothing over the same steps, pairwise; `expected` the level extrapolated to the whole horizon by a
+    line in log(step), with the standard error of that fit. `rise` is the change of the loss on the new data right
+    after the remedy, `old_rise` and `old_end` the change on the old data right after it and at the end; `drift` how
+    far the function moved (KL divergence of class scores). `curve` is [step, loss], the mean over seeds.
+    """
+
+    name: str
+    call: str
+    share: float = 0.0
+    level: float = math.nan
+    interval: Interval = _NONE
+    difference: float = math.nan
+    difference_interval: Interval = _NONE
+    expected: float = math.nan
+    expected_error: float = math.nan
+    rise: float = math.nan
+    rise_interval: Interval = _NONE
+    old_rise: float = math.nan
+    old_rise_interval: Interval = _NONE
+    old_end: float = math.nan
+    old_end_interval: Interval = _NONE
+    drift: float = math.nan
+    drift_interval: Interval = _NONE
+    ranks: tuple[int, ...] = ()
+    curve: tuple[tuple[int, float], ...] = ()
+    error: str | None = None
+
+
+def levels(traces: Sequence[Trace], steps: int | None = None) -> list[float]:
+    """Per seed the mean loss over the last quarter of the first `steps` steps."""
+    found = []
+    for trace in traces:
+        end = steps or trace.steps
+        curve = [(step, loss) for step, loss in trace.curve() if step <= end] or trace.curve()[:1]
+        last = [loss for step, loss in curve if step > 0.75 * end] or [curve[-1][1]]
+        found.append(sum(last) / len(last))
+    return found
+
+
+def expected(traces: Sequence[Trace], horizon: int) -> tuple[float, float]:
+    """The level extrapolated to the horizon: a line in log(step) through the second half, and its error.
+
+    Loss curves bend less in log(step) than in steps; further ahead than four times what was seen it says little.
+    """
+    level = sum(levels(traces)) / len(traces)
+    taken = traces[0].steps
+    seen = [(math.log(step), loss) for step, loss in mean_curve(traces) if step > taken / 2]
+    if taken >= horizon or len(seen) < 4 or not all(math.isfinite(loss) for _, loss in seen):
+        return level, 0.0
+    count = len(seen)
+    x_mean, y_mean = sum(x for x, _ in seen) / count, sum(y for _, y in seen) / count
+    spread = sum((x - x_mean) ** 2 for x, _ in seen)
+    slope = sum((x - x_mean) * (y - y_mean) for x, y in seen) / spread
+    noise = math.sqrt(sum((y - y_mean - slope * (x - x_mean)) ** 2 for x, y in seen) / (count - 2))
+    ahead = math.log(0.875 * horizon) - x_mean  # the middle of the last quarter
+    return y_mean + slope * ahead, noise * math.sqrt(1 / count + ahead**2 / spread)
+
+
+def mean_curve(traces: Sequence[Trace]) -> list[tuple[int, float]]:
+    """[step, loss], the mean over seeds."""
+    curves = [trace.curve() for trace in traces]
+    return [(points[0][0], sum(loss for _, loss in points) / len(points)) for points in zip(*curves, strict=True)]
+
+
+def row(
+    candidate: Candidate, traces: Sequence[Trace], nothing: Sequence[Trace], ranks: Sequence[int], horizon: int
+) -> Row:
+    """What the trials of a candidate show, next to those of doing nothing."""
+    error = next((trace.error for trace in traces if trace.error), None)
+    if error:
+        return Row(candidate.name, candidate.call, error=error)
+    taken = traces[0].steps
+    own, base = levels(traces), levels(nothing, taken)
+    level, interval = mean_interval(own)
+    difference, around = mean_interval([a - b for a, b in zip(own, base, strict=True)])
+    ahead, error_of_fit = expected(traces, horizon)
+    rise, rise_interval = _over_batches([trace.rises for trace in traces])
+    old_rise, old_rise_interval = _over_batches([trace.old_rises for trace in traces])
+    old_end, old_end_interval = mean_interval([trace.old_end - trace.old_before for trace in traces])
+    drift, drift_interval = _over_batches([trace.drifts for trace in traces])
+    curve = mean_curve(traces)
+    stride = max(1, -(-len(curve) // _DRAWN))
+    return Row(
+        candidate.name,
+        candidate.call,
+        min(taken / horizon, 1.0),
+        level,
+        interval,
+        difference,
+        around,
+        ahead,
+        error_of_fit,
+        rise,
+        rise_interval,
+        old_rise,
+        old_rise_interval,
+        old_end,
+        old_end_interval,
+        drift,
+        drift_interval,
+        tuple(ranks),
+        tuple(_thinned(curve, stride)),
+    )
+
+
+def decide(rows: Sequence[Row], running: Sequence[str], steps: int, horizon: int) -> tuple[Answer, str]:
+    """The answer, and the name of the candidate that it means.
+
+    Below a quarter of the horizon nothing is decided: the order of candidates still turns there.
+    """
+    alive = [each for each in rows if each.error is None and each.name in running]
+    nothing = next(each for each in alive if each.name == NOTHING)
+    others = [each for each in rows if each.error is None and each.name != NOTHING]
+    if not others:
+        return "do nothing", NOTHING
+    if steps < round(HORIZONS[0] * horizon):
+        return "cannot tell", NOTHING
+    small = SMALL * abs(nothing.level)
+    tried = [each for each in alive if each.name != NOTHING]
+    better = [each for each in tried if each.difference_interval[1] < 0 and each.difference < -small]
+    if better:
+        best = min(better, key=lambda each: each.level)
+        # Of those that learn as well as the best, the one that forgets least.
+        equal = [each for each in better if each.interval[0] <= best.interval[1] and each.level <= best.level * 1.01]
+        keeps = [each for each in equal if not math.isnan(each.old_end)]
+        return "apply", (min(keeps, key=lambda each: each.old_end) if keeps else best).name
+    if all(each.difference_interval[0] > 0 for each in others):
+        return "do not", NOTHING
+    unclear = any(each.difference_interval[0] < -small for each in tried)
+    return ("cannot tell" if unclear else "do nothing"), NOTHING
+
+
+def sentence(answer: Answer, chosen: Row, rows: Sequence[Row], steps: int, horizon: int) -> str:
+    """The answer in words."""
+    if answer == "apply":
+        low, high = chosen.difference_interval
+        said = f"Apply {chosen.name}: its loss is {-chosen.difference:.3g} lower than doing nothing "
+        said += f"[{-high:.3g}, {-low:.3g}]"
+        if chosen.old_end > 0:
+            said += f", and the loss on the old data ends {chosen.old_end:.3g} higher than before"
+        return f"{said}."
+    if answer == "do not":
+        return "Do not: every remedy that was tried learns worse than the network as it is."
+    if answer == "do nothing":
+        return "Do nothing: no remedy learns better than the network as it is."
+    if steps < round(HORIZONS[0] * horizon):
+        reason = f"a quarter of the horizon is {round(HORIZONS[0] * horizon)} steps, and earlier orders mislead"
+    else:
+        wide = [each for each in rows if each.error is None and each.difference < 0]
+        best = min(wide, key=lambda each: each.difference) if wide else None
+        reason = f"{best.name} may be better, but its interval includes no gain" if best else "nothing stands out"
+    return f"Cannot tell with this budget ({steps} of {horizon} steps): {reason}. Give more time or seeds."
+
+
+def ranked(traces: Mapping[str, Sequence[Trace]], names: Sequence[str], horizon: int) -> dict[str, int]:
+    """The rank of each candidate by the level that its curve leads to."""
+    ahead = {name: expected(traces[name], horizon)[0] for name in names}
+    return {name: place for place, name in enumerate(sorted(ahead, key=lambda name: ahead[name]), start=1)}
+
+
+def _over_batches(measured: Sequence[Sequence[float]]) -> tuple[float, Interval]:
+    """Seeds are averaged for each batch, and batches give the interval."""
+    if not measured or not measured[0]:
+        return math.nan, _NONE
+    return mean_interval([sum(values) / len(values) for values in zip(*measured, strict=True)])
+
+
+def _thinned(curve: Sequence[tuple[int, float]], stride: int) -> list[tuple[int, float]]:
+    """Every point the mean of `stride`, at its last step."""
+    parts = [curve[start : start + stride] for start in range(0, len(curve), stride)]
+    return [(part[-1][0], sum(loss for _, loss in part) / len(part)) for part in parts]
