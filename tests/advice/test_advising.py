@@ -272,7 +272,7 @@ def test_held_out_batches_decide_where_they_are_given() -> None:
 def test_redo_is_tried_only_where_neurons_are_dormant() -> None:
     batches, awake = data(), net()
     for layer in (awake[0], awake[2]):
-        nn.init.constant_(layer.bias, 9.0)
+        nn.init.constant_(layer.bias, 1.0 if layer is awake[0] else 50.0)
     assert "redo" not in [one.name for one in candidates_for(awake, batches)]
     assert "redo" in [one.name for one in candidates_for(lost(), batches)]
 
