@@ -21,6 +21,15 @@ FLAGS = (
 )
 Driver = Any
 
+# What a reader of the page cannot see without moving it sideways; a table's head that cards replace does not count.
+OFF_SCREEN = """
+const w = document.documentElement.clientWidth;
+const hidden = e => e.closest('thead') && getComputedStyle(e.closest('thead')).position === 'absolute';
+return [...document.querySelectorAll('main *')].filter(e => { const r = e.getBoundingClientRect();
+  return r.width && !hidden(e) && (r.right > w + 1 || r.left < -1) })
+  .map(e => e.tagName + ': ' + e.textContent.slice(0, 40))
+"""
+
 browser_only = pytest.mark.skipif(
     not (CHROMIUM and CHROMEDRIVER), reason="needs a browser: apt-get install chromium chromium-driver"
 )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from browser import Driver, browser_only, driver, page, serving
+from browser import OFF_SCREEN, Driver, browser_only, driver, page, serving
 from lab_results import ENDS, LABELS, told
 from rekindle.lab.settings import Setting
 from rekindle.lab.views.page import render
@@ -218,15 +218,6 @@ def test_nothing_sticks_out_on_a_phone(page: Driver, width: int) -> None:
     )
     page.refresh()
     assert page.execute_script("return document.documentElement.scrollWidth") <= width
-
-
-OFF_SCREEN = """
-const w = document.documentElement.clientWidth;
-const hidden = e => e.closest('thead') && getComputedStyle(e.closest('thead')).position === 'absolute';
-return [...document.querySelectorAll('main *')].filter(e => { const r = e.getBoundingClientRect();
-  return r.width && !hidden(e) && (r.right > w + 1 || r.left < -1) })
-  .map(e => e.tagName + ': ' + e.textContent.slice(0, 40))
-"""
 
 
 @browser_only

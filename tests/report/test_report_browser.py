@@ -1,14 +1,17 @@
 """The page in a real Chromium: loads in silence, sorts, filters, opens a layer, follows dark mode, runs no name."""
 
 import json
+from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from browser import Driver, browser_only, driver, page, serving
+from browser import OFF_SCREEN, Driver, browser_only, driver, page, serving
+from rekindle import fire, health, plan
 from rekindle.report import render, words
 
 selenium = pytest.importorskip("selenium", reason="pip install selenium")
@@ -263,6 +266,29 @@ def test_nothing_sticks_out_on_a_phone(page: Driver, width: int) -> None:
     page.execute_script("document.querySelectorAll('.open')[1].click()")
     assert page.execute_script("return document.documentElement.scrollWidth") <= width
     assert page.find_element(By.CSS_SELECTOR, "tr.detail svg").is_displayed()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1280])
+def test_nothing_is_off_screen(driver: Driver, tmp_path: Path, width: int, scheme: str) -> None:
+    """Layers, neurons, plan and receipt of a real network with long names, everything open, read without moving."""
+    torch.manual_seed(0)
+    net = nn.Sequential(OrderedDict((f"encoder_layer_{i}_intermediate", nn.Linear(24, 24)) for i in range(3)))
+    net = nn.Sequential(OrderedDict(backbone=net, activation=nn.ReLU(), classification_head=nn.Linear(24, 4)))
+    found = {"health": health(net, [torch.randn(32, 24)]).to_dict(), "plan": plan(net).to_dict()}
+    found |= {"receipt": fire(net).to_dict(), "after": health(net, [torch.randn(32, 24)]).to_dict()}
+    made = {"versions": {"rekindle": "0.1.0"}, "line": "rekindle fire a -o b", "platform": "Linux", "threads": 1}
+    (tmp_path / "a.html").write_text(render({"command": "fire", **found, "made": made}))
+    driver.execute_cdp_cmd(
+        "Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+    )
+    size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 700}
+    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    driver.get((tmp_path / "a.html").as_uri())
+    driver.execute_script("document.querySelectorAll('details').forEach(each => each.open = true)")
+    assert driver.execute_script(OFF_SCREEN) == []
+    code = driver.find_element(By.TAG_NAME, "pre").text
+    assert code.splitlines() == ['pip install "torch-rekindle[cli]==0.1.0"', "rekindle fire a -o b"]
 
 
 def test_prints_with_everything_open(page: Driver) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import shlex
 import sys
@@ -51,7 +52,7 @@ def described(checkpoint: Checkpoint) -> dict[str, Any]:
     tensors, path = checkpoint.meta_tensors(), Path(checkpoint.path)
     return {
         "path": str(path),
-        "name": path.resolve().name,
+        "name": os.path.basename(os.path.abspath(path)),  # as the user calls it, a link included
         "format": checkpoint.format,
         "tensors": len(checkpoint.names),
         "numbers": sum(tensor.numel() for tensor in tensors.values()),
