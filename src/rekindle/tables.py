@@ -112,6 +112,8 @@ def elide(name: str, width: int) -> str:
     '…10.attn.c_attn.weight'
     >>> elide("model.layers.3.mlp.experts.12.gate_proj.weight", 28)
     '…3…12.gate_proj.weight'
+    >>> elide("encoder.layer.0.attention.output.dense.weight", 24)
+    '…0…output.dense.weight'
     >>> elide("a_rather_long_name_without_dots", 16)
     'a_rat…thout_dots'
     """
@@ -121,9 +123,10 @@ def elide(name: str, width: int) -> str:
     places = [at for at, part in enumerate(path) if part.isdigit()]
     if places:
         numbers = "…" + "…".join(path[at] for at in places)
-        joint = "." if places[-1] == len(path) - 1 else "…"
         shorter = "…" + ".".join([*path[places[0] :], owner, last])
-        for text in (shorter, f"{numbers}{joint}{owner}.{last}"):
+        after = [*path[places[-1] + 1 :], owner, last]
+        ends = (numbers + (".…"[at > 0]) + ".".join(after[at:]) for at in range(len(after) - 1))
+        for text in (shorter, *ends):
             if len(text) <= width:
                 return text
         if len(numbers) + 4 < width:

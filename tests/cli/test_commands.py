@@ -229,7 +229,7 @@ def test_compare_says_what_changed(checkpoint: Path, tmp_path: Path) -> None:
     assert moved["angle_out"] == pytest.approx(0, abs=1e-4)
     assert all(change["sfe"] == 0 for change in changes.values())
     text = run("compare", checkpoint, tmp_path / "other.safetensors").stdout
-    assert "1 of 4 blocks changed, 3 are the same to the bit" in text
+    assert "1 of 4 blocks changed, 3 identical bit for bit" in text
 
 
 def test_compare_after_fire_keeps_the_frame_and_finds_the_old_file_tired(checkpoint: Path, tmp_path: Path) -> None:

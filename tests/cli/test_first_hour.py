@@ -1,9 +1,8 @@
 """What a new user meets in the first hour: quick answers, honest verdicts, names that fit, messages that help."""
 
-import importlib
 import json
 import os
-import pkgutil
+import re
 import signal
 import subprocess
 import sys
@@ -17,6 +16,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+import rekindle
 from command_line import checkpoint, one_line, run, weights
 from rekindle.cli import laboratory_names, options
 
@@ -105,14 +105,15 @@ def test_completion_is_up_to_date_with_the_laboratory_names() -> None:
 
 
 def test_doctor_lists_what_there_is() -> None:
-    facts = json.loads(run("doctor", "--json").stdout)
-    try:
-        there = importlib.import_module("rekindle.integrations")
-        expected = {m.name for m in pkgutil.iter_modules(there.__path__) if not m.name.startswith("_")}
-    except ModuleNotFoundError:
-        expected = set()
-    assert set(facts["integrations"]) == expected
-    assert "allback" not in run("doctor").stdout.partition("callbacks for")[0]
+    """Callbacks that a user can pass to a trainer, and none of the modules that they share."""
+    found = json.loads(run("doctor", "--json").stdout)["integrations"]
+    reference = (ROOT / "docs" / "reference.md").read_text()
+    named = set(re.findall(r"^::: rekindle\.integrations\.(\S+)", reference, flags=re.M))
+    assert set(found) == named - {"application.Application", "attaching.Attachment"}
+    shown = run("doctor").stdout
+    assert [line for line in shown.splitlines() if "integrations" in line] == [
+        f"rekindle.integrations.{name}: {why or 'ok'}" for name, why in found.items()
+    ]
 
 
 # Verdicts
@@ -131,6 +132,23 @@ def test_weights_alone_are_never_called_healthy(tmp_path: Path) -> None:
     shown = page.read_text()
     assert 'class="verdict unknown"' in shown and "no sign in the weights" in shown
     assert "activity not measured" in shown
+
+
+def test_the_next_call_that_a_report_prints_cures_what_it_found() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 5))
+    with torch.no_grad():
+        model[2].bias[:40] = -10.0
+    batches = [torch.randn(64, 20) for _ in range(2)]
+    names = {"rekindle": rekindle, "model": model, "optimizer": torch.optim.Adam(model.parameters())}
+    report = names["report"] = rekindle.health(model, batches)
+    assert report.verdict == "act"
+    following = str(report).splitlines()[-1].removeprefix("next: ").removesuffix(", then train")
+    for call in following.split(", then "):
+        exec(call, names)
+    assert rekindle.health(model, batches).verdict == "healthy"
+    torch.nn.init.constant_(model[0].weight, float("nan"))
+    assert str(rekindle.health(model)).splitlines()[-1] == "next: restore an earlier checkpoint"
 
 
 def test_fire_and_compare_say_that_the_function_has_changed(checkpoint: Path, tmp_path: Path) -> None:
@@ -178,7 +196,7 @@ def test_convolutions_of_a_plain_file_are_read_with_one_group_and_said_to_be(tmp
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(72, 4))
     torch.save(net.state_dict(), tmp_path / "net.pt")
-    assert "1 convolutions are read with groups=1" in run("inspect", tmp_path / "net.pt").stderr
+    assert "1 convolution read with groups=1" in run("inspect", tmp_path / "net.pt").stderr
     listed = json.loads(run("plan", tmp_path / "net.pt", "--json").stdout)["entries"]
     assert "read with groups=1" in listed[0]["reason"]
     assert "groups=1" in one_line(run("fire", tmp_path / "net.pt", "-o", tmp_path / "new.pt"))
@@ -231,6 +249,56 @@ def test_hints_name_options_and_not_arguments(tmp_path: Path) -> None:
     assert "--reference" in run("inspect", tmp_path / "net.pt").stdout
 
 
+@pytest.fixture
+def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A terminal of 80 columns: hints are broken over lines there."""
+    for name in ("inspect", "fire"):
+        monkeypatch.setattr(f"rekindle.cli.{name}.width", lambda: 80)
+
+
+def plain(text: str) -> str:
+    return " ".join(text.split())
+
+
+@pytest.mark.usefixtures("narrow")
+def test_hints_name_options_in_a_narrow_terminal_too(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(own)
+    told = ("--model", "mine.py:build", "--data", "mine.py:batches")
+    seen = {"health": run("inspect", "net.pt", *told).stdout, "plan": run("plan", "net.pt").stdout}
+    seen["receipt"] = run("fire", "net.pt", "-o", "new.pt").stdout
+    torch.save({"a.weight": torch.eye(4), "conv.weight": torch.ones(2, 1, 3, 3), "b.weight": torch.eye(4)}, "cnn.pt")
+    seen["convolutions"] = run("plan", "cnn.pt").stdout
+    seen["comparison"] = run("compare", "net.pt", "new.pt").stdout
+    for name, text in seen.items():
+        assert not re.search(r"\b(heads|config|biases|reference)=(?!'zero'\) )", plain(text)), (name, text)
+        assert max(map(len, text.splitlines())) <= 90, text  # only what is to be copied is longer
+    assert "(--heads tells otherwise)" in plain(seen["plan"]) and "(--heads tells otherwise)" in plain(seen["receipt"])
+    assert "give --config, --model or --plan" in plain(seen["convolutions"])
+    assert "rekindle.fire(model, biases='zero') in Python" in plain(seen["health"])
+
+
+@pytest.mark.usefixtures("narrow")
+def test_names_in_a_narrow_terminal_tell_layers_apart(tmp_path: Path) -> None:
+    parts = ("attention.self.key", "attention.self.query", "attention.output.dense", "intermediate.dense")
+    names = [f"encoder.layer.{i}.{part}.weight" for i in (0, 11) for part in parts]
+    save_file({name: torch.eye(8) for name in [*names, "embeddings.word.weight"]}, tmp_path / "a.safetensors")
+    for command in ("inspect", "plan"):
+        shown = run(command, tmp_path / "a.safetensors").stdout
+        lines = [line.split()[0] for line in shown.splitlines() if re.match(r"(…|encoder)", line)]
+        assert len(lines) == len(set(lines)) == len(names), shown
+
+
+def test_the_next_command_follows_from_what_was_found(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What weights alone cannot cure is not answered with a projection of weights."""
+    monkeypatch.chdir(own)
+    told = ("--model", "mine.py:build", "--data", "mine.py:batches")
+    assert "next: in Python: rekindle.fire(model, optimizer, biases='zero')" in run("inspect", "net.pt", *told).stdout
+    state = torch.load("net.pt", weights_only=True)
+    state["0.weight"][0, 0] = float("nan")
+    torch.save(state, "broken.pt")
+    assert "next: restore an earlier checkpoint" in run("inspect", "broken.pt").stdout
+
+
 # A user's own code
 
 MODEL = """
@@ -276,7 +344,7 @@ def test_activity_and_gradients_are_measured_from_the_shell(
     assert health["whole"]["gradient_norm"] > 0
     text = run("inspect", "net.pt", "--model", "mine.py:build", "--data", "mine.py:batches").stdout
     assert "verdict: act" in text
-    assert text.strip().splitlines()[-1] == "next: rekindle plan net.pt --model mine.py:build"
+    assert text.strip().splitlines()[-1].startswith("next: in Python: rekindle.fire(model, optimizer, biases='zero')")
 
 
 def test_how_far_outputs_moved_is_measured_or_said_not_to_be(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
-import pkgutil
 import platform
 import sys
 import time
@@ -21,7 +20,7 @@ from rekindle.extras import install
 from rekindle.report.words import listed
 
 _NEEDED = ("torch", "numpy", "safetensors")
-# Module → the extra that brings it, and what for. Callbacks are listed by what there is in rekindle.integrations.
+# Module → the extra that brings it, and what for.
 _OPTIONAL = """
 typer        | cli          | the command line
 rich         | cli          | the command line
@@ -35,6 +34,14 @@ mlflow       | sinks        | logging
 sklearn      | lab          | the laboratory's data
 scipy        | lab          | the laboratory's statistics
 ray          | ray          | studies on a cluster
+"""
+# Module of rekindle.integrations → what a trainer is given; its other modules are what these share.
+_CALLBACKS = """
+transformers | RekindleCallback
+lightning    | RekindleCallback
+ignite       | RekindleHandler
+sb3          | RekindleCallback
+peft         | MergedAdapter
 """
 _DISTRIBUTIONS = {"sklearn": "scikit-learn", "mlflow": "mlflow-skinny"}
 
@@ -95,18 +102,15 @@ def _version(module: str) -> str | None:
 
 
 def _integrations() -> dict[str, str | None]:
-    """Every module of rekindle.integrations, and what keeps it from being imported."""
-    spec = importlib.util.find_spec("rekindle.integrations")
-    if spec is None or not spec.submodule_search_locations:
-        return {}
+    """What each trainer is given, as `module.Class`, and what keeps it from being imported."""
     found: dict[str, str | None] = {}
-    for module in pkgutil.iter_modules(spec.submodule_search_locations):
-        if not module.name.startswith("_"):
-            try:
-                importlib.import_module(f"rekindle.integrations.{module.name}")
-                found[module.name] = None
-            except Exception as error:  # a broken package of others must not break the doctor
-                found[module.name] = " ".join(str(error).split())
+    for module, name in listed(_CALLBACKS):
+        key = f"{module}.{name}"
+        try:
+            getattr(importlib.import_module(f"rekindle.integrations.{module}"), name)
+            found[key] = None
+        except Exception as error:  # a broken package of others must not break the doctor
+            found[key] = " ".join(str(error).split())
     return found
 
 
@@ -149,7 +153,7 @@ def _text(facts: dict[str, Any]) -> str:
     for name, extra, use in listed(_OPTIONAL):
         advice = f"missing, for {use}: {install(extra)}"
         lines.append(f"{name:<13} {facts['optional'][name] or advice}")
-    lines += [f"callbacks for {name}: {why or 'ok'}" for name, why in facts["integrations"].items()]
+    lines += [f"rekindle.integrations.{name}: {why or 'ok'}" for name, why in facts["integrations"].items()]
     word = "ok" if check["ok"] else "FAILED"
     lines.append(f"check: 256² polar factor {word}, residual {check['residual']:.1e}, {check['seconds'] * 1e3:.0f} ms")
     return "\n".join(lines)

@@ -15,6 +15,7 @@ from rekindle.cli.inspect import answers, examined, moved_by
 from rekindle.cli.page import made, write_page
 from rekindle.cli.terminal import (
     as_json,
+    as_options,
     progress,
     refuse_existing,
     reported,
@@ -89,7 +90,7 @@ def plan(
     if json:
         show_json({**drawn.to_dict(), **({"costs": [asdict(cost) for cost in costs]} if costs else {})})
     else:
-        show("\n".join([drawn.table(width()), *map(str, costs)]))
+        show("\n".join([drawn.table(width(), as_options), *map(str, costs)]))
 
 
 def _costs(drawn: Plan, ranks: int) -> list[Estimate]:
@@ -210,7 +211,7 @@ def fire(
     if json:
         show_json(facts)
     else:
-        show(receipt.table(width()))
+        show(receipt.table(width(), worded=as_options))
     say(f"written: {target}")
     say(f"[yellow]note:[/] {MOVED}" + ("" if answered is not None else f"; {how_far(None)}"))
 

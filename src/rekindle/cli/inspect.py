@@ -13,9 +13,9 @@ from rich.markup import escape
 
 from rekindle.cli import options
 from rekindle.cli.page import described, made, write_page
-from rekindle.cli.terminal import FINDINGS, progress, refuse_existing, reported, say, show, show_json, width
+from rekindle.cli.terminal import FINDINGS, as_options, progress, refuse_existing, reported, say, show, show_json, width
 from rekindle.report.view import MOVED, NO_SIGN, how_far
-from rekindle.report.words import printable
+from rekindle.report.words import plural, printable
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -103,7 +103,7 @@ def inspect(
     else:
         from rekindle.diagnosis.results import described as health_text
 
-        show(health_text(health, width(), following))
+        show(health_text(health, width(), following, as_options))
     _exit_on(fail_on, health)
 
 
@@ -138,9 +138,9 @@ def usable(checkpoint: Checkpoint, config: Any, plan: Plan | None) -> list[Store
     unsure = sum(layer.reason is not None and "state dict alone" in layer.reason for layer in layers)
     assumed = sum(layer.assumed for layer in layers)
     if assumed:
-        say(f"[yellow]note:[/] {assumed} convolutions are read with groups=1: --model or --plan tell what they have")
+        say(f"[yellow]note:[/] {plural(assumed, 'convolution')} read with groups=1: --model or --plan tell otherwise")
     if unsure:
-        say(f"[yellow]note:[/] {unsure} tensors are left out; --config, --model or --plan tell how they are used")
+        say(f"[yellow]note:[/] {plural(unsure, 'tensor')} skipped; --config, --model or --plan tell how they are used")
     return layers
 
 
@@ -190,6 +190,11 @@ def _next(path: Path, health: Health, model: str | None, data: str | None) -> st
     """The command that follows from the verdict."""
     file = shlex.quote(str(path))
     more = f" --model {shlex.quote(model)}" if model else ""
+    signs = health.verdict.signs_to_act()
+    if "broken values" in signs:
+        return "restore an earlier checkpoint"
+    if signs == {"dormancy"}:  # a projection of weights alone leaves neurons dead that are dead by their bias
+        return "in Python: rekindle.fire(model, optimizer, biases='zero') or rekindle.methods.ReDo()"
     if health.verdict in ("watch", "act"):
         return f"rekindle plan {file}{more}"
     if data is None:
@@ -309,24 +314,24 @@ def text(
     outputs_moved: float | None = None,
 ) -> str:
     """The comparison for a terminal: a line per layer, then what follows from them."""
-    from rekindle.tables import table
+    from rekindle.tables import table, wrapped
 
     rows = [_cells(change, healths) for change in moved if not change.same]
     same = sum(change.same for change in moved)
     drop = (1, *range(len(_HEADINGS) - 1, 4, -1))
     lines = table(_HEADINGS, rows, columns, left=(0, 1, 2), drop=drop) if rows else []
     drifts = [change.drift for change in moved if change.drift is not None]
-    lines += ["", f"{len(moved) - same} of {len(moved)} blocks changed, {same} are the same to the bit"]
+    said = [f"{len(moved) - same} of {len(moved)} blocks changed, {same} identical bit for bit"]
     if drifts:
-        lines.append(f"drift: mean {sum(drifts) / len(drifts):.3g}, largest {max(drifts):.3g}")
+        said.append(f"drift: mean {sum(drifts) / len(drifts):.3g}, largest {max(drifts):.3g}")
     if rows:
-        lines += [how_far(outputs_moved), f"if nothing was trained between A and B, {MOVED}"]
+        said += [how_far(outputs_moved), f"if nothing was trained between A and B, {MOVED}"]
     words = {"only_A": "only in A", "only_B": "only in B", "shape": "other shape", "dtype": "other dtype"}
-    lines += [f"{words[kind]}: {len(names)} ({', '.join(names[:4])}…)" for kind, names in different.items() if names]
-    lines += [f"! {line}" for line in now.verdict.lines()]
+    said += [f"{words[kind]}: {len(names)} ({', '.join(names[:4])}…)" for kind, names in different.items() if names]
+    said += [f"! {line}" for line in now.verdict.lines()]
     word = now.verdict if now.verdict != "healthy" else NO_SIGN
-    lines += [signs.text, f"verdict: {word} for B against A ({now.verdict.rule}); activity not measured"]
-    return "\n".join(lines)
+    said += [signs.text, f"verdict: {word} for B against A ({now.verdict.rule}); activity not measured"]
+    return "\n".join([*lines, "", *(part for sentence in said for part in wrapped(sentence, columns))])
 
 
 def _cells(change: BlockChange, healths: Sequence[Health]) -> list[str]:

@@ -35,11 +35,14 @@ _WIDE = 220  # columns where no terminal limits them: full layer names fit
 _AS_OPTIONS = {
     "pass config= or a plan saved from the live model": "give --config, --model or --plan",
     "pass reference= an earlier Health or a fresh model": "give --reference, an earlier checkpoint",
+    "pass the model on the meta device as config= instead": "give --model instead",
     "include=… asks for them by name": "--include asks for them by name",
     "FIRE with biases='zero'": "rekindle.fire(model, biases='zero') in Python",
 }
 
-_ARGUMENT = re.compile(r"\b(targets|include|exclude|heads|scale|conv|split_heads|dtype|solver)='([^']*)'")
+_OPTIONS = "targets|include|exclude|heads|scale|conv|split_heads|dtype|solver|optimizer_state"
+_ARGUMENT = re.compile(rf"\b({_OPTIONS})='([^']*)'")
+_ARGUMENT_ALONE = re.compile(rf"\b({_OPTIONS}|config|plan)=(?=\s)")
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -117,11 +120,14 @@ def as_options(text: str) -> str:
 
     >>> as_options("include=… asks for them by name"), as_options("targets='mlp' matches nothing")
     ('--include asks for them by name', '--targets mlp matches nothing')
+    >>> as_options("taken for the output head (heads= tells otherwise)")
+    'taken for the output head (--heads tells otherwise)'
     """
     for argument, option in _AS_OPTIONS.items():
         text = text.replace(argument, option)
     text = text.replace(", include=[], exclude=[]", "").replace(", exclude=[]", "")
-    return _ARGUMENT.sub(lambda found: f"--{found[1].replace('_', '-')} {found[2]}", text)
+    text = _ARGUMENT.sub(lambda found: f"--{found[1].replace('_', '-')} {found[2]}", text)
+    return _ARGUMENT_ALONE.sub(lambda found: f"--{found[1].replace('_', '-')}", text)
 
 
 def page_as_options(page: str) -> str:
@@ -130,7 +136,7 @@ def page_as_options(page: str) -> str:
     >>> page_as_options("<b>pass reference= an earlier Health or a fresh model</b>")
     '<b>give --reference, an earlier checkpoint</b>'
     """
-    for argument, option in _AS_OPTIONS.items():
+    for argument, option in (*_AS_OPTIONS.items(), ("(heads= tells", "(--heads tells")):
         page = page.replace(argument, option)  # in its data
         page = page.replace(argument.replace("'", "&#39;"), option.replace("'", "&#39;"))  # in its text
     return page
@@ -138,7 +144,8 @@ def page_as_options(page: str) -> str:
 
 def say(text: str) -> None:
     """A message for people, with rich markup, on stderr."""
-    _Pipe(stderr=True, soft_wrap=True, highlight=False).print(text)
+    console = _Pipe(stderr=True, highlight=False)
+    console.print(text, soft_wrap=not console.is_terminal)  # a log keeps one line per message
 
 
 def show(text: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -237,37 +237,46 @@ class Comparison:
         return compared(self, terminal_width(110, 10_000))
 
 
-def described(health: Health, width: int, following: str | None = None) -> str:
-    """The whole of a Health as text; `following` is what to do next, in the words of whoever asks."""
+def described(health: Health, width: int, following: str | None = None, worded: Callable[[str], str] = str) -> str:
+    """The whole of a Health as text; `following` is what to do next, `worded` gives hints in the words of who asks."""
+
+    def fitted(text: str) -> list[str]:
+        return _wrap(worded(text), width)
+
     lines = [f"Health ({health.mode}, {health.seconds:.2g} s)"]
     lines += _layers("weights", health.weights, health, _WEIGHTS, ("role", "shape"), width)
     lines += _layers("units", health.units, health, _UNITS, ("kind", "at"), width)
     whole = [f"{name.replace('_', ' ')} {number(value)}" for name, value in health.whole.items()]
     if whole:
-        lines += ["", *_wrap("whole model: " + ", ".join(whole), width)]
+        lines += ["", *fitted("whole model: " + ", ".join(whole))]
     if health.heads:
         shares = [f"{name} {share:.0%}" for name, share in health.heads.items()]
-        lines += ["", *_wrap(f"attention entropy of the lowest head, of its maximum: {', '.join(shares)}", width)]
-    lines += _unmeasured(health, width)
+        lines += ["", *fitted(f"attention entropy of the lowest head, of its maximum: {', '.join(shares)}")]
+    lines += [part for line in _unmeasured(health) for part in (fitted(line) or [line])]
     verdict = health.verdict
-    lines += ["", *(part for line in verdict.lines() for part in _wrap(f"! {line}", width))]
-    lines += _wrap(f"verdict: {concluded(health)}", width)
+    lines += ["", *(part for line in verdict.lines() for part in fitted(f"! {line}"))]
+    lines += fitted(f"verdict: {concluded(health)}")
     if not verdict.sure and verdict != "unknown":
-        lines += _wrap(
+        lines += fitted(
             "low confidence: there is no reference to compare with, so only absolute rules could fire; pass "
-            "reference= an earlier Health or a fresh model",
-            width,
+            "reference= an earlier Health or a fresh model"
         )
     for sign, remedy in verdict.remedies().items():
-        lines += _wrap(f"  {sign}: {remedy}", width)
+        lines += fitted(f"  {sign}: {remedy}")
     lines.append(f"next: {following or _following(health)}")  # in one line, to be copied
     return "\n".join(lines)
 
 
 def _following(health: Health) -> str:
     """The call that follows from the verdict, where `report` is this Health."""
+    signs = health.verdict.signs_to_act()
+    if "broken values" in signs:
+        return "restore an earlier checkpoint"
     if health.verdict == "act":
-        return "rekindle.plan(model, targets=report), then rekindle.fire(model, optimizer, targets=report), then train"
+        named = ", targets=report" if health.layers_named() else ""
+        # A ReLU that is dead by its bias survives a projection of its weight.
+        biases = ", biases='zero'" if "dormancy" in signs else ""
+        return f"rekindle.plan(model{named}), then rekindle.fire(model, optimizer{named}{biases}), then train"
     if health.verdict == "watch":
         return "rekindle.probe(model, new_batches, loss=loss) measures whether plasticity is lost"
     if not health.units:
@@ -280,8 +289,6 @@ def concluded(health: Health) -> str:
 
     >>> from torch import nn
     >>> from rekindle.diagnosis.examination import health
-    >>> from torch import nn
-    >>> from rekindle.diagnosis.examination import health
     >>> concluded(health(nn.Linear(3, 3)))
     'no sign in the weights (activity not measured, 1 of 1 weights read)'
     """
@@ -292,7 +299,7 @@ def concluded(health: Health) -> str:
     return f"no sign in the weights (activity not measured, {read} of {read + skipped} weights read)"
 
 
-def _unmeasured(health: Health, width: int) -> list[str]:
+def _unmeasured(health: Health) -> list[str]:
     grouped: dict[tuple[str, str], list[str]] = {}
     for each in health.unmeasured:
         grouped.setdefault((each.what, each.reason), []).append(each.name or "(model)")
@@ -300,7 +307,7 @@ def _unmeasured(health: Health, width: int) -> list[str]:
     for (what, reason), names in grouped.items():
         shown = ", ".join(names[:_MOST_UNMEASURED])
         shown += f" and {len(names) - _MOST_UNMEASURED} more" if len(names) > _MOST_UNMEASURED else ""
-        lines += _wrap(f"  {what} of {shown}: {reason}", width)
+        lines.append(f"  {what} of {shown}: {reason}")
     return lines
 
 

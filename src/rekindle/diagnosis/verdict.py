@@ -148,6 +148,14 @@ class Verdict(str):
         ordered = sorted(self.findings, key=lambda f: -LEVELS.index(f.level))
         return {finding.sign: finding.remedy for finding in ordered}
 
+    def signs_to_act(self) -> set[str]:
+        """The signs that passed their act threshold.
+
+        >>> Verdict("healthy", (), "").signs_to_act()
+        set()
+        """
+        return {finding.sign for finding in self.findings if finding.level == "act"}
+
     def __reduce__(self) -> Any:
         return _restore, (str(self), self.findings, self.rule, self.sure)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -165,8 +165,8 @@ class Plan:
 
     __repr__ = __str__  # `rekindle.plan(model)` at a prompt is the look first
 
-    def table(self, width: int | None = None) -> str:
-        """One line a parameter, shortened to the terminal or to `width` columns."""
+    def table(self, width: int | None = None, worded: Callable[[str], str] = str) -> str:
+        """One line per parameter, at most `width` columns wide; `worded` gives hints in the words of who asks."""
         width = width or tables.terminal_width(120)
         chosen = self.selected
         numbers = sum(block.count * block.out * block.in_ for entry in chosen for block in entry.blocks)
@@ -175,8 +175,8 @@ class Plan:
             f"{len(chosen)} of {len(self.entries)} parameters to project: {sum(e.count for e in chosen)} matrices, "
             f"{numbers:,} of {total:,} numbers; scale {self.scale}, targets {self.targets}"
         )
-        rows = [entry.cells() for entry in self.entries]
-        lines = tables.table(_HEADINGS, rows, width, left=range(len(_HEADINGS)))
+        rows = [[*cells[:-1], worded(cells[-1])] for cells in (entry.cells() for entry in self.entries)]
+        lines = tables.table(_HEADINGS, rows, width, left=range(len(_HEADINGS)), drop=(1,))
         return "\n".join([*lines, *tables.wrapped(foot, width, "")])
 
     def scale_values(

@@ -11,7 +11,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -206,15 +206,17 @@ class Receipt:
             rows.append(row)
         return pandas.DataFrame(rows)
 
-    def table(self, width: int | None = None, rows: int = 40) -> str:
+    def table(self, width: int | None = None, rows: int = 40, worded: Callable[[str], str] = str) -> str:
         """The receipt as text that fits a terminal of `width` columns; more than `rows` records are cut in the middle.
+
+        `worded` gives hints in the words of who asks.
 
         >>> text = Receipt("fire", (BlockRecord("encoder.layer.0.attention.query.weight", out=8, in_=4),)).table(60)
         >>> max(len(line) for line in text.splitlines()) <= 60
         True
         """
         width = width or tables.terminal_width(100)
-        first, *more = self._sentences()
+        first, *more = map(worded, self._sentences())
         lines = tables.wrapped(first, width)
         if self.records:
             cells = [_cells(record) for record in self.records]
@@ -244,14 +246,14 @@ class Receipt:
                 f"outputs moved by {self.outputs_moved:.0%} of their norm on the batches given: the function has "
                 "changed, train afterwards"
             )
-        for amount, what in (
-            (self.gradients_cleared, "stale gradients cleared"),
-            (self.biases_zeroed, "biases zeroed"),
-            (self.mirrors, "mirrors given the same weights"),
-            (len(self.recalibrated), "BatchNorm layers recalibrated"),
+        for amount, one, several, what in (
+            (self.gradients_cleared, "stale gradient", "stale gradients", "cleared"),
+            (self.biases_zeroed, "bias", "biases", "zeroed"),
+            (self.mirrors, "mirror", "mirrors", "given the same weights"),
+            (len(self.recalibrated), "BatchNorm layer", "BatchNorm layers", "recalibrated"),
         ):
             if amount:
-                said.append(f"{amount} {what}")
+                said.append(f"{amount} {one if amount == 1 else several} {what}")
         reasons: dict[str, int] = {}
         for reason in self.skipped.values():
             reasons[reason] = reasons.get(reason, 0) + 1
