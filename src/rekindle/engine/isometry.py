@@ -1,22 +1,21 @@
-"""polar(): the nearest isometry of every matrix in a tensor, certified. Knows tensors only.
+"""polar(): the nearest isometry of every matrix in a tensor, checked numerically. Knows tensors only.
 
 The polar factor Q of W is the (semi-)orthogonal matrix nearest to it; FIRE replaces weights by it. From top to bottom:
 the public verb checks its input; `solve` brings matrices into groups of one shape and chunks that bound memory;
-`_solve_group` chooses a route. `solvers.py` has the routes, `completion.py` the directions that a matrix lacks,
-`symmetric.py` and `schedules.py` what they are made of.
+`_by_route` chooses a route. `routes.py` and `small.py` have the routes, `completion.py` the directions that a matrix
+lacks, `symmetric.py` and `schedules.py` what they are made of.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, cast, get_args, overload
+from typing import Any, Literal, TypedDict, Unpack, cast, get_args, overload
 
 import torch
 from torch import Tensor
 
-from rekindle.engine import routes as solvers
-from rekindle.engine import small
+from rekindle.engine import routes, small
 from rekindle.engine.devices import full_precision, to_host
 from rekindle.engine.routes import Solved, Start
 from rekindle.engine.symmetric import norm2
@@ -26,7 +25,7 @@ Solver = Literal["auto", "fast", "paper", "svd", "products", "halley", "gram"]
 CONVERGING = ("auto", "svd", "products", "halley", "gram")  # the solvers that promise the tolerance
 
 # Elements worked on at a time. On CPUs a million keeps the working set near the caches (8 million take 30 % more
-# time); accelerators want more work a call.
+# time); accelerators want more work per call.
 CPU_CHUNK = 2**20
 SMALL_CHUNK = 2**18  # the four arrays of the small route together
 ACCELERATOR_CHUNK = 2**24
@@ -39,7 +38,7 @@ WIDE = 1.5  # m/n from which on working on the n×n side pays
 
 @dataclass(frozen=True)
 class Certificate:
-    """What is known of each polar factor, and of the matrix that it came from: tensors of one entry a matrix.
+    """What is known of each polar factor, and of the matrix that it came from: tensors with one entry per matrix.
 
     `residual` is DfI/k of the factor in the arithmetic that it was computed in, before any cast. `completed` counts the
     directions in which the matrix was zero and that were filled from the seed (0 with `complete=False`, where
@@ -88,7 +87,7 @@ class Certificate:
 class Source:
     """Matrices (count, out, in) that are read only when their turn comes, so that memory stays bounded.
 
-    `numbers` are (source, matrix) that the seeds of its matrices come from: its place in the list unless told, so that
+    `numbers` are (source, matrix) that the seeds of its matrices come from: by default its place in the list, so that
     a part of a larger job is solved exactly as the whole job would solve it.
     """
 
@@ -110,49 +109,25 @@ class _Options:
     on_host: bool = False
 
 
+class Solving(TypedDict, total=False):
+    """The keywords of `polar` that say how to solve; `solve` and `fire` have the same ones."""
+
+    solver: Solver
+    tol: float
+    steps: int | None
+    complete: bool
+    seed: int
+
+
+@overload
+def polar(w: Tensor, *, certificate: Literal[False] = ..., **solving: Unpack[Solving]) -> Tensor: ...
+@overload
+def polar(w: Tensor, *, certificate: Literal[True], **solving: Unpack[Solving]) -> tuple[Tensor, Certificate]: ...
+@overload
+def polar(w: Sequence[Tensor], *, certificate: Literal[False] = ..., **solving: Unpack[Solving]) -> list[Tensor]: ...
 @overload
 def polar(
-    w: Tensor,
-    *,
-    solver: Solver = ...,
-    tol: float = ...,
-    steps: int | None = ...,
-    complete: bool = ...,
-    seed: int = ...,
-    certificate: Literal[False] = ...,
-) -> Tensor: ...
-@overload
-def polar(
-    w: Tensor,
-    *,
-    solver: Solver = ...,
-    tol: float = ...,
-    steps: int | None = ...,
-    complete: bool = ...,
-    seed: int = ...,
-    certificate: Literal[True],
-) -> tuple[Tensor, Certificate]: ...
-@overload
-def polar(
-    w: Sequence[Tensor],
-    *,
-    solver: Solver = ...,
-    tol: float = ...,
-    steps: int | None = ...,
-    complete: bool = ...,
-    seed: int = ...,
-    certificate: Literal[False] = ...,
-) -> list[Tensor]: ...
-@overload
-def polar(
-    w: Sequence[Tensor],
-    *,
-    solver: Solver = ...,
-    tol: float = ...,
-    steps: int | None = ...,
-    complete: bool = ...,
-    seed: int = ...,
-    certificate: Literal[True],
+    w: Sequence[Tensor], *, certificate: Literal[True], **solving: Unpack[Solving]
 ) -> tuple[list[Tensor], list[Certificate]]: ...
 def polar(
     w: Tensor | Sequence[Tensor],
@@ -179,12 +154,12 @@ def polar(
         complete: fill the directions in which a matrix is zero, so that the result is a true isometry. Without it
             they stay zero.
         seed: what the filling is drawn from; the matrices of one call get different ones.
-        certificate: return a pair, the second a `Certificate` with one entry a matrix. Without it a large matrix is
+        certificate: return a pair, the second a `Certificate` with one entry per matrix. Without it a large matrix is
             trusted after a cheaper, probabilistic check.
 
     >>> w = torch.randn(3, 50, 80)
-    >>> q, proof = polar(w, certificate=True)
-    >>> bool(proof.converged.all()), bool((proof.residual <= 1e-6).all())
+    >>> q, checked = polar(w, certificate=True)
+    >>> bool(checked.converged.all()), bool((checked.residual <= 1e-6).all())
     (True, True)
     >>> torch.allclose(q @ q.mT, torch.eye(50).expand(3, 50, 50), atol=1e-2)
     True
@@ -199,13 +174,13 @@ def polar(
     ]
     factors = list(tensors)
     certificates: list[Certificate] = [None for _ in tensors]  # type: ignore[misc]
-    for i, q, proof in _located(_solve(sources, options), tensors, names):
+    for i, q, checked in _located(_solve(sources, options), tensors, names):
         each = tensors[i]
         q = q.reshape(each.shape)
         tracked = each.requires_grad and torch.is_grad_enabled()
         factors[i] = _Polar.apply(each, q) if tracked else q.to(each.dtype)  # type: ignore[no-untyped-call]
-        if proof is not None:
-            certificates[i] = proof.reshape(each.shape[:-2])
+        if checked is not None:
+            certificates[i] = checked.reshape(each.shape[:-2])
     if isinstance(w, Tensor):
         return (factors[0], certificates[0]) if certificate else factors[0]
     return (factors, certificates) if certificate else factors
@@ -267,25 +242,25 @@ def _solve_chunk(
     whole = wides[0] if len(wides) == 1 else torch.cat(wides)
     del wides
     if len(seeds) <= room:
-        q, proof = _solve_group(whole.to(arithmetic), seeds, options)
+        q, checked = _solve_group(whole.to(arithmetic), seeds, options)
     else:
         q = torch.empty(whole.shape, dtype=arithmetic, device=whole.device)
-        proofs: list[Certificate] = []
+        several: list[Certificate] = []
         for top in range(0, len(seeds), room):
             part = slice(top, top + room)
-            q[part], part_proof = _solve_group(whole[part].to(arithmetic), seeds[part], options)
-            proofs += [part_proof] if part_proof else []
-        columns = [torch.cat([getattr(each, field.name) for each in proofs]) for field in fields(Certificate) if proofs]
-        proof = Certificate(*columns) if proofs else None
+            q[part], checked = _solve_group(whole[part].to(arithmetic), seeds[part], options)
+            several += [checked] if checked else []
+        joined = ([getattr(each, field.name) for each in several] for field in fields(Certificate))
+        checked = Certificate(*map(torch.cat, joined)) if several else None
     del whole
-    if proof is not None and options.on_host:
-        proof = proof.to_host()
+    if checked is not None and options.on_host:
+        checked = checked.to_host()
     top = 0
     for i in members:
-        count, rows, columns_ = sources[i].shape
+        count, rows, columns = sources[i].shape
         part = slice(top, top + count)
         top += count
-        yield i, q[part] if rows <= columns_ else q[part].mT, None if proof is None else proof[part]
+        yield i, q[part] if rows <= columns else q[part].mT, None if checked is None else checked[part]
 
 
 @full_precision()
@@ -300,10 +275,10 @@ def _solve_group(w: Tensor, seeds: Tensor, options: _Options) -> tuple[Tensor, C
     else:
         # Small matrices go by polynomials, which have their own bound of σ_max, and are never repaired one by one.
         plain = options.solver == "auto" and _small(w) and not options.certificate
-        known = solvers.start(w, estimate=not plain)
+        known = routes.start(w, estimate=not plain)
         if not bool(((known.norm2 > TAME[0]) & (known.norm2 < TAME[1])).all()):  # a NaN is in no range
             w, unit = _in_range(w)
-            known = solvers.start(w, estimate=not plain)
+            known = routes.start(w, estimate=not plain)
         gram2 = norm2(known.a) if options.certificate else known.norm2
         solved = _by_route(w, known, seeds, options)
     if not options.certificate:
@@ -317,7 +292,7 @@ def _solve_group(w: Tensor, seeds: Tensor, options: _Options) -> tuple[Tensor, C
         norm=known.norm2.double().sqrt() * scale,
         gram_norm=gram2.double().sqrt() * scale.square(),
         # Routes divide by sigma2, which is 1 for a zero matrix.
-        spectral_norm=torch.where(known.norm2 > 0, known.sigma2.double() / solvers.HEADROOM, 0.0).sqrt() * scale,
+        spectral_norm=torch.where(known.norm2 > 0, known.sigma2.double() / routes.HEADROOM, 0.0).sqrt() * scale,
         nuclear=torch.linalg.vecdot(solved.x.flatten(1), w.flatten(1)).double() * scale,
         factor_norm=solved.size2.double().sqrt(),
     )
@@ -332,41 +307,41 @@ def _by_route(w: Tensor, known: Start, seeds: Tensor, options: _Options) -> Solv
     pays = _small(w) and (options.solver != "fast" or n < row.gram_from)
     on_accelerator = w.device.type != "cpu" and w.dtype == torch.float32
     if options.solver == "paper":
-        solved = Solved.new(solvers.by_recipe(w, options.steps), options.steps)
+        solved = Solved.new(routes.by_recipe(w, options.steps), options.steps)
     elif options.solver == "svd" or (options.solver in ("auto", "fast") and n <= row.svd_up_to):
-        return solvers.by_svd(w, complete=options.complete, seeds=seeds)
+        return routes.by_svd(w, complete=options.complete, seeds=seeds)
     elif options.solver == "products" or (chooses and (pays or on_accelerator)):
         by_bulk = w.device.type == "cpu" and n <= small.MOST and w.dtype == torch.float32 and options.solver != "fast"
-        solved = small.by_bulk(w, known, options.tol) if by_bulk else solvers.by_products(w, known)
+        solved = small.by_bulk(w, known, options.tol) if by_bulk else routes.by_products(w, known)
     elif options.solver == "gram" or (chooses and m >= WIDE * n):
-        solved = solvers.by_gram(w, known)
+        solved = routes.by_gram(w, known)
     elif options.solver == "fast" and n >= ONE_STEP_FROM and not bool((known.norm2 > FLAT * n * known.sigma2).any()):
-        solved = solvers.by_one_step(w, known)
+        solved = routes.by_one_step(w, known)
     else:
-        solved = solvers.by_halley(w, known, solvers.FLOOR[w.dtype])
+        solved = routes.by_halley(w, known, routes.FLOOR[w.dtype])
     if options.solver not in CONVERGING:
         if options.certificate:
-            solvers.measure(solved)
+            routes.measure(solved)
         return solved
 
     settings: dict[str, Any] = {"tol": options.tol, "complete": options.complete, "exact": options.certificate}
     settings["resolve_up_to"] = row.resolve_up_to
-    if options.certificate or options.tol < solvers.CLOSE or bool(solved.residual.isnan().any()):
-        solvers.settle(w, solved, known, seeds=seeds, last=False, **settings)
+    if options.certificate or options.tol < routes.CLOSE or bool(solved.residual.isnan().any()):
+        routes.settle(w, solved, known, seeds=seeds, last=False, **settings)
     hard = solved.hard.nonzero().flatten()
     if len(hard):
         some, start = w[hard], Start(known.a, known.sigma2[hard], known.norm2[hard])
         if m >= 2 * n:
-            again = solvers.by_eigh(some)
+            again = routes.by_eigh(some)
         else:
-            lifted = solvers.lift(some, start.sigma2).to(w.dtype)
-            again = solvers.by_halley(lifted, solvers.start(lifted), solvers.LIFTED)
+            lifted = routes.lift(some, start.sigma2).to(w.dtype)
+            again = routes.by_halley(lifted, routes.start(lifted), routes.LIFTED)
             again.hard[:] = False
-        solvers.settle(some, again, start, seeds=seeds[hard.cpu()], last=True, **settings)
+        routes.settle(some, again, start, seeds=seeds[hard.cpu()], last=True, **settings)
         solved.put(hard, again)
     missed = (solved.residual > _reach(options.tol, w.dtype)).nonzero().flatten()
     if len(missed):
-        solved.put(missed, solvers.by_svd(w[missed], complete=options.complete, seeds=seeds[missed.cpu()]))
+        solved.put(missed, routes.by_svd(w[missed], complete=options.complete, seeds=seeds[missed.cpu()]))
     return solved
 
 
@@ -379,7 +354,7 @@ def _small(w: Tensor) -> bool:
 
 def _reach(tol: float, dtype: torch.dtype) -> float:
     """The residual that counts as converged: the tolerance, or what rounding allows if that is more."""
-    return max(tol, solvers.ROUNDING[dtype])
+    return max(tol, routes.ROUNDING[dtype])
 
 
 def _in_range(w: Tensor) -> tuple[Tensor, Tensor]:

@@ -91,7 +91,7 @@ def start(w: Tensor, *, estimate: bool = True) -> Start:
     `estimate` σ_max² is only bounded, by ‖W‖²_F: for tiny matrices the iteration costs as much as eight products.
     """
     a = gram(w, mirror=False)
-    weight = _diagonal(a)
+    weight = a.diagonal(0, 1, 2)
     total = weight.sum(1)
     if not estimate:
         return Start(a, torch.where(total > 0, total, 1.0), total)
@@ -149,7 +149,7 @@ def by_products(w: Tensor, known: Start) -> Solved:
     first, *others = schedules.products(FLOOR[torch.float32])
     # The first quintic has its A and A² already: what is left of it is one product.
     p = squared.mul_(first.c * scale).add_(a, alpha=first.b).mul_(scale)
-    _diagonal(p).add_(first.a)
+    p.diagonal(0, 1, 2).add_(first.a)
     x = torch.bmm(p, w).mul_(scale.sqrt())
     return Solved.new(by_schedule(x, tuple(others)), 1 + len(others))
 
@@ -168,7 +168,7 @@ def by_halley(w: Tensor, known: Start, floor: float) -> Solved:
     a = gram(x, mirror=True, out=a)
     deficit = largest_deficit(a) if w.shape[1] >= WATCHED_FROM else None
     a.mul_(last.b)
-    _diagonal(a).add_(last.a)
+    a.diagonal(0, 1, 2).add_(last.a)
     solved = Solved.new(torch.bmm(a, x), taken + 1)
     solved.hard = near_zero > MANY * w.shape[1]
     if deficit is not None:
@@ -185,7 +185,7 @@ def halley_step(x: Tensor, a: Tensor, step: schedules.Halley, sigma2: Tensor | N
     size = leaf(x.shape[1])
     scale = torch.ones_like(x[:, 0, 0]) if sigma2 is None else sigma2
     a.mul_((step.c / scale)[:, None, None])
-    _diagonal(a).add_(1)
+    a.diagonal(0, 1, 2).add_(1)
     factor(a, size)
     y, z = x.clone(), torch.empty_like(x)
     solve_lower(a, y, z, size)
@@ -204,22 +204,22 @@ def by_gram(w: Tensor, known: Start, floor: float = GRAM_FLOOR) -> Solved:
     first = schedules.halley(floor)
     a = mirrored(known.a).div_(known.sigma2[:, None, None])
     p = a * first.c
-    _diagonal(p).add_(1)
+    p.diagonal(0, 1, 2).add_(1)
     p = inverse(p)
     a.mul_(first.shift**2).add_(p, alpha=(first.gain**2 - 2 * first.gain * first.shift) / first.c)
     a.add_(symmetric_product(p, p), alpha=-(first.gain**2) / first.c)
-    _diagonal(a).add_(2 * first.gain * first.shift / first.c)
+    a.diagonal(0, 1, 2).add_(2 * first.gain * first.shift / first.c)
     deficit = largest_deficit(a)
 
     low = min(first.reached, max(GRAM_REACHED, 1 - 1.1 * float(deficit.max())) ** 0.5)
     second = schedules.halley(low)
     middle = 2 / (1 + second.reached)
     a.mul_(second.c)
-    _diagonal(a).add_(1)
+    a.diagonal(0, 1, 2).add_(1)
     q = inverse(a).mul_(second.gain)
-    _diagonal(q).add_(second.shift)
+    q.diagonal(0, 1, 2).add_(second.shift)
     p.mul_(first.gain)
-    _diagonal(p).add_(first.shift)
+    p.diagonal(0, 1, 2).add_(first.shift)
     q = symmetric_product(p, q).mul_((middle * known.sigma2.rsqrt())[:, None, None])
     solved = Solved.new(torch.bmm(q, w), 2)
     solved.hard, solved.deficit = 1 - 1.1 * deficit < GRAM_REACHED, torch.zeros_like(deficit)
@@ -287,8 +287,8 @@ def lift(w: Tensor, sigma2: Tensor) -> Tensor:
 def measure(solved: Solved, *, complete: bool = True) -> None:
     """Fill in ‖X‖²_F and the residual DfI/n; without `complete`, over the directions that W has."""
     g = gram(solved.x, mirror=False)
-    _diagonal(g).sub_(1)
-    solved.size2 = g.shape[1] + _diagonal(g).sum(1)
+    g.diagonal(0, 1, 2).sub_(1)
+    solved.size2 = g.shape[1] + g.diagonal(0, 1, 2).sum(1)
     solved.residual = norm2(g) / g.shape[1]
     if not complete:
         solved.residual = solved.residual - solved.null / g.shape[1]
@@ -386,7 +386,7 @@ def polish(solved: Solved, tol: float | Tensor, *, complete: bool = True) -> Non
             return
         x = solved.x[index]
         g = gram(x, mirror=True).mul_(-0.5)
-        _diagonal(g).add_(1.5)
+        g.diagonal(0, 1, 2).add_(1.5)
         better = Solved.new(torch.bmm(g, x), 1)
         better.null = solved.null[index]
         measure(better, complete=complete)
@@ -407,7 +407,3 @@ def largest_deficit(a: Tensor) -> Tensor:
         length = torch.linalg.vector_norm(rows, dim=2, keepdim=True)
         rows = rows / length.clamp_min(1e-30)
     return length.amax((1, 2))
-
-
-def _diagonal(a: Tensor) -> Tensor:
-    return a.diagonal(dim1=1, dim2=2)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rekindle.engine import schedules
-from rekindle.engine.routes import Solved, Start, _diagonal, lacking
+from rekindle.engine.routes import Solved, Start, lacking
 from rekindle.engine.symmetric import mirrored
 
 REACH = 0.2  # σ_min/σ_max that the schedule covers is this over n: the second smallest of a random matrix lies above
@@ -49,7 +49,7 @@ def by_bulk(w: Tensor, known: Start, tol: float) -> Solved:
         for index, finish in ((short[~far], _once_more), (short[far], _one_direction)):
             if len(index):
                 x[index], g[index], r[index] = finish(x[index], g[index])
-    _diagonal(g).sub_(2)
+    g.diagonal(0, 1, 2).sub_(2)
     y.baddbmm_(g, x, beta=0, alpha=-0.5)
     solved.hard = ~(r <= enough)
     solved.residual = 0.64 * r.square() / n
@@ -71,7 +71,7 @@ def _scaled_first(w: Tensor, known: Start, step: schedules.Polynomial) -> tuple[
         squared.mul_(step.c * root * scale.square()).addcmul_(a, step.b * root * scale)
     else:
         torch.mul(a, step.b * root * scale, out=squared)
-    _diagonal(squared).add_(step.a * root[:, :, 0])
+    squared.diagonal(0, 1, 2).add_(step.a * root[:, :, 0])
     return torch.bmm(squared, w), squared, bound
 
 
@@ -82,18 +82,18 @@ def _step(x: Tensor, a: Tensor, step: schedules.Polynomial, p: Tensor, out: Tens
     """
     if step.c:
         half = step.b / (2 * step.c)
-        _diagonal(a).add_(half)
+        a.diagonal(0, 1, 2).add_(half)
         torch.bmm(a, a, out=p)
-        _diagonal(p).add_(step.a / step.c - half * half)
+        p.diagonal(0, 1, 2).add_(step.a / step.c - half * half)
         out.baddbmm_(p, x, beta=0, alpha=step.c)
     else:
-        _diagonal(a).add_(step.a / step.b)
+        a.diagonal(0, 1, 2).add_(step.a / step.b)
         out.baddbmm_(a, x, beta=0, alpha=step.b)
 
 
 def _off_identity(x: Tensor, out: Tensor | None = None) -> Tensor:
     g = torch.bmm(x, x.mT) if out is None else torch.bmm(x, x.mT, out=out)
-    _diagonal(g).sub_(1)
+    g.diagonal(0, 1, 2).sub_(1)
     return g
 
 
@@ -110,7 +110,7 @@ def _one_direction(x: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     make it so. G changes by two rank-one terms, which are added instead of computed anew. Where v is not sharp enough
     for û, or too short, r is infinite.
     """
-    at = _diagonal(g).abs().argmax(1)
+    at = g.diagonal(0, 1, 2).abs().argmax(1)
     v = g[torch.arange(len(g), device=g.device), at][:, None]
     for _ in range(4):
         v = torch.bmm(v / torch.linalg.vector_norm(v, dim=2, keepdim=True), g)

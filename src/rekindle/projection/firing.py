@@ -20,10 +20,9 @@ from torch import Tensor, nn
 
 from rekindle.blocks.finding import Block
 from rekindle.engine.devices import callers_device, full_precision, to_host
-from rekindle.engine.isometry import CONVERGING, Certificate, Solver, Source, solve
+from rekindle.engine.isometry import CONVERGING, Certificate, Solver, Solving, Source, solve
 from rekindle.isolation import outputs, relative_change
 from rekindle.optimizers import resetting as optimizers
-from rekindle.projection.fallback import by_svd
 from rekindle.projection.measuring import measured, observed
 from rekindle.projection.method import MethodError
 from rekindle.projection.planning import Entry, Plan
@@ -99,7 +98,7 @@ def fire(
         plan = make_plan(model, targets=targets, scale=scale, measure=False, trial=False, **planning)
     elif planning or targets != "auto" or scale != "paper":
         raise ValueError("plan= already holds targets, scale and the like: pass either the plan or those")
-    solving: dict[str, Any] = {"solver": solver, "tol": tol, "steps": steps, "complete": complete, "seed": seed}
+    solving: Solving = {"solver": solver, "tol": tol, "steps": steps, "complete": complete, "seed": seed}
     team, spreads = distributed(model)
     with team.together() if spreads else nullcontext():
         store = LiveStore(model, plan.selected, mirrors=mirrors, biases=biases)
@@ -170,7 +169,7 @@ def execute(
     """
     meter = Meter()
     _check_options(strength, measure)
-    solving: dict[str, Any] = {"solver": solver, "tol": tol, "steps": steps, "complete": complete, "seed": seed}
+    solving: Solving = {"solver": solver, "tol": tol, "steps": steps, "complete": complete, "seed": seed}
     work = [(entry, block) for entry in plan.selected for block in entry.blocks]
     known = solved or {}
     written: dict[int, Written] = {}
@@ -206,7 +205,7 @@ def execute(
 def _solutions(
     store: Store,
     work: Sequence[tuple[Entry, Block]],
-    solving: Mapping[str, Any],
+    solving: Solving,
     numbers: Mapping[tuple[str, Block], Numbers] | None = None,
 ) -> Iterator[tuple[int, Solved]]:
     """The polar factors of these blocks as they come, all weights checked before the first of them."""
@@ -237,10 +236,33 @@ def _solutions(
                 entry, block = work[index]
                 fallback = int((~certificate.converged).sum())
                 matrices = block.read(store.read(entry))
-                factors, certificate = by_svd(entry.name, matrices, factors, certificate, solving["tol"])
+                factors, certificate = _by_svd(entry.name, matrices, factors, certificate, solving["tol"])
             yield index, (factors, certificate, fallback)
 
     return found()
+
+
+def _by_svd(
+    name: str, matrices: Tensor, factors: Tensor, certificate: Certificate, tol: float
+) -> tuple[Tensor, Certificate]:
+    """Solve again by float64 SVD what has not converged; an error if that misses `tol` too."""
+    missed = (~certificate.converged).nonzero().flatten()
+    u, sigma, vh = torch.linalg.svd(matrices[missed.to(matrices.device)].double(), full_matrices=False)
+    q = u @ vh
+    small = q @ q.mT if q.shape[1] <= q.shape[2] else q.mT @ q
+    residual = (small - torch.eye(small.shape[1], dtype=small.dtype, device=small.device)).square().sum((1, 2))
+    residual = residual / small.shape[1]
+    if not bool((residual <= max(tol, 1e-20)).all()):
+        worst = float(residual.max())
+        raise RuntimeError(f"{name!r} reaches a residual of {worst:.1e} by float64 SVD, tol is {tol:.1e}")
+    factors, residuals = factors.clone(), certificate.residual.clone()
+    nuclear, converged = certificate.nuclear.clone(), torch.ones_like(certificate.converged)
+    norms = certificate.factor_norm.clone()
+    factors[missed.to(factors.device)] = q.to(factors.dtype)
+    residuals[missed] = residual.to(residuals)
+    nuclear[missed] = sigma.sum(1).to(nuclear)
+    norms[missed] = torch.linalg.vector_norm(q, dim=(1, 2)).to(norms)
+    return factors, replace(certificate, residual=residuals, nuclear=nuclear, factor_norm=norms, converged=converged)
 
 
 def _write(
@@ -314,7 +336,7 @@ def _turned(block: Block, weight: Tensor) -> bool:
 
 
 def _without_refused(
-    plan: Plan, store: LiveStore, strength: float, solving: dict[str, Any]
+    plan: Plan, store: LiveStore, strength: float, solving: Solving
 ) -> tuple[Plan, dict[tuple[str, Block], Solved]]:
     """Leave out parametrised weights that cannot hold their isometry (tried on a copy), and what would come twice.
 
