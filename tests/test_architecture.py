@@ -106,6 +106,16 @@ def test_no_module_imports_itself_by_a_detour() -> None:
     TopologicalSorter(GRAPH).prepare()
 
 
+def test_a_class_name_means_one_thing() -> None:
+    places: dict[str, list[str]] = {}
+    for name, path in modules().items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(name)
+    # Each trainer's callback has the same name in its own module, as users of several trainers expect.
+    assert {name: found for name, found in places.items() if len(found) > 1 and name != "RekindleCallback"} == {}
+
+
 DOCUMENTED = """
 import rekindle; rekindle.fire, rekindle.plan, rekindle.health, rekindle.polar, rekindle.Monitor, rekindle.Schedule
 rekindle.Plan, rekindle.Receipt, rekindle.Health, rekindle.Certificate, rekindle.Thresholds, rekindle.methods.ReDo

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rekindle.checkpoint.parts import CheckpointError, Part, clearly
+from rekindle.checkpoint.parts import CheckpointError, FilePart, clearly
 
 LONGEST_JSON = 200_000_000
 TORCH_ENDINGS = (".bin", ".pt", ".pth", ".ckpt")
@@ -65,7 +65,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return table
 
 
-def check_index(weights: Weights, parts: Sequence[Part]) -> None:
+def check_index(weights: Weights, parts: Sequence[FilePart]) -> None:
     """Every tensor is in the shard that the index names, in no other, and listed."""
     owner: dict[str, str] = {}
     for part in parts:

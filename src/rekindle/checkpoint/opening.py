@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rekindle.checkpoint.folders import OPTIMIZER_FILES, Weights, check_index, companions, find_weights, read_json
-from rekindle.checkpoint.parts import CheckpointError, Part, TensorMeta, clearly
+from rekindle.checkpoint.parts import CheckpointError, FilePart, TensorMeta, clearly
 from rekindle.checkpoint.safetensors_files import SafetensorsPart
 from rekindle.projection.planning import Entry, Plan
 from rekindle.projection.planning import plan as make_plan
@@ -29,7 +29,7 @@ class Checkpoint:
     """
 
     def __init__(
-        self, path: Path, kind: str, parts: list[Part], folder: Path | None = None, weights: Weights | None = None
+        self, path: Path, kind: str, parts: list[FilePart], folder: Path | None = None, weights: Weights | None = None
     ) -> None:
         self.path, self.format, self.parts, self.folder, self.weights = path, kind, parts, folder, weights
         self._owner = {name: part for part in parts for name in part.names}
@@ -121,7 +121,7 @@ class Checkpoint:
         index = self.weights.listing if self.weights is not None else None
         return companions(self.folder, [*own, *([index] if index is not None else [])])
 
-    def _part(self, name: str) -> Part:
+    def _part(self, name: str) -> FilePart:
         if name not in self._owner:
             raise CheckpointError(f"{self.path}: there is no tensor {name!r}")
         return self._owner[name]
@@ -178,7 +178,7 @@ def _open_folder(folder: Path, writable: bool) -> Checkpoint:
 
         return Checkpoint(folder, "dcp", [DcpPart(folder, writable=writable)], folder)
     weights = find_weights(folder)
-    parts: list[Part] = [_open_file(path, writable) for path in weights.files]
+    parts: list[FilePart] = [_open_file(path, writable) for path in weights.files]
     check_index(weights, parts)
     unread = None
     for path in (folder / name for name in OPTIMIZER_FILES if (folder / name).is_file()):
@@ -193,7 +193,7 @@ def _open_folder(folder: Path, writable: bool) -> Checkpoint:
     return checkpoint
 
 
-def _open_file(path: Path, writable: bool) -> Part:
+def _open_file(path: Path, writable: bool) -> FilePart:
     with path.open("rb") as file:
         head = file.read(9)
     if head[:4] == b"PK\x03\x04" or (head[:1] == b"\x80" and head[8:9] != b"{"):
@@ -205,7 +205,7 @@ def _open_file(path: Path, writable: bool) -> Part:
     raise CheckpointError(f"{path}: neither a safetensors nor a torch file (it begins with {head[:8]!r})")
 
 
-def _kind(part: Part) -> str:
+def _kind(part: FilePart) -> str:
     return "safetensors" if isinstance(part, SafetensorsPart) else getattr(part, "kind", "torch")
 
 

@@ -75,7 +75,7 @@ class TensorMeta(NamedTuple):
     shard: str
 
 
-class Part(Protocol):
+class FilePart(Protocol):
     """One file (or DCP folder) of tensors. `read` may return a view of the mapped file."""
 
     path: Path

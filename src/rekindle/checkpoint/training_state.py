@@ -20,7 +20,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from rekindle.blocks.state_dicts import skeleton
-from rekindle.checkpoint.parts import CheckpointError, Part, TensorMeta
+from rekindle.checkpoint.parts import CheckpointError, FilePart, TensorMeta
 from rekindle.optimizers import StateReset
 from rekindle.optimizers import resetting as optimizers
 from rekindle.optimizers.slots import slots
@@ -52,7 +52,7 @@ class Holder(Protocol):
     """What of a `Checkpoint` is needed here: its weights by name, and the parts that hold optimizer states."""
 
     path: Path
-    parts: list[Part]
+    parts: list[FilePart]
     names: tuple[str, ...]
     tied: dict[str, str]
     registration_order: bool

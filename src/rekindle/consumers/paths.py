@@ -72,7 +72,7 @@ class Flow:
 
 
 @dataclass
-class Trace:
+class Paths:
     """What walking one or more graphs has found; layer names are those of the whole model."""
 
     how: str
@@ -88,7 +88,7 @@ class Trace:
         for source in flow.sources:
             self.refused.setdefault(source, reason)
 
-    def joined(self, other: Trace) -> Trace:
+    def joined(self, other: Paths) -> Paths:
         """This trace, and the other's findings about layers that this one did not reach."""
         new = set(self.unreached) - set(other.unreached)
         if not new:
@@ -104,15 +104,15 @@ class Trace:
         return merged
 
 
-def trace(model: nn.Module) -> Trace:
+def trace(model: nn.Module) -> Paths:
     """Trace the model by torch.fx, or, where that fails, each of its parts that can be traced on its own."""
-    found = Trace("torch.fx")
+    found = Paths("torch.fx")
     with restored(model):
         _trace_part(model, "", found, "the model's output")
     return found
 
 
-def _trace_part(module: nn.Module, path: str, found: Trace, end: str) -> None:
+def _trace_part(module: nn.Module, path: str, found: Paths, end: str) -> None:
     """Trace a module; failing that, with its untraceable parts as closed boxes; failing that, the parts alone."""
     top = path == ""
     try:
@@ -140,7 +140,7 @@ def _trace_part(module: nn.Module, path: str, found: Trace, end: str) -> None:
     known_inside(module, path, found)
 
 
-def known_inside(module: nn.Module, path: str, found: Trace) -> bool:
+def known_inside(module: nn.Module, path: str, found: Paths) -> bool:
     """torch's own transformer layers branch on their inputs, so fx cannot trace them; their MLP is fixed."""
     if not isinstance(module, (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)):
         return False
@@ -157,7 +157,7 @@ def known_inside(module: nn.Module, path: str, found: Trace) -> bool:
     return True
 
 
-def look_inside(module: nn.Module, path: str, found: Trace) -> None:
+def look_inside(module: nn.Module, path: str, found: Paths) -> None:
     """A module of torch's own is one step of a trace: what is inside is known by its class, or not reached."""
     for name, inner in module.named_modules():
         whole = f"{path}.{name}" if name else path
@@ -171,7 +171,7 @@ class Walk:
     """One pass over one graph, in the order of computation."""
 
     def __init__(
-        self, root: nn.Module, path: str, graph: fx.Graph, found: Trace, end: str, held: dict[str, str] | None = None
+        self, root: nn.Module, path: str, graph: fx.Graph, found: Paths, end: str, held: dict[str, str] | None = None
     ) -> None:
         self.root, self.path, self.graph, self.found, self.end = root, path, graph, found, end
         self.held = held or {}
@@ -414,9 +414,9 @@ def _is_pooled(node: fx.Node, name: str, flow: Flow) -> bool:
     return name in POOLS and flow.order == "channel"
 
 
-def export(model: nn.Module, batch: Any) -> Trace:
+def export(model: nn.Module, batch: Any) -> Paths:
     """Follow the neurons through the graph that torch.export makes of the model on one batch."""
-    found = Trace("torch.export")
+    found = Paths("torch.export")
     try:
         graph, held = exported(model, batch)
     except Untraceable as error:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from rekindle.consumers.graph import RECURRENT
-from rekindle.consumers.paths import Order, Reading, Trace, export, trace
+from rekindle.consumers.paths import Order, Paths, Reading, export, trace
 from rekindle.consumers.values import PLAIN_CONVS, TRANSPOSED_CONVS, Layer, as_layer
 
 
@@ -145,7 +145,7 @@ def wire(
     return wiring
 
 
-def _wiring(found: Trace, model: nn.Module) -> Wiring:
+def _wiring(found: Paths, model: nn.Module) -> Wiring:
     """The groups that survived, and the reasons for all other layers."""
     layers = {n: layer for n, m in model.named_modules() if (layer := as_layer(n, m)) is not None}
     refused = {**found.unreached, **found.refused}
@@ -171,7 +171,7 @@ def _wiring(found: Trace, model: nn.Module) -> Wiring:
     return Wiring(tuple(groups), dict(sorted(kept.items(), key=lambda i: _rank(order, i[0]))), found.how)
 
 
-def _refuse_shared(found: Trace, model: nn.Module, layers: dict[str, Layer], refused: dict[str, str]) -> None:
+def _refuse_shared(found: Paths, model: nn.Module, layers: dict[str, Layer], refused: dict[str, str]) -> None:
     owners: dict[int, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         for parameter in module._parameters.values():
@@ -194,7 +194,7 @@ def _refuse_shared(found: Trace, model: nn.Module, layers: dict[str, Layer], ref
                 refused.update(dict.fromkeys(sources, f"it feeds {name}, which reads several layers"))
 
 
-def _group(found: Trace, union: frozenset[str], layers: dict[str, Layer]) -> Group:
+def _group(found: Paths, union: frozenset[str], layers: dict[str, Layer]) -> Group:
     makers = tuple(layers[name] for name in layers if name in union)
     consumers, norms = {}, {}
     for name, uses in found.consumed.items():

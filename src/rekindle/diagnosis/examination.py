@@ -29,7 +29,7 @@ from rekindle.diagnosis.verdict import Thresholds, Verdict
 from rekindle.engine.devices import full_precision
 from rekindle.isolation import Batch, Loss, check_loss
 from rekindle.measures.matrices import Measures, Mode, measure
-from rekindle.measures.spectra import NotFinite
+from rekindle.measures.spectra import NoSpectrum
 from rekindle.measures.threads import side_by_side, workers_for
 from rekindle.projection.scales import Scale
 
@@ -171,7 +171,7 @@ class HealthBuilder:
         paper = Scale.parse("paper")
         (held, value), found = weight, {}
         for block in held.blocks:
-            with suppress(NotFinite):
+            with suppress(NoSpectrum):
                 matrices = block.read(value)
                 found[called(held, block)] = measure(matrices, scale=paper.known(block) or 1.0, mode=self.mode)
         return held, found

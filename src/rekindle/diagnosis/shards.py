@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from rekindle.blocks.finding import Found
 from rekindle.engine.devices import full_precision
 from rekindle.measures.matrices import Measures, Mode, measure
-from rekindle.measures.spectra import NotFinite
+from rekindle.measures.spectra import NoSpectrum
 from rekindle.projection.scales import Scale
 from rekindle.sharding.assembly import Assembly, Item
 from rekindle.sharding.units import Part
@@ -34,7 +34,7 @@ def measure_shards(model: nn.Module, found: Sequence[Found], mode: Mode) -> list
 
     @full_precision()
     def look(number: int, part: Part, box: Tensor) -> Measures | None:
-        with suppress(NotFinite):
+        with suppress(NoSpectrum):
             scale = paper.known(found[number].blocks[part.block]) or 1.0
             return measure(part.layout.read(box), scale=scale, mode=mode)
         return None

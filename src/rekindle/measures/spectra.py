@@ -20,7 +20,7 @@ _BAND = 256  # rows of a Gram matrix that are computed at a time, up to their di
 _SLICE = 1 << 21  # elements of a half-precision matrix that are converted to float32 at a time: 8 MB
 
 
-class NotFinite(ValueError):
+class NoSpectrum(ValueError):
     """A matrix holds NaN or Inf, so that it has no spectrum."""
 
 
@@ -206,12 +206,12 @@ def finite(w: Tensor) -> Tensor:
 
     >>> finite(torch.full((2, 2), float("nan")))
     Traceback (most recent call last):
-    rekindle.measures.spectra.NotFinite: the matrices of shape (2, 2) hold NaN or Inf
+    rekindle.measures.spectra.NoSpectrum: the matrices of shape (2, 2) hold NaN or Inf
     """
     w = real(w)
     # The sum is one pass without a temporary, and finite only if every value is.
     if not math.isfinite(w.sum().item()) and not torch.isfinite(w).all():
-        raise NotFinite(f"the matrices of shape {tuple(w.shape)} hold NaN or Inf")
+        raise NoSpectrum(f"the matrices of shape {tuple(w.shape)} hold NaN or Inf")
     return w
 
 

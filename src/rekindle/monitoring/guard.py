@@ -1,7 +1,7 @@
 """A guard: measure the loss before and after a remedy, and take the remedy back if it did too much damage.
 
 `Guard.watch` copies everything that a method may change: modules, parameters, buffers, gradients and the whole state
-of the optimizers. `Watch.settle` measures again and, above the limit, puts every value back into the same tensors.
+of the optimizers. `Guarded.settle` measures again and, above the limit, puts every value back into the same tensors.
 """
 
 from __future__ import annotations
@@ -69,10 +69,10 @@ class Guard:
             total, count = float(sums[0]), int(sums[1])
         return total / count
 
-    def watch(self, model: nn.Module, optimizer: Any = None, *, also: nn.Module | Iterable[nn.Module] = ()) -> Watch:
+    def watch(self, model: nn.Module, optimizer: Any = None, *, also: nn.Module | Iterable[nn.Module] = ()) -> Guarded:
         """Measure, and copy the model, the modules in `also` (mirrors) and the optimizers."""
         others = (also,) if isinstance(also, nn.Module) else tuple(also)
-        return Watch(self, model, self.measure(model), keep((model, *others), optimizer))
+        return Guarded(self, model, self.measure(model), keep((model, *others), optimizer))
 
     def __call__(self, method: Method, model: nn.Module, optimizer: Any = None, **options: Any) -> Receipt:
         """Apply a method under guard; `options` are those of the method's call.
@@ -95,7 +95,7 @@ class Guard:
         return value
 
 
-class Watch:
+class Guarded:
     """One remedy under guard: made before it, settled after it."""
 
     def __init__(self, guard: Guard, model: nn.Module, before: float, restore: Callable[[], None]) -> None:

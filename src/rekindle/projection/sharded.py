@@ -49,7 +49,7 @@ class BoxStore:
 
 
 @dataclass
-class _Lot:
+class _LotPlan:
     """The plan of one lot: entries are boxes, their blocks the matrices inside."""
 
     plan: Plan
@@ -158,7 +158,7 @@ class ShardedFire:
         place = self._first[entry.name] + entry.blocks.index(block)
         return [(place, matrix) for matrix in (range(block.count) if matrices is None else matrices)]
 
-    def _lot(self, work: Work) -> _Lot:
+    def _lot(self, work: Work) -> _LotPlan:
         boxes: dict[str, Tensor] = {}
         numbers: dict[tuple[str, Block], Numbers] = {}
         entries, keys = [], []
@@ -186,7 +186,7 @@ class ShardedFire:
                 place = self._first[entry.name] + part.block
                 numbers[key, block] = [(place, matrix) for matrix in part.numbers]
                 keys.append((place, part.numbers))
-        return _Lot(replace(self.plan, entries=tuple(entries)), BoxStore(boxes), numbers, keys)
+        return _LotPlan(replace(self.plan, entries=tuple(entries)), BoxStore(boxes), numbers, keys)
 
     def _by_gram(
         self, number: int, parcel: Parcel, gram: Tensor, strength: float, measure: Any, solving: dict[str, Any]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rekindle.report.markup import element, joined
-from rekindle.report.view import Row
+from rekindle.report.view import BlockRow
 from rekindle.report.words import number
 
 if TYPE_CHECKING:
@@ -90,11 +90,11 @@ def _split(name: str) -> tuple[str, str, str]:
 
 
 def heat_map(
-    title: str, rows: Sequence[Row], values: Mapping[str, float | None], bounds: Sequence[float], worse: str
+    title: str, rows: Sequence[BlockRow], values: Mapping[str, float | None], bounds: Sequence[float], worse: str
 ) -> Markup | str:
     """One map: a cell per layer, colored by its value; `worse` is "high" or "low" and takes the strongest color.
 
-    >>> "<rect" in heat_map("DfI", [Row("a.0.w")], {"a.0.w": 0.5}, DFI_BOUNDS, "high")
+    >>> "<rect" in heat_map("DfI", [BlockRow("a.0.w")], {"a.0.w": 0.5}, DFI_BOUNDS, "high")
     True
     """
     known = {name: value for name, value in values.items() if value is not None}

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from rekindle.extras import DISTRIBUTION, require
 from rekindle.report.charts import DFI_BOUNDS, DRIFT_BOUNDS, RANK_BOUNDS, heat_map, sparkline
 from rekindle.report.markup import environment
-from rekindle.report.view import Headline, Row, columns, headline, present, reasons, rows, sides, signs
+from rekindle.report.view import BlockRow, Headline, columns, headline, present, reasons, rows, sides, signs
 from rekindle.report.words import CHANGES, GLOSSARY, MEASURES, RECORD, listed, number, plural, size
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ def source(name: str, package: str = "rekindle.report") -> str:
     return files(package).joinpath(name).read_text()
 
 
-def _layers(data: Mapping[str, Any], table: Sequence[Row]) -> dict[str, Any]:
+def _layers(data: Mapping[str, Any], table: Sequence[BlockRow]) -> dict[str, Any]:
     """The table of layers and its tools."""
     shown = columns(table)
     drawings = [sparkline(row.curves) for row in table]
@@ -146,7 +146,7 @@ def _layers(data: Mapping[str, Any], table: Sequence[Row]) -> dict[str, Any]:
 class _Shown:
     """A row with its cells, as the template takes it."""
 
-    def __init__(self, row: Row, shown: Sequence[Any], drawing: Markup | str) -> None:
+    def __init__(self, row: BlockRow, shown: Sequence[Any], drawing: Markup | str) -> None:
         self.name, self.role, self.shape, self.volume = row.name, row.role, row.shape, row.volume
         self.level, self.rank, self.changed, self.drawing = row.level, row.rank, row.changed, drawing
         self.cells = [
@@ -156,7 +156,7 @@ class _Shown:
         ]
 
 
-def _tiles(table: Sequence[Row]) -> list[tuple[str, str]]:
+def _tiles(table: Sequence[BlockRow]) -> list[tuple[str, str]]:
     """A few large numbers under the verdict."""
     if not table:
         return []
@@ -185,7 +185,7 @@ def _mean(values: Sequence[Any]) -> float | None:
     return sum(known) / len(known) if known else None
 
 
-def _maps(data: Mapping[str, Any], table: Sequence[Row]) -> list[Markup | str]:
+def _maps(data: Mapping[str, Any], table: Sequence[BlockRow]) -> list[Markup | str]:
     both = any(row.after for row in table)
     shown = list(sides(data).items())
     maps = []
@@ -257,7 +257,7 @@ def _made(found: Mapping[str, Any] | None) -> dict[str, Any] | None:
     }
 
 
-def _embedded(data: Mapping[str, Any], table: Sequence[Row]) -> dict[str, Any]:
+def _embedded(data: Mapping[str, Any], table: Sequence[BlockRow]) -> dict[str, Any]:
     """What the script needs to show a layer that is opened."""
     layers = [
         {

@@ -26,7 +26,7 @@ _DIFFERENCES = {
 
 
 @dataclass(frozen=True)
-class Row:
+class BlockRow:
     """One block: its numbers before and after (A and B in a comparison), and what is said about it."""
 
     name: str
@@ -82,7 +82,7 @@ class Headline:
     more: tuple[str, ...] = ()
 
 
-def rows(data: Mapping[str, Any]) -> list[Row]:
+def rows(data: Mapping[str, Any]) -> list[BlockRow]:
     """One row for every block that any part of the result speaks about, in the order of the file.
 
     >>> rows({"health": {"weights": {"a.weight": {"norm": 2.0}}, "about": {"a.weight": {"role": "query"}}}})[0].role
@@ -103,7 +103,7 @@ def rows(data: Mapping[str, Any]) -> list[Row]:
         about = {**health.get("about", {}).get(name, {}), **after.get("about", {}).get(name, {})}
         record = records.get(name, {})
         found.append(
-            Row(
+            BlockRow(
                 name,
                 about.get("role") or record.get("role", ""),
                 about.get("shape") or _shape(record),
@@ -133,11 +133,11 @@ class Column:
 
     heading: str
     meaning: str
-    value: Callable[[Row], Any]
-    pair: Callable[[Row], Any] | None = None
+    value: Callable[[BlockRow], Any]
+    pair: Callable[[BlockRow], Any] | None = None
     kind: str = ""
 
-    def cell(self, row: Row) -> tuple[str, str | None]:
+    def cell(self, row: BlockRow) -> tuple[str, str | None]:
         """What a row shows in this column, and the number that it is sorted by."""
         value, pair = self.value(row), self.pair(row) if self.pair else None
         shown = number(value, self.kind)
@@ -148,10 +148,10 @@ class Column:
         return shown, f"{sort:.6g}" if present(sort) and not math.isnan(sort) else None
 
 
-def columns(table: Sequence[Row]) -> list[Column]:
+def columns(table: Sequence[BlockRow]) -> list[Column]:
     """The columns that this result can fill.
 
-    >>> [column.heading for column in columns([Row("a", before={"norm": 1.0})])]
+    >>> [column.heading for column in columns([BlockRow("a", before={"norm": 1.0})])]
     ['‖W‖']
     """
     both = any(row.after for row in table)
@@ -201,7 +201,7 @@ def present(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def headline(data: Mapping[str, Any], table: Sequence[Row]) -> Headline:
+def headline(data: Mapping[str, Any], table: Sequence[BlockRow]) -> Headline:
     """What the page says first.
 
     >>> headline({"plan": {"entries": [{"reason": None}, {"reason": "bias"}]}}, []).sentence
@@ -330,7 +330,7 @@ def _scope(health: Mapping[str, Any]) -> list[str]:
     return [f"From the weights alone: activity not measured, {read} of {read + skipped} weights read."]
 
 
-def _judged(health: Mapping[str, Any], table: Sequence[Row]) -> str:
+def _judged(health: Mapping[str, Any], table: Sequence[BlockRow]) -> str:
     count = len(health.get("weights", {}))
     # A sign may be of a layer's neurons ("0"), which is no row of the table of weights ("0.weight").
     marked = len({finding["layer"] for finding in health.get("findings", ()) if finding.get("layer")})

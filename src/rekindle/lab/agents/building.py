@@ -16,6 +16,7 @@ from rekindle.lab.agents.environments import CHANNELS
 from rekindle.lab.arms import Arm
 from rekindle.lab.randomness import derive
 from rekindle.lab.settings import Setting
+from rekindle.lab.train import Refused
 
 _sb3: Any = require("stable_baselines3", "rl", "an agent in the laboratory")
 _extractors: Any = require("stable_baselines3.common.torch_layers", "rl", "an agent in the laboratory")
@@ -23,10 +24,6 @@ _extractors: Any = require("stable_baselines3.common.torch_layers", "rl", "an ag
 AGENTS = {"dqn": "DQN", "sac": "SAC", "td3": "TD3", "ppo": "PPO", "a2c": "A2C"}
 _ACTIVATIONS = {"relu": nn.ReLU, "tanh": nn.Tanh, "elu": nn.ELU, "silu": nn.SiLU}
 _OPTIMIZERS = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
-
-
-class Refused(Exception):
-    """A method cannot treat this agent, or an optimizer cannot train it; the message says why."""
 
 
 class SmallCNN(_extractors.BaseFeaturesExtractor):  # type: ignore[misc]

@@ -23,13 +23,14 @@ import rekindle
 from rekindle.diagnosis.examination import health
 from rekindle.integrations import sb3
 from rekindle.isolation import Recorded, random_states_kept
-from rekindle.lab.agents.building import Refused, build
+from rekindle.lab.agents.building import build
 from rekindle.lab.agents.state import restore, state_of
 from rekindle.lab.agents.streams import AgentStream
 from rekindle.lab.evaluation import POINTS, finite, mean
 from rekindle.lab.randomness import derive, generator
 from rekindle.lab.runs import FirstTask, Run
 from rekindle.lab.settings import read_source
+from rekindle.lab.train import Refused
 from rekindle.methods.remedy import MOMENTS
 
 Row = dict[str, Any]

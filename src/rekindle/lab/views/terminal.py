@@ -18,7 +18,7 @@ from rich.text import Text
 from rekindle.lab.results.comparison import ArmComparison
 from rekindle.lab.results.wording import duration, measure
 from rekindle.lab.tuning import SEEDS, tuned_name
-from rekindle.lab.views.text import Column, columns, sentences
+from rekindle.lab.views.text import ArmColumn, columns, sentences
 from rekindle.report.words import printable
 
 if TYPE_CHECKING:
@@ -197,7 +197,7 @@ def _table(found: ArmComparison, width: int) -> Table:
     return table
 
 
-def _fitting(listed: list[Column], found: ArmComparison, width: int) -> list[Column]:
+def _fitting(listed: list[ArmColumn], found: ArmComparison, width: int) -> list[ArmColumn]:
     """Without the columns that a narrow terminal has no room for; the page and --json have them all."""
     kept = list(listed)
     names = max(map(len, found.ranked))

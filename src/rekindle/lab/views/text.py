@@ -194,7 +194,7 @@ def _keywords(options: Mapping[str, Any]) -> str:
 
 
 @dataclass(frozen=True)
-class Column:
+class ArmColumn:
     """A heading, what it means, the number that it is sorted by, how that is written, and its interval."""
 
     heading: str
@@ -206,35 +206,35 @@ class Column:
     def text(self, arm: str) -> str:
         """The whole cell of an arm.
 
-        >>> Column("x", "", lambda arm: 2.0, str, lambda arm: "[1, 3]").text("fire")
+        >>> ArmColumn("x", "", lambda arm: 2.0, str, lambda arm: "[1, 3]").text("fire")
         '2.0 [1, 3]'
         """
         value = self.value(arm)
         return f"{self.shown(value)} {self.ends(arm) if value is not None else ''}".strip()
 
 
-def columns(found: ArmComparison) -> list[Column]:
+def columns(found: ArmComparison) -> list[ArmColumn]:
     """The columns that at least one arm fills; each is asked by the arm's name."""
     measured = found.headline
     old = measure("old_accuracy" if measured.unit == "%" else "old_loss")
     span = "the last task" if found.last == 1 else f"the last {found.last} tasks"
     sign = "" if measured.higher else "; a minus is a gain"
     listed = [
-        Column(
+        ArmColumn(
             f"{measured.name}{_unit(measured)}",
             f"mean over {span} and the seeds, {_around(found)}",
             lambda arm: found.interval(arm).mean,
             measured.number,
             lambda arm: measured.ends(found.interval(arm)),
         ),
-        Column(
+        ArmColumn(
             f"against {NOTHING}",
             f"paired difference, seed by seed, {_around(found)}{sign}",
             lambda arm: _number(found.against(arm, NOTHING)),
             measured.difference,
             lambda arm: "" if (pair := found.against(arm, NOTHING)) is None else measured.difference_ends(pair),
         ),
-        Column(
+        ArmColumn(
             "p (Holm)",
             "how often chance alone gives such a difference, corrected for all arms",
             lambda arm: None if (pair := found.against(arm, NOTHING)) is None else pair.holm,
@@ -270,13 +270,15 @@ def columns(found: ArmComparison) -> list[Column]:
             old.number,
         ),
         _priced(found, "remedy", "time that the remedy takes in a task", "remedy_seconds", duration),
-        Column("seeds", "runs that the mean is over", lambda arm: float(len(found.values[arm])), _count),
+        ArmColumn("seeds", "runs that the mean is over", lambda arm: float(len(found.values[arm])), _count),
     ]
     return [column for column in listed if any(column.value(arm) is not None for arm in found.ranked)]
 
 
-def _priced(found: ArmComparison, heading: str, meaning: str, key: str, shown: Callable[[float | None], str]) -> Column:
-    return Column(heading, meaning, lambda arm: _number(found.number(arm, key)), shown)
+def _priced(
+    found: ArmComparison, heading: str, meaning: str, key: str, shown: Callable[[float | None], str]
+) -> ArmColumn:
+    return ArmColumn(heading, meaning, lambda arm: _number(found.number(arm, key)), shown)
 
 
 def _around(found: ArmComparison) -> str:
