@@ -27,7 +27,6 @@ CONVERGING = ("auto", "svd", "products", "halley", "gram")  # the solvers that p
 # Elements worked on at a time. On CPUs a million keeps the working set near the caches (8 million take 30 % more
 # time); accelerators want more work per call.
 CPU_CHUNK = 2**20
-SMALL_CHUNK = 2**18  # the four arrays of the small route together
 ACCELERATOR_CHUNK = 2**24
 
 ONE_STEP_FROM = 384  # rows from which on ten steps of the recipe leave so much that a single Halley step leaves less
@@ -217,20 +216,16 @@ def _solve(sources: Sequence[Source], options: _Options) -> Iterator[tuple[int, 
         arithmetic = torch.float64 if source.dtype == torch.float64 else torch.float32
         groups.setdefault((min(rows, columns), max(rows, columns), arithmetic, source.device), []).append(i)
     for (n, m, arithmetic, device), members in groups.items():
-        room = max(1, _chunk(n, device) // max(1, n * m))
+        room = max(1, (CPU_CHUNK if device.type == "cpu" else ACCELERATOR_CHUNK) // max(1, n * m))
         chunk: list[int] = []
+        held = 0
         for i in members:
-            if chunk and sum(sources[j].shape[0] for j in (*chunk, i)) > room:
+            if chunk and held + sources[i].shape[0] > room:
                 yield from _solve_chunk(sources, chunk, arithmetic, room, options)
-                chunk = []
+                chunk, held = [], 0
             chunk.append(i)
+            held += sources[i].shape[0]
         yield from _solve_chunk(sources, chunk, arithmetic, room, options)
-
-
-def _chunk(n: int, device: torch.device) -> int:
-    if device.type != "cpu":
-        return ACCELERATOR_CHUNK
-    return min(SMALL_CHUNK, CPU_CHUNK) if n <= tuning().products_up_to else CPU_CHUNK
 
 
 def _solve_chunk(

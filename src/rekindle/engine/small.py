@@ -16,6 +16,7 @@ from rekindle.engine.routes import Solved, Start, lacking
 from rekindle.engine.symmetric import mirrored
 
 REACH = 0.2  # σ_min/σ_max that the schedule covers is this over n: the second smallest of a random matrix lies above
+PART = 2**18  # entries worked on at a time: the four arrays of a part stay near the caches
 MOST = 128  # rows: beyond, a Gram matrix has more noise than the proof of `by_bulk` allows for
 BEFORE = 0.017  # over n^¼: how far from 1 the schedule leaves singular values before the last cubic step
 MILD = 0.1  # ‖XXᵀ − I‖²_F up to which one more cubic step is enough: all σ² are then above .68
@@ -29,50 +30,61 @@ def by_bulk(w: Tensor, known: Start, tol: float) -> Solved:
     A cubic step takes σ² = 1 − e to 1 − ¾e² − ¼e³, so that ‖XXᵀ − I‖²_F = r before it bounds DfI by .64r² after it
     (for r ≤ .04). That is a proof, for one pass over a matrix that is there already. tr(QᵀW) then lacks at most
     .4r‖W‖_F, and ‖W‖_F/‖W‖_* ≤ (‖WWᵀWWᵀ‖_F/‖W‖⁴_F)^⅓ by Hölder's inequality.
+
+    `known.a` is destroyed. Parts of the batch go through it one after the other, in arrays that stay in the caches and
+    are not allocated anew: a fresh one costs as much as a product in page faults.
     """
-    n = w.shape[1]
+    count, n, m = w.shape
     steps = schedules.bulk(REACH / n, BEFORE / n**0.25)
-    x, p, bound = _scaled_first(w, known, steps[0])
-    a, y = known.a, torch.empty_like(x)  # four arrays in all: a fresh one costs as much as a product in page faults
-    for step in steps[1:]:
-        torch.bmm(x, x.mT, out=a)
-        _step(x, a, step, p, y)
-        x, y = y, x
-    g = _off_identity(x, a)
-    r = torch.linalg.vector_norm(g, dim=(1, 2)).square()
+    solved = Solved.new(torch.empty_like(w), len(steps) + 1)
+    solved.residual = torch.empty_like(known.norm2)
     most = (0.8 * max(tol, 1e-6) * n / 0.64) ** 0.5
-    enough = (lacking(tol) / 0.4 * (known.norm2 / bound).pow(2 / 3)).clamp_max(most)
-    solved = Solved.new(y, len(steps) + 1)
-    short = (~(r <= enough)).nonzero().flatten()
-    if len(short):
-        far = r[short] > MILD
-        for index, finish in ((short[~far], _once_more), (short[far], _one_direction)):
-            if len(index):
-                x[index], g[index], r[index] = finish(x[index], g[index])
-    g.diagonal(0, 1, 2).sub_(2)
-    y.baddbmm_(g, x, beta=0, alpha=-0.5)
-    solved.hard = ~(r <= enough)
-    solved.residual = 0.64 * r.square() / n
+    size = min(count, max(1, PART // (n * m)))
+    room_x, room_p = torch.empty_like(w[:size]), torch.empty_like(known.a[:size])
+    for top in range(0, count, size):
+        part = slice(top, min(top + size, count))
+        x, y, p = room_x[: part.stop - top], solved.x[part], room_p[: part.stop - top]
+        a = mirrored(known.a[part])
+        if len(steps) % 2 == 0:  # steps go to and fro between two arrays, and the last one is to end in `solved.x`
+            x, y = y, x
+        bound = _first_step(w[part], a, known.norm2[part], steps[0], p, x)
+        for step in steps[1:]:
+            torch.bmm(x, x.mT, out=a)
+            _step(x, a, step, p, y)
+            x, y = y, x
+        g = _off_identity(x, a)
+        r = torch.linalg.vector_norm(g, dim=(1, 2)).square()
+        enough = (lacking(tol) / 0.4 * (known.norm2[part] / bound).pow(2 / 3)).clamp_max(most)
+        short = (~(r <= enough)).nonzero().flatten()
+        if len(short):
+            far = r[short] > MILD
+            for index, finish in ((short[~far], _once_more), (short[far], _one_direction)):
+                if len(index):
+                    x[index], g[index], r[index] = finish(x[index], g[index])
+        g.diagonal(0, 1, 2).sub_(2)
+        y.baddbmm_(g, x, beta=0, alpha=-0.5)
+        solved.hard[part] = ~(r <= enough)
+        solved.residual[part] = 0.64 * r.square() / n
     return solved
 
 
-def _scaled_first(w: Tensor, known: Start, step: schedules.Polynomial) -> tuple[Tensor, Tensor, Tensor]:
-    """The first step on W/bound, where λ_max(A) ≤ ‖A²‖_F^½: a quintic has A and A² already.
+def _first_step(w: Tensor, a: Tensor, norm2: Tensor, step: schedules.Polynomial, p: Tensor, out: Tensor) -> Tensor:
+    """out ← the first step on W/√bound, where λ_max(A) ≤ bound = ‖A²‖_F^½, which is returned.
 
-    Also returns the n×n array that it used, for the next steps, and the bound of λ_max.
+    A quintic has A and A² already. `p` is an array to work in.
     """
-    a = mirrored(known.a)
-    squared = torch.bmm(a, a)
-    bound = torch.linalg.vector_norm(squared, dim=(1, 2)).sqrt() * (1 + 2e-4)
-    bound = torch.where(known.norm2 > 0, bound, 1.0)
+    torch.bmm(a, a, out=p)
+    bound = torch.linalg.vector_norm(p, dim=(1, 2)).sqrt() * (1 + 2e-4)
+    bound = torch.where(norm2 > 0, bound, 1.0)
     scale = bound.reciprocal()[:, None, None]
     root = scale.sqrt()
     if step.c:
-        squared.mul_(step.c * root * scale.square()).addcmul_(a, step.b * root * scale)
+        p.mul_(step.c * root * scale.square()).addcmul_(a, step.b * root * scale)
     else:
-        torch.mul(a, step.b * root * scale, out=squared)
-    squared.diagonal(0, 1, 2).add_(step.a * root[:, :, 0])
-    return torch.bmm(squared, w), squared, bound
+        torch.mul(a, step.b * root * scale, out=p)
+    p.diagonal(0, 1, 2).add_(step.a * root[:, :, 0])
+    torch.bmm(p, w, out=out)
+    return bound
 
 
 def _step(x: Tensor, a: Tensor, step: schedules.Polynomial, p: Tensor, out: Tensor) -> None:
