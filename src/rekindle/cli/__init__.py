@@ -1,4 +1,4 @@
-"""The command line: `rekindle inspect | plan | fire | compare | polar | report | doctor | demo | lab`.
+"""The command line: `rekindle inspect | plan | fire | compare | probe | advise | polar | report | doctor | demo | lab`.
 
 Commands live in files of their names; `options` has what they share, `terminal` how they print, `weights` what
 `inspect` and `compare` measure, `studies` what the commands of the laboratory share. torch and the laboratory are

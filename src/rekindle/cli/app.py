@@ -11,6 +11,7 @@ import typer
 
 import rekindle
 from rekindle.cli import lab
+from rekindle.cli.advice import advise, probe
 from rekindle.cli.demo import demo
 from rekindle.cli.doctor import doctor
 from rekindle.cli.fire import fire, plan
@@ -29,6 +30,12 @@ A checkpoint goes in, a checkpoint comes out; no script is needed:
   [bold]rekindle fire[/] ./my-model -o ./rekindled [dim]· project onto isometries, checked[/]
 
   [bold]rekindle compare[/] ./my-model ./rekindled --html report.html [dim]· what changed[/]
+
+With the live model and its data, plasticity is measured and remedies are tried on copies:
+
+  [bold]rekindle probe[/] mine.py [dim]· does it learn as well as a fresh network?[/]
+
+  [bold]rekindle advise[/] mine.py [dim]· which remedy, if any[/]
 
 Or see it first, and compare remedies on streams of your own:
 
@@ -83,7 +90,18 @@ def _taught(words: str | None) -> str:
 
 
 laboratory = typer.Typer(help=_taught(_LAB_HELP), rich_markup_mode="rich", no_args_is_help=True)
-_COMMANDS: tuple[Callable[..., None], ...] = (inspect, plan, fire, compare, polar, report, doctor, demo)
+_COMMANDS: tuple[Callable[..., None], ...] = (
+    inspect,
+    plan,
+    fire,
+    compare,
+    probe,
+    advise,
+    polar,
+    report,
+    doctor,
+    demo,
+)
 _LABORATORY: dict[str, Callable[..., None]] = {
     "list": lab.lab_list,
     "run": lab.run,

@@ -162,9 +162,18 @@ def built(model: str, *, meta: bool = False) -> nn.Module:
 def batches(data: str) -> Any:
     """The batches that a user's name stands for: a function is called, anything else is taken as it is."""
     found = named(data, "--data", "my_data.py:batches")
+    return listed_batches(found, f"--data {data}")
+
+
+def listed_batches(found: Any, where: str) -> Any:
+    """Batches that can be read again; a function is called for them.
+
+    >>> listed_batches(lambda: iter([1, 2]), "mine.py: batches")
+    [1, 2]
+    """
     made = found() if callable(found) and not hasattr(found, "__iter__") else found
     if not hasattr(made, "__iter__"):
-        raise ValueError(f"--data {data}: gave a {type(made).__name__}, which holds no batches")
+        raise ValueError(f"{where}: gave a {type(made).__name__}, which holds no batches")
     return made if iter(made) is not made else list(made)
 
 
@@ -207,7 +216,7 @@ def named(reference: str, option: str, example: str) -> Any:
         if file.suffix == ".py":
             if not file.is_file():
                 raise ValueError(f"{option} {reference}: there is no file {file}")
-            found = _run(file)
+            found = run_file(file)
         else:
             found = importlib.import_module(module)
     except ImportError as error:
@@ -221,8 +230,10 @@ def named(reference: str, option: str, example: str) -> Any:
     return found
 
 
-def _run(file: Path) -> Any:
-    # Its own folder comes first, as if it had been started from there.
+def run_file(file: Path) -> Any:
+    """A user's file, run: its module. Its own folder comes first, as if it had been started from there."""
+    if not file.is_file():
+        raise ValueError(f"there is no file {file}")
     sys.path.insert(0, str(file.resolve().parent))
     spec = importlib.util.spec_from_file_location(file.stem, file)
     if spec is None or spec.loader is None:

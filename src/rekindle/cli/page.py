@@ -79,7 +79,8 @@ def report(
         list[Path],
         typer.Argument(
             metavar="JSON...",
-            help="What --json printed, or Health, Plan or Receipt saved as JSON; several are put on one page.",
+            help="What --json printed, or a Health, Plan, Receipt, Advice or ProbeResult saved as JSON; several go on "
+            "one page.",
             show_default=False,
         ),
     ],
@@ -121,4 +122,11 @@ def _read(path: Path) -> dict[str, Any]:
             return {"receipt": found}
         if "weights" in found and "verdict" in found:
             return {"health": found}
-    raise ValueError(f"{path} is no result of rekindle: expected what --json printed, or a Health, Plan or Receipt")
+        if "answer" in found and "rows" in found:
+            return {"advice": found}
+        if "score" in found and "fresh" in found:
+            return {"probe": found}
+    raise ValueError(
+        f"{path} is no result of rekindle: expected what --json printed, or a Health, Plan, Receipt, Advice or "
+        "ProbeResult"
+    )

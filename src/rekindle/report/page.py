@@ -16,6 +16,7 @@ from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from rekindle.extras import DISTRIBUTION, require
+from rekindle.report import advice
 from rekindle.report.charts import DFI_BOUNDS, DRIFT_BOUNDS, RANK_BOUNDS, heat_map, sparkline
 from rekindle.report.markup import environment
 from rekindle.report.view import BlockRow, Headline, columns, headline, present, reasons, rows, sides, signs
@@ -57,6 +58,8 @@ def render(data: Mapping[str, Any]) -> str:
     >>> page.startswith("<!doctype html>"), "http://" in page or "https://" in page
     (True, False)
     """
+    if data.get("advice") or data.get("probe"):
+        return _asked(data)
     table = rows(data)
     judged = data.get("after") if data.get("command") == "compare" else data.get("health")
     return document(
@@ -78,6 +81,24 @@ def render(data: Mapping[str, Any]) -> str:
         reasons=reasons(data),
         made=_made(data.get("made")),
         words=listed(GLOSSARY),
+    )
+
+
+def _asked(data: Mapping[str, Any]) -> str:
+    """The page of a probe or an advice."""
+    what = "Advice for {}" if data.get("advice") else "Plasticity of {}"
+    about = data.get("source") or {}
+    return document(
+        "advice.html",
+        title=what.format(about.get("name") or "a model"),
+        facts=[about["text"]] if about.get("text") else [],
+        first=advice.first(data),
+        script=source("script.js"),
+        data={},
+        style=advice.STYLE,
+        made=_made(data.get("made")),
+        words=listed(advice.WORDS),
+        **advice.parts(data),
     )
 
 

@@ -1,0 +1,245 @@
+"""`rekindle probe` and `rekindle advise`: has plasticity been lost, and which remedy, tried on copies of a model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from rekindle.cli import options
+from rekindle.cli.page import made, write_page
+from rekindle.cli.studies import needing_extras
+from rekindle.cli.terminal import progress, refuse_existing, reported, show, show_json
+
+if TYPE_CHECKING:
+    from torch import nn
+
+What = Annotated[
+    str,
+    typer.Argument(
+        metavar="FILE.py|SETTING",
+        help="A file of yours that defines model and batches (it is run), or a setting of the laboratory: a network "
+        "learns its tasks up to a boundary and is asked there.",
+        show_default=False,
+        autocompletion=options.complete_settings,
+    ),
+]
+Steps = Annotated[int | None, typer.Option(min=1, show_default=False, help="How long training will go on.")]
+Seeds = Annotated[int, typer.Option("--seeds", "-n", min=1, help="Copies per candidate; three for intervals.")]
+Boundary = Annotated[
+    int | None,
+    typer.Option(min=1, help="Of a setting: before which task to ask.", show_default="the last"),
+]
+LabSeed = Annotated[int, typer.Option("--seed", help="Of a setting: the seed of its data and network.")]
+Changed = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="FIELD=VALUE",
+        help="Of a setting: change a field, such as stream_options.tasks=5. Repeat for several.",
+        show_default=False,
+    ),
+]
+
+
+@dataclass
+class Asked:
+    """What a file or a setting brings."""
+
+    name: str
+    model: nn.Module
+    batches: Any
+    text: str = ""
+    loss: Any = None
+    optimizer: Any = None
+    old_batches: Any = ()
+    held_out: Any = ()
+    fresh: Any = None
+    candidates: Any = None
+    copy: Any = None
+    steps: int | None = None
+
+
+@reported
+def probe(
+    what: What,
+    task: Annotated[
+        Literal["next", "random-labels", "regression", "next-token"],
+        typer.Option(help="What is learned: the batches as they are, or something else on their inputs."),
+    ] = "next",
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Steps of every copy, instead of a time.", show_default=False)
+    ] = None,
+    budget: Annotated[str, typer.Option(help="The time for all: 30s, 2m.")] = "30s",
+    seeds: Seeds = 3,
+    boundary: Boundary = None,
+    seed: LabSeed = 0,
+    changed: Changed = None,
+    json: options.Json = False,
+    html: options.Html = None,
+    force: options.Force = False,
+) -> None:
+    """Measure plasticity: copies of the model and of fresh networks learn the same thing, and are compared.
+
+    The file defines `model` and `batches` (a list of (inputs, targets), or dicts), and where they are needed `loss`
+    (loss(model, batch)), `optimizer`, and `fresh` (a function that builds a fresh model). A score near 0 means that
+    plasticity is lost, above 1 is normal for a young network. Nothing of the model is changed.
+
+    [bold]Examples[/]
+
+      rekindle probe mine.py
+
+      rekindle probe mine.py --task random-labels --budget 1m --html probe.html
+
+      rekindle probe digits --boundary 9
+    """
+    if html is not None:
+        refuse_existing(html, force)
+    asked = _asked(what, boundary, seed, changed or ())
+    from rekindle.advice.advising import seconds_of
+    from rekindle.advice.probing import probe as measure
+
+    found = measure(
+        asked.model,
+        asked.batches,
+        loss=None if task != "next" else asked.loss,
+        task=task,
+        fresh=asked.fresh,
+        optimizer=asked.optimizer,
+        steps=steps,
+        seconds=None if steps is not None else seconds_of(budget),
+        seeds=seeds,
+    )
+    _give(asked, "probe", found, json, html, force)
+
+
+@reported
+def advise(
+    what: What,
+    budget: Annotated[str, typer.Option(help="The time for all candidates: 90s, 2m, 1h.")] = "2m",
+    steps: Steps = None,
+    seeds: Seeds = 3,
+    layers: Annotated[bool, typer.Option("--layers", help="Also FIRE on each third of the layers alone.")] = False,
+    boundary: Boundary = None,
+    seed: LabSeed = 0,
+    changed: Changed = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="Processes.", show_default="one per core")] = None,
+    on: Annotated[str | None, typer.Option(help="ray, for Ray.", show_default=False)] = None,
+    json: options.Json = False,
+    html: options.Html = None,
+    force: options.Force = False,
+) -> None:
+    """Try remedies on copies of the model, and tell which to apply, if any. Nothing of the model is changed.
+
+    The file defines `model` and `batches` (what is to be learned next), and where they are needed `loss`
+    (loss(model, batch)), `optimizer`, `old_batches` (what should not be forgotten), `held_out` (batches to judge by),
+    `candidates` (methods of yours) and `copy` (a function that copies the model). The answer may be "do nothing",
+    "do not" or "cannot tell".
+
+    [bold]Examples[/]
+
+      rekindle advise mine.py
+
+      rekindle advise mine.py --budget 10m --steps 5000 --html advice.html
+
+      rekindle advise random-labels --seed 3
+    """
+    if html is not None:
+        refuse_existing(html, force)
+    asked = _asked(what, boundary, seed, changed or ())
+    from rekindle.advice.advising import advise as ask
+
+    found = ask(
+        asked.model,
+        asked.batches,
+        loss=asked.loss,
+        old_batches=asked.old_batches,
+        held_out=asked.held_out,
+        optimizer=asked.optimizer,
+        candidates=asked.candidates,
+        layers=layers,
+        budget=budget,
+        steps=steps or asked.steps,
+        seeds=seeds,
+        copy=asked.copy,
+        workers=workers,
+        on=on,
+    )
+    _give(asked, "advise", found, json, html, force)
+
+
+def _give(asked: Asked, command: str, found: Any, json: bool, html: Path | None, force: bool) -> None:
+    kind = "advice" if command == "advise" else command
+    facts = made(command) | {"source": {"name": asked.name, "text": asked.text}, kind: found.to_dict()}
+    if html is not None:
+        write_page(html, facts, force)
+    if json:
+        show_json(facts)
+    else:
+        show(str(found))
+
+
+def _asked(what: str, boundary: int | None, seed: int, changed: Any) -> Asked:
+    if what.endswith(".py"):
+        if boundary is not None or changed:
+            raise ValueError("--boundary and --set are for settings of the laboratory; a file says all itself")
+        return _from_file(Path(what))
+    if Path(what).exists():
+        raise ValueError(f"{what} is no .py file: a probe needs the live model, its data and its loss")
+    with needing_extras():
+        return _from_laboratory(what, boundary, seed, changed)
+
+
+def _from_file(path: Path) -> Asked:
+    """What a user's file defines; functions without arguments are called where a value is needed."""
+    from torch import nn
+
+    defined = options.run_file(path)
+
+    def taken(name: str, example: str) -> Any:
+        if not hasattr(defined, name):
+            raise ValueError(f"{path} does not define {name}: write for example {example}")
+        return getattr(defined, name)
+
+    model = taken("model", "model = MyNetwork()")
+    model = model if isinstance(model, nn.Module) else model()
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"{path}: model is a {type(model).__name__}, no torch.nn.Module")
+    batches = options.listed_batches(taken("batches", "batches = [(inputs, targets), …]"), f"{path}: batches")
+    more = {
+        name: options.listed_batches(getattr(defined, name), f"{path}: {name}")
+        for name in ("old_batches", "held_out")
+        if hasattr(defined, name)
+    }
+    others = {
+        n: getattr(defined, n) for n in ("loss", "optimizer", "fresh", "candidates", "copy") if hasattr(defined, n)
+    }
+    count = sum(p.numel() for p in model.parameters())
+    return Asked(path.name, model, batches, f"{type(model).__name__}, {count:,} parameters", **more, **others)
+
+
+def _from_laboratory(name: str, index: int | None, seed: int, changed: Any) -> Asked:
+    from rekindle.lab.boundaries import quiet, reach
+    from rekindle.lab.catalogue import altered
+    from rekindle.lab.settings import setting
+
+    chosen = quiet(altered(setting(name), list(changed)) if changed else setting(name))
+    stream: Any = chosen.make_agent_stream(seed) if chosen.agents else chosen.make_stream(seed)
+    last = len(stream) - 1 if index is None else index
+    with progress(f"learning {last} tasks of {name}", last) as advance:
+        found = reach(chosen, seed, last, lambda row: advance(row["kind"] == "task"))
+        text = f"{name}, seed {seed}: the network after {last} of {len(stream)} tasks without a remedy"
+        return Asked(
+            f"{name} before task {last + 1}",
+            found.model,
+            found.batches,
+            text,
+            loss=found.loss,
+            optimizer=found.optimizer,
+            old_batches=found.old_batches,
+            held_out=found.held_out,
+            fresh=found.fresh,
+            steps=found.steps,
+        )

@@ -1,0 +1,108 @@
+"""`rekindle probe` and `rekindle advise`: what a file or a setting brings, what is printed, written and refused."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from command_line import one_line, run
+
+MINE = """
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4))
+with torch.no_grad():
+    model[2].bias.fill_(-50.0)  # no unit of the second layer fires
+batches = [(torch.randn(16, 8), torch.randint(4, (16,))) for _ in range(4)]
+old_batches = batches[:2]
+optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+
+def loss(model, batch):
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+"""
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> Path:
+    path = tmp_path / "mine.py"
+    path.write_text(MINE + "\nfrom rekindle.methods import FullReset\ncandidates = [FullReset()]\n")
+    return path
+
+
+def test_probe_tells_that_plasticity_is_lost(mine: Path, tmp_path: Path) -> None:
+    result = run("probe", mine, "--steps", 80, "--seeds", 2, "--html", tmp_path / "probe.html")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith("plasticity score 0.") and "plasticity is lost" in result.stdout
+    page = (tmp_path / "probe.html").read_text()
+    assert "Plasticity of mine.py" in page and "<svg" in page and "http" not in page.replace("http-equiv", "")
+
+
+def test_advise_says_what_to_call_and_its_json_makes_the_same_page(mine: Path, tmp_path: Path) -> None:
+    result = run("advise", mine, "--steps", 80, "--workers", 1, "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["command"] == "advise" and found["advice"]["answer"] == "apply"
+    assert found["advice"]["chosen"] == "full-reset" and "FullReset" in found["advice"]["call"]
+    (tmp_path / "a.json").write_text(result.stdout)
+    assert run("report", tmp_path / "a.json", "-o", tmp_path / "a.html").exit_code == 0
+    page = (tmp_path / "a.html").read_text()
+    assert "Advice for mine.py" in page and "full-reset" in page and "rekindle.methods.FullReset(" in page
+
+
+def test_a_setting_is_learned_up_to_a_boundary_and_asked_there() -> None:
+    small = ["--set", "stream_options.tasks=3", "--set", "stream_options.epochs=1", "--set", "stream_options.count=64"]
+    result = run("advise", "digits", *small, "--steps", 20, "--seeds", 2, "--workers", 1, "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["source"]["text"].startswith("digits, seed 0: the network after 2 of 3 tasks")
+    names = [row["name"] for row in found["advice"]["rows"]]
+    assert {"nothing", "fire", "fire-nearest", "full-reset"} <= set(names)
+    result = run("probe", "digits", *small, "--boundary", 1, "--steps", 20, "--seeds", 2)
+    assert result.exit_code == 0 and "steps" in result.stdout
+    assert "boundaries 1 to 2" in one_line(run("probe", "digits", *small, "--boundary", 7))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("batches = []", "does not define model"),
+        ("model = 3\nbatches = []\nmodel = lambda: 3", "no torch.nn.Module"),
+        ("from torch import nn\nmodel = nn.Linear(1, 1)", "does not define batches"),
+        ("from torch import nn\nmodel = nn.Linear(1, 1)\nbatches = 3", "holds no batches"),
+    ],
+)
+def test_what_a_file_lacks_is_said_in_one_line(tmp_path: Path, text: str, words: str) -> None:
+    path = tmp_path / "poor.py"
+    path.write_text(text)
+    assert words in one_line(run("advise", path))
+
+
+def test_bad_input_is_one_line(tmp_path: Path, mine: Path) -> None:
+    assert "there is no file" in one_line(run("probe", tmp_path / "none.py"))
+    assert "did you mean" in one_line(run("advise", "digitz"))
+    assert "not a time" in one_line(run("advise", mine, "--budget", "soon"))
+    assert "for settings" in one_line(run("advise", mine, "--boundary", 2))
+    (tmp_path / "model.pt").write_bytes(b"")
+    assert "no .py file" in one_line(run("probe", tmp_path / "model.pt"))
+
+
+def test_control_c_stops_advise_and_its_processes(mine: Path) -> None:
+    """All processes of the group hear it, as in a terminal; one line, and exit code 130."""
+    mine.write_text(MINE + "\nimport pathlib\npathlib.Path(__file__).with_suffix('.begun').touch()\n")
+    command = [sys.executable, "-m", "rekindle", "advise", str(mine), "--budget", "10m", "--workers", "2"]
+    began = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    while not mine.with_suffix(".begun").exists() and began.poll() is None:
+        time.sleep(0.1)
+    time.sleep(1.0)
+    os.killpg(began.pid, signal.SIGINT)
+    out, err = began.communicate(timeout=120)
+    assert began.returncode == 130 and out == "" and err.strip() == "stopped"
+    with pytest.raises(ProcessLookupError):
+        os.killpg(began.pid, 0)
