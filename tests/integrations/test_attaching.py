@@ -239,6 +239,80 @@ def test_one_round_for_several_optimizers() -> None:
         assert remedy.steps == 8
 
 
+def test_each_optimizer_gets_the_loss_term_when_it_steps() -> None:
+    """As GANs train: the other's zero_grad and backward pass come between two steps of one round."""
+
+    def alternating(attached: bool) -> nn.Module:
+        model, term = network(), methods.L2Init(0.5)
+        term.remember(model)
+        parts = [model[0].parameters(), [p for layer in model[1:] for p in layer.parameters()]]
+        optimizers = [torch.optim.SGD(part, lr=0.1) for part in parts]
+        remedy = rekindle.attach(model, optimizers, methods.L2Init(0.5)) if attached else None
+        for x, y in batches(8):
+            for optimizer in optimizers:
+                model.zero_grad()
+                loss = F.cross_entropy(model(x), y)
+                (loss if attached else loss + term.loss_term(model)).backward()
+                optimizer.step()
+        assert remedy is None or remedy.steps == 6
+        return model
+
+    for a, b in zip(alternating(True).parameters(), alternating(False).parameters(), strict=True):
+        assert torch.allclose(a, b, atol=1e-5)
+
+
+def test_a_trigger_is_asked_once_per_step_whatever_else_fires() -> None:
+    model = network()
+    optimizer = adam(model)
+    with rekindle.attach(model, optimizer, at=2, when=Every(4)) as remedy:
+        train(model, optimizer, batches(4), remedy)
+    assert [(f.step, f.reason) for f in remedy.firings] == [
+        (2, "at step 2"), (4, "every 4 steps"), (8, "every 4 steps"), (12, "every 4 steps"),
+    ]  # fmt: skip
+
+
+def test_a_step_that_calls_that_of_its_base_class_is_one_step() -> None:
+    class Own(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            return super().step(closure)
+
+    model = network()
+    torch.optim.SGD(model.parameters())  # torch puts hooks on a class when its first object is made
+    optimizer = Own(model.parameters(), lr=0.1)
+    with rekindle.attach(model, optimizer, every=5, rewarm=3, monitor=4) as remedy:
+        train(model, optimizer, batches(4), remedy)
+        assert remedy.steps == 12
+    assert [f.step for f in remedy.firings] == [5, 10] and optimizer.param_groups[0]["lr"] == 0.1
+    assert remedy._monitor is not None and [sample.step for sample in remedy._monitor.history] == [4, 8, 12]
+
+
+def test_a_step_that_breaks_off_leaves_the_learning_rate() -> None:
+    class Breaking(torch.optim.SGD):
+        broken = False
+
+        def step(self, closure: Any = None) -> Any:
+            if self.broken:
+                raise MemoryError
+            return super().step(closure)
+
+    model = network()
+    optimizer = Breaking(model.parameters(), lr=0.1)
+    remedy = rekindle.attach(model, optimizer, at=2, rewarm=4)
+    train(model, optimizer, batches(4)[:3], remedy)
+    optimizer.broken = True
+    for _ in range(2):
+        with pytest.raises(MemoryError):
+            train(model, optimizer, batches(4)[:1], remedy)
+    optimizer.broken = False
+    train(model, optimizer, batches(4)[:1], remedy)
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    optimizer.broken = True
+    with pytest.raises(MemoryError):
+        train(model, optimizer, batches(4)[:1], remedy)
+    remedy.finish()
+    assert optimizer.param_groups[0]["lr"] == 0.1
+
+
 def test_rewarming_leaves_the_schedule_as_it_was() -> None:
     def rates(rewarm: int) -> tuple[list[float], list[float], nn.Module]:
         model = network()
@@ -382,11 +456,58 @@ def test_what_cannot_be_meant_is_refused() -> None:
         Application("fire", when=lambda m: True)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="mirror"):
         Application("fire", mirrors=[3])  # type: ignore[list-item]
+    wrong: dict[str, Any]
+    for wrong, said in (
+        ({"at": 3.0}, "at is a number"),
+        ({"every": True}, "every is a positive number"),
+        ({"guard": 0.5}, "guard is a rekindle.Guard"),
+        ({"monitor": 0}, "monitor is a Monitor"),
+        ({"rewarm": 0.5}, "rewarm is a number of steps"),
+        ({"batches": iter([])}, "read only once"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=said):
+            Application("fire", **wrong)
+    with pytest.raises(TypeError, match=r"write FIRE\(\.\.\.\)"):
+        Application(methods.FIRE)
     model = network()
     with pytest.raises(ValueError, match="at=0"):
         rekindle.attach(model, adam(model), at=0)
     with pytest.raises(ValueError, match="not the state"):
         Application("fire").load_state_dict({})
+
+
+@pytest.mark.parametrize(
+    ("method", "said"),
+    [
+        (methods.FIRE(targets="no.such.layer"), "matches no weight"),
+        (methods.FIRE(scale="huge"), "scale='huge'"),
+        (methods.FIRE(scle=2), "did you mean 'scale'"),
+        (methods.FIRE(recalibrate=True), "needs batches"),
+        (methods.Compose([methods.OptimizerReset(), methods.DASH()]), "DASH needs batches"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_mistake_is_found_when_training_starts_and_not_when_the_method_acts(method: Any, said: str) -> None:
+    model = network()
+    with pytest.raises((TypeError, ValueError), match=said):
+        rekindle.attach(model, adam(model), method, at=100_000)
+
+
+def test_what_is_missing_now_may_be_there_later() -> None:
+    model = network()
+    with torch.no_grad():
+        model[0].weight.zero_()  # a layer that starts silent
+    rekindle.attach(model, adam(model), methods.FIRE(targets="0.weight"))
+    model.requires_grad_(False)
+    rekindle.attach(model, adam(model), methods.FIRE(targets="2.weight"))  # unfrozen in a later phase
+
+
+def test_an_optimizer_or_guard_that_cannot_work_is_found_when_training_starts() -> None:
+    model = network()
+    with pytest.raises(ValueError, match="in none of the given optimizers"):
+        rekindle.attach(model, adam(network()), at=5)
+    with pytest.raises(ValueError, match="give the guard a loss"):
+        rekindle.attach(model, adam(model), at=5, guard=rekindle.Guard([batches(8)[0][0]], max_rise=1.0))
 
 
 def test_a_step_that_was_never_reached_is_reported() -> None:

@@ -107,3 +107,16 @@ def test_a_trainer_that_runs_on_counts_on() -> None:
         trainer.run(batches(4), max_epochs=1)
     trainer.run(batches(4), max_epochs=2)
     assert [f.step for f in handler.firings] == [5, 15]
+
+
+def test_a_state_that_is_loaded_after_a_run_counts_from_there() -> None:
+    model = network()
+    optimizer = adam(model)
+    trainer = engine(model, optimizer)
+    handler = RekindleHandler("fire", at=[3, 9]).attach(trainer, model, optimizer)
+    saved: list[Any] = []
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=6), lambda engine: saved.append(handler.state_dict()))
+    trainer.run(batches(4))
+    handler.load_state_dict(saved[0])
+    trainer.run(batches(4)[6:], max_epochs=2)
+    assert [f.step for f in handler.firings] == [3, 9]

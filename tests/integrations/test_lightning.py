@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import rekindle
 from integrations.trained import batches, loop, network, penalised, same
 from rekindle import methods
-from rekindle.triggers import Trigger, VerdictIs
+from rekindle.triggers import Every, Trigger, VerdictIs
 
 lightning = pytest.importorskip("lightning.pytorch")
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint  # noqa: E402
@@ -177,6 +177,68 @@ def test_methods_of_every_moment_inside_a_closure(tmp_path: Path, method: Any) -
             other(expected, optimizer)
     for a, b in zip(module.net.parameters(), expected.parameters(), strict=True):
         assert torch.allclose(a, b, atol=1e-5)
+
+
+def test_a_loss_term_after_a_step_that_the_scaler_skipped(tmp_path: Path) -> None:
+    from lightning.pytorch.plugins.precision import MixedPrecision
+
+    class Overflowing(Classifier):
+        def training_step(self, batch: Any, index: int) -> Tensor:
+            with torch.autocast("cpu", enabled=False):
+                return F.cross_entropy(self.net(batch[0]), batch[1]) * (float("inf") if index == 3 else 1.0)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    plugin = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=8.0))
+    module, expected, term = Overflowing(), network(), methods.L2Init(0.5)
+    trainer(tmp_path, RekindleCallback(methods.L2Init(0.5)), plugins=[plugin]).fit(module, loader())
+    term.remember(expected)
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
+    for index, (x, y) in enumerate(batches(4)):
+        optimizer.zero_grad()
+        (F.cross_entropy(expected(x), y) + term.loss_term(expected)).backward()
+        if index != 3:
+            optimizer.step()
+    for a, b in zip(module.net.parameters(), expected.parameters(), strict=True):
+        assert torch.allclose(a, b, atol=1e-5)
+
+
+def test_a_step_of_the_bare_optimizer_is_no_step_for_lightning(tmp_path: Path) -> None:
+    class Bare(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, index: int) -> None:
+            self.manual_backward(F.cross_entropy(self.net(batch[0]), batch[1]))
+            self.optimizers(use_pl_optimizer=False).step()
+
+    with pytest.raises(RuntimeError, match="without the trainer's hook"):
+        trainer(tmp_path, RekindleCallback(methods.L2Init(0.5))).fit(Bare(), loader())
+
+
+def test_the_module_sees_its_own_learning_rate_while_it_warms_up(tmp_path: Path) -> None:
+    class Looking(Classifier):
+        seen: ClassVar[set[float]] = set()
+
+        def training_step(self, batch: Any, index: int) -> Tensor:
+            self.seen.add(self.trainer.optimizers[0].param_groups[0]["lr"])
+            return super().training_step(batch, index)
+
+    module, callback = Looking(), RekindleCallback("fire", when=Every(5), rewarm=3)
+    trainer(tmp_path, callback).fit(module, loader())
+    assert [f.step for f in callback.firings] == [5, 10] and module.seen == {1e-2}
+    expected = network()
+    optimizer = torch.optim.AdamW(expected.parameters(), lr=1e-2)
+    rates = [1.0] * 5 + [0.25, 0.5, 0.75, 1.0, 1.0, 0.25, 0.5]
+
+    def between(step: int) -> None:
+        if step in (5, 10):
+            rekindle.fire(expected, optimizer)
+        optimizer.param_groups[0]["lr"] = 1e-2 * rates[step]
+
+    assert same(module.net, loop(expected, optimizer, batches(4), between))
 
 
 def test_a_loss_term_is_clipped_with_the_rest_as_in_the_loss(tmp_path: Path) -> None:

@@ -169,7 +169,7 @@ def test_triggers_see_what_the_trainer_logs_once(tmp_path: Path) -> None:
         tmp_path, RekindleCallback("fire", when=trigger), logging_strategy="steps", logging_steps=3,
         eval_strategy="steps", eval_steps=6,
     ).train()  # fmt: skip
-    assert [metrics["step"] for metrics in trigger.given] == list(range(12))
+    assert [metrics["step"] for metrics in trigger.given] == list(range(1, 12))
     assert [m["step"] for m in trigger.given if "loss" in m] == [3, 6, 9]
     assert [m["step"] for m in trigger.given if "eval_loss" in m] == [6]
 
@@ -196,21 +196,43 @@ def test_receipts_health_and_verdicts_reach_the_trainers_loggers(tmp_path: Path)
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    callback = RekindleCallback("fire", when=VerdictIs("healthy", most=1), monitor=5)
+    callback = RekindleCallback("fire", when=VerdictIs("healthy"), monitor=6)
     run = trainer(tmp_path, callback, report_to="tensorboard", logging_strategy="steps", logging_steps=4)
     run.train()
-    assert [f.step for f in callback.firings] == [5]
+    assert [f.step for f in callback.firings] == [6]  # a sample counts once: what it sends to the loggers is no other
     entries = [e for e in run.state.log_history if "rekindle/fire/sfe_relative" in e]
-    assert len(entries) == 1 and entries[0]["step"] == 5
+    assert len(entries) == 1 and entries[0]["step"] == 6
     assert any("health/verdict" in entry for entry in run.state.log_history)
-    files = sorted(tmp_path.rglob("events.out.tfevents*"))
-    tags = set()
-    for file in files:
-        events = EventAccumulator(str(file))
-        events.Reload()
-        tags |= set(events.Tags()["scalars"])
-    assert any("rekindle/fire/sfe_relative" in tag for tag in tags), tags
-    assert any("health/verdict" in tag for tag in tags), tags
+    (file,) = tmp_path.rglob("events.out.tfevents*")  # nothing comes after the logger was closed
+    events = EventAccumulator(str(file))
+    events.Reload()
+    steps = {tag: [each.step for each in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    assert steps["train/rekindle/fire/sfe_relative"] == [6] and steps["train/health/verdict"] == [6, 12]
+    assert "train/health/weights/net.0.weight/norm" in steps
+
+
+@pytest.mark.parametrize("bar", [True, False])
+def test_the_console_gets_the_summary_only(tmp_path: Path, capfd: pytest.CaptureFixture[str], bar: bool) -> None:
+    run = trainer(tmp_path, RekindleCallback("fire", at=3, monitor=5))
+    shown = transformers.trainer_callback.ProgressCallback if bar else transformers.trainer_callback.PrinterCallback
+    run.remove_callback(transformers.trainer_callback.PrinterCallback)
+    run.add_callback(shown)
+    run.train()
+    text = "".join(capfd.readouterr())
+    assert "health/verdict" in text and "rekindle/fire/sfe_relative" in text and "health/weights/" not in text
+    assert not any("health/weights/" in name for entry in run.state.log_history for name in entry)
+
+
+def test_an_epoch_is_one_pass_over_the_data_also_where_its_length_is_not_known(tmp_path: Path) -> None:
+    class Endless(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
+        def __iter__(self) -> Any:
+            return iter(items()[:20])
+
+    callback = RekindleCallback("fire", every="epoch")
+    run = trainer(tmp_path, callback, max_steps=12)
+    run.train_dataset = Endless()
+    run.train()
+    assert [(f.step, f.reason) for f in callback.firings] == [(5, "epoch 1"), (10, "epoch 2")]
 
 
 def test_two_callbacks_keep_their_states_apart(tmp_path: Path) -> None:
@@ -229,6 +251,8 @@ def test_two_callbacks_keep_their_states_apart(tmp_path: Path) -> None:
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
     assert same(again.model, whole.model)
     assert [[f.step for f in each.firings] for each in made] == [[2, 7], [3, 9]]
+    with pytest.raises(ValueError, match="two callbacks are called 'fire'"):
+        trainer(tmp_path, RekindleCallback("fire", at=3), RekindleCallback("fire", at=5)).train()
 
 
 def test_state_is_plain_json_and_rebuilding_a_method_is_refused(tmp_path: Path) -> None:

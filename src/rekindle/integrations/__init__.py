@@ -5,6 +5,7 @@ accelerate (`rekindle.attach`); `transformers`, `lightning` and `ignite` each tr
 Knows everything below it in the library and nothing of checkpoints, the command line or the lab.
 """
 
-from rekindle.integrations.application import Application, flat, named
+from rekindle.integrations.application import Application, flat
+from rekindle.integrations.arguments import named
 
 __all__ = ["Application", "flat", "named"]

@@ -18,13 +18,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from rekindle import methods
 from rekindle.blocks.names import unwrapped
-from rekindle.integrations import ranks
+from rekindle.integrations import arguments, ranks
 from rekindle.integrations.mirroring import Mirror, Mirrors
 from rekindle.integrations.rounds import Rounds
-from rekindle.methods.call import replicated
-from rekindle.methods.remedy import MOMENTS, Remedy
+from rekindle.methods.call import Call, replicated
+from rekindle.methods.remedy import Remedy
 from rekindle.monitoring.guard import Guard
 from rekindle.monitoring.monitor import Monitor
 from rekindle.monitoring.schedules import Firing, Schedule
@@ -82,33 +81,32 @@ class Application:
         name: str | None = None,
     ) -> None:
         self._schedule = method if isinstance(method, Schedule) else None
-        self.method: Any = named(method) if isinstance(method, str) else getattr(self._schedule, "method", method)
-        if not callable(self.method):
-            raise TypeError(f"method is a method, a Schedule or a name, got {type(method).__name__}")
-        self._at = _steps(at)
+        self.method: Any = arguments.acting(method.method if isinstance(method, Schedule) else method)
+        self._at = arguments.steps(at)
         if at is None and every is None and when is None and self._schedule is None:
             every = getattr(self.method, "period", None)
-        self._every = _period(every)
+        self._every = arguments.period(every)
         if when is not None and not isinstance(when, Trigger):
             raise TypeError(f"when is a trigger of rekindle.triggers, got {type(when).__name__}")
+        if guard is not None and not isinstance(guard, Guard):
+            raise TypeError(f"guard is a rekindle.Guard, got {type(guard).__name__}")
         if self._schedule is not None and (self._at or every is not None or when is not None):
             raise ValueError("a Schedule brings its own trigger: give at=, every= and when= with a method instead")
         self._trigger = self._schedule.trigger if self._schedule is not None else when
         timed = bool(self._at) or every is not None or self._trigger is not None
-        self._parts = _parts(self.method)
+        self.name = name or arguments.name_of(self.method)
+        self._parts = arguments.parts(self.method)
         if timed and "event" not in self._parts:
             if "step" not in self._parts:
-                raise ValueError(f"{_name(self.method)} acts in every step: at=, every= and when= mean nothing for it")
+                raise ValueError(f"{self.method!r} acts in every step: at=, every= and when= mean nothing for it")
             self._parts["event"] = self._parts.pop("step")
         if "event" not in self._parts and guard is not None:
-            raise ValueError(f"{_name(self.method)} acts in every step: a guard is for methods that act at times")
-        if rewarm < 0:
-            raise ValueError(f"rewarm is a number of steps, got {rewarm}")
-        self.name = name or _name(self.method)
+            raise ValueError(f"{self.method!r} acts in every step: a guard is for methods that act at times")
         guard = guard if self._schedule is None or guard is not None else self._schedule.guard
-        self._guard, self._mirrors, self._rewarm = guard, Mirrors(mirrors), rewarm
-        self._batches, self._loss = batches, loss
-        self._watching, self._monitor = monitor, monitor if isinstance(monitor, Monitor) else None
+        self._guard, self._mirrors, self._rewarm = guard, Mirrors(mirrors), arguments.warming(rewarm)
+        self._batches, self._loss = arguments.again(batches), loss
+        self._watching = arguments.watching(monitor)
+        self._monitor = monitor if isinstance(monitor, Monitor) else None
         self.receipts: list[Receipt] = []
         self.earlier: list[dict[str, Any]] = []
         self.firings: list[Firing] = []
@@ -117,7 +115,7 @@ class Application:
         self._considered: int | None = None
         self._epoch: int | None = None
         self._boundary: str | None = None
-        self._added = False
+        self._added: set[int] = set()  # optimizers whose gradients hold the loss term already
         self._metrics: dict[str, float] = {}
         self._unsent: list[tuple[int, dict[str, float]]] = []
         self._restored: Mapping[str, Any] | None = None
@@ -146,8 +144,12 @@ class Application:
         opened = unwrap(optimizer)
         if step == 0 and self._restored is None:
             self._considered = self._epoch = None  # a new run, maybe after another one
-        self._added = False
+        self._added.clear()
         self._model, self._optimizer, self._log = unwrapped(model), optimizer, log
+        if isinstance(self.method, Remedy) and "event" in self._parts and not self._sharded:
+            self.method.check(Call(self._model, optimizer, self._batches, self._loss))
+        if self._guard is not None:
+            self._guard.measure(self._model)  # for its errors
         if hasattr(self.method, "remember") and step == 0 and self._restored is None and not _has_start(self.method):
             self.method.remember(self._model)
         watches = getattr(self.method, "watches", False)
@@ -189,8 +191,9 @@ class Application:
         scaler multiplied the loss with, unless gradients are unscaled already. Methods without a loss term do nothing.
         """
         if "loss" in self._parts and self._rounds is not None:
-            self._add_gradient(scale)
-            self._added = True
+            for optimizer in self._rounds.optimizers:
+                self._add_gradient(optimizer, scale)
+                self._added.add(id(optimizer))
 
     def note(self, metrics: Mapping[str, Any]) -> None:
         """Metrics that have just come in, under the trainer's names; what is no number is passed over."""
@@ -310,16 +313,23 @@ class Application:
 
     def _reason(self, step: int, epoch: int | None) -> str | None:
         done = -1 if self._considered is None else self._considered
+        asked = self._triggered(step, epoch)  # in any case: a trigger counts the steps at which it is asked
         if any(done < wanted <= step for wanted in self._at):
             return f"at step {step}"
         if isinstance(self._every, int) and step // self._every > max(done, 0) // self._every:
             return f"every {self._every} steps"
         if self._every == "epoch" and epoch is not None and self._epoch is not None and epoch > self._epoch:
             return f"epoch {epoch}"
+        return asked
+
+    def _triggered(self, step: int, epoch: int | None) -> str | None:
+        """The trigger's reason, or that of a boundary without one. Before the first step there is nothing to judge."""
         if "event" not in self._parts:
             return None
         if self._trigger is None:
             return self._boundary
+        if step == 0 and self._boundary is None:
+            return None
         given: dict[str, Any] = {"step": step, **({} if epoch is None else {"epoch": epoch}), **self._metrics}
         if self._boundary is not None:
             given["boundary"] = True
@@ -370,12 +380,16 @@ class Application:
         else:
             self.last = self._call("step")
 
-    def _before(self) -> None:
-        """What acts between backward pass and step: first terms of the loss, then what looks at gradients."""
-        if "loss" in self._parts and not self._added:
-            self._add_gradient()
-        self._added = False
-        if "backward" in self._parts:
+    def _before(self, optimizer: Any, first: bool) -> None:
+        """What acts between backward pass and step: terms of the loss, then once per round what looks at gradients.
+
+        Each optimizer gets the term for its own parameters when it steps: another's `zero_grad` and backward pass may
+        come between (GANs).
+        """
+        if "loss" in self._parts and id(optimizer) not in self._added:
+            self._add_gradient(optimizer)
+        self._added.discard(id(optimizer))
+        if first and "backward" in self._parts:
             self.last = self._call("backward")
 
     def _call(self, moment: str) -> Receipt:
@@ -388,10 +402,12 @@ class Application:
             receipt: Receipt = method(self._model, self._optimizer, batches=self._batches, loss=self._loss)
         return receipt
 
-    def _add_gradient(self, scale: float = 1.0) -> None:
+    def _add_gradient(self, optimizer: Any, scale: float = 1.0) -> None:
         """Add the gradient of a loss term: once per step, whatever accumulation and loss scaling do to the loss."""
         assert self._model is not None
-        parameters = [p for p in self._model.parameters() if p.requires_grad]
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        if not parameters:
+            return
         with torch.enable_grad():
             term = self._parts["loss"].loss_term(self._model) * scale
             gradients = torch.autograd.grad(term, parameters, allow_unused=True)
@@ -404,23 +420,6 @@ class Application:
             for step, numbers in self._unsent:
                 self._log(step, numbers)
         self._unsent.clear()
-
-
-def named(name: str) -> Method:
-    """A method by its name, with its default options.
-
-    >>> named("fire")
-    FIRE(recalibrate=False)
-    """
-    known: dict[str, Any] = {}
-    for each in methods.__all__:
-        found: Any = getattr(methods, each)
-        if isinstance(found, type) and isinstance(getattr(found, "name", None), str):
-            known[str(getattr(found, "name", ""))] = found
-    if name not in known:
-        raise ValueError(f"no method is called {name!r}; there are {', '.join(sorted(known))}")
-    method: Method = known[name]()
-    return method
 
 
 def flat(receipt: Receipt, prefix: str = "rekindle/") -> dict[str, float]:
@@ -439,31 +438,6 @@ def flat(receipt: Receipt, prefix: str = "rekindle/") -> dict[str, float]:
     return {prefix + key: float(value) for key, value in numbers.items() if value is not None}
 
 
-def _parts(method: Any) -> dict[str, Any]:
-    """What acts at each moment: one method for most, several for a `Compose` of different kinds."""
-    if not hasattr(method, "at"):
-        return {getattr(method, "moment", "event"): method}
-    found = {moment: method.at(moment) for moment in MOMENTS}
-    return {moment: part for moment, part in found.items() if part is not None}
-
-
-def _name(method: Any) -> str:
-    return str(getattr(method, "name", type(method).__name__))
-
-
 def _has_start(method: Any) -> bool:
     """Whether a method that goes back to a start was given one."""
     return any(bool(value) for key, value in method.state_dict().items() if key != "generator")
-
-
-def _steps(at: int | Iterable[int] | None) -> tuple[int, ...]:
-    steps = () if at is None else (at,) if isinstance(at, int) else tuple(at)
-    if any(not isinstance(step, int) or isinstance(step, bool) or step < 0 for step in steps):
-        raise ValueError(f"at is a number of optimizer steps or several, got {at!r}")
-    return tuple(sorted(set(steps)))
-
-
-def _period(every: int | Literal["epoch"] | None) -> int | Literal["epoch"] | None:
-    if every is None or every == "epoch" or (isinstance(every, int) and not isinstance(every, bool) and every > 0):
-        return every
-    raise ValueError(f'every is a positive number of optimizer steps or "epoch", got {every!r}')

@@ -12,13 +12,16 @@ from typing import Any
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from rekindle.optimizers.steps import Steps
+
 
 class Rounds:
     """Counts rounds: one is over when every optimizer has stepped, or when one of them is about to step again.
 
-    `before` is called once per round, after the backward pass; `after` once per round, after the steps. After
-    `rewarm()` the learning rate of the next n rounds is lr·1/(n+1), lr·2/(n+1), …; it is changed only while the
-    optimizer steps, so that schedulers, loggers and checkpoints always see their own value.
+    `before(optimizer, first)` is called before each step of each optimizer, after the backward pass; first: none has
+    stepped in this round yet. `after` is called once per round, after the steps. After `rewarm()` the learning rate of
+    the next n rounds is lr·1/(n+1), lr·2/(n+1), …; it is changed only between gradients and step, so that closures,
+    schedulers, loggers and checkpoints always see their own value.
 
     >>> import torch
     >>> weight = torch.nn.Parameter(torch.zeros(1))
@@ -36,7 +39,7 @@ class Rounds:
         self,
         optimizers: Sequence[Any],
         *,
-        before: Callable[[], None] | None = None,
+        before: Callable[[Any, bool], None] | None = None,
         after: Callable[[], None] | None = None,
         rewarm: int = 0,
         closures: bool = False,
@@ -46,7 +49,8 @@ class Rounds:
         self._before, self._after, self._closures = before, after, closures
         self._length, self._left = rewarm, 0
         self._stepped: set[int] = set()
-        self._open = False
+        self._ready: set[int] = set()  # their gradients are there
+        self._steps = Steps()
         self._rates: dict[int, list[Any]] = {}
         self._handles: list[RemovableHandle] = []
         for optimizer in self.optimizers:
@@ -66,17 +70,17 @@ class Rounds:
         """The backward pass is done and this optimizer is about to step."""
         if id(optimizer) in self._stepped:
             self.close()
-        if not self._open:
-            self._open = True
-            if self._before is not None:
-                self._before()
+        if self._before is not None:
+            self._before(optimizer, not self._stepped)
+        self._ready.add(id(optimizer))
+        if self._steps.running(optimizer):  # in a closure
+            self._slow(optimizer)
 
     def close(self) -> None:
         """End a round in which any optimizer has stepped."""
         if not self._stepped:
             return
         self._stepped.clear()
-        self._open = False
         self.count += 1
         self._left = max(self._left - 1, 0)
         if self._after is not None:
@@ -91,6 +95,8 @@ class Rounds:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        for optimizer in self.optimizers:
+            self._restore(optimizer)
 
     def state_dict(self) -> dict[str, int]:
         """How many rounds there were, and how many are left to warm up."""
@@ -101,25 +107,45 @@ class Rounds:
         self.count, self._left = state["count"], state["left"]
 
     def _pre(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if not self._steps.begins(optimizer):
+            return
         if not self._closures:
             if self._before is not None:
                 _check_gradients(optimizer, args, kwargs)
             self.before_step(optimizer)
         elif id(optimizer) in self._stepped:
             self.close()
+        if id(optimizer) in self._ready:
+            self._slow(optimizer)
+
+    def _post(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if not self._steps.ends(optimizer):
+            return
+        self._restore(optimizer)
+        if id(optimizer) not in self._ready and (self._before is not None or self._left):
+            raise RuntimeError(
+                f"{type(optimizer).__name__} stepped without the trainer's hook before its step, through which this "
+                "method acts: step the optimizers that the trainer gives (Lightning: self.optimizers())"
+            )
+        self._ready.discard(id(optimizer))
+        self._stepped.add(id(optimizer))
+        if len(self._stepped) == len(self.optimizers):
+            self.close()
+
+    def _slow(self, optimizer: Any) -> None:
+        """Lower the learning rate for this step, if it is one of those after a remedy."""
+        self._restore(optimizer)
         if self._left:
             factor = (self._length - self._left + 1) / (self._length + 1)
             self._rates[id(optimizer)] = [_scaled(group, factor) for group in optimizer.param_groups]
 
-    def _post(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+    def _restore(self, optimizer: Any) -> None:
+        """The learning rate as it was; also after a step that broke off, whose second hook was not called."""
         for group, rate in zip(optimizer.param_groups, self._rates.pop(id(optimizer), ()), strict=False):
             if isinstance(group["lr"], Tensor):
                 group["lr"].copy_(rate)
             else:
                 group["lr"] = rate
-        self._stepped.add(id(optimizer))
-        if len(self._stepped) == len(self.optimizers):
-            self.close()
 
 
 def _scaled(group: dict[str, Any], factor: float) -> Any:

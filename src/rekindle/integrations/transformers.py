@@ -7,7 +7,9 @@ triggers, under the Trainer's names ("loss", "eval_loss", …). Receipts and hea
 from __future__ import annotations
 
 import base64
+import copy
 import io
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +24,8 @@ from rekindle.integrations.application import Application
 _callbacks: Any = require("transformers.trainer_callback", "transformers", "RekindleCallback for transformers")
 _LARGEST = 1 << 18  # bytes of state that are kept in trainer_state.json; more goes to a file of its own
 _FILE = "rekindle-{name}.pt"
-
+_PER_LAYER = {"weights", "units", "attention", "gradients", "steps"}  # kinds of numbers in Health.flat
+_CONSOLES = (_callbacks.PrinterCallback, _callbacks.ProgressCallback)
 
 _TrainerCallback: Any = _callbacks.TrainerCallback
 _ExportableState: Any = _callbacks.ExportableState
@@ -47,19 +50,30 @@ class RekindleCallback(Application, _TrainerCallback, _ExportableState):  # type
         plain = (str, int, type(None))
         whole = isinstance(method, str) and all(isinstance(value, plain) for value in options.values())
         self._arguments = {"method": method, **options} if whole else {"method": _REBUILT}
-        self._handler: Any = None
+        self._passes = 0
         self._unwrap: Callable[[], None] | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Bind to what is trained, after restoring what a checkpoint holds."""
         if state.global_step:
             self._load(args, state)
-        self._handler = _caller(_callbacks.CallbackHandler, lambda handler: any(c is self for c in handler.callbacks))
+        handler = _caller(_callbacks.CallbackHandler, lambda handler: any(c is self for c in handler.callbacks))
+        self._passes = 0
+        others = [c for c in handler.callbacks if c is not self] if handler is not None else []
+        if any(isinstance(other, RekindleCallback) and other.name == self.name for other in others):
+            raise ValueError(f"two callbacks are called {self.name!r}: give one of them another name=")
+        shown = [c for c in others if isinstance(c, _CONSOLES)]
 
         def log(step: int, numbers: dict[str, float]) -> None:
-            state.log_history.append({**numbers, "step": step})
-            if self._handler is not None:
-                self._handler.on_log(args, state, control, dict(numbers))
+            # A sample has numbers for each layer: loggers get them all, the console and trainer_state.json the summary.
+            # This callback has seen them already.
+            summary = {name: value for name, value in numbers.items() if not _PER_LAYER & {*name.split("/")[1:-1]}}
+            state.log_history.append({**summary, "step": step})
+            for callbacks, given in (([c for c in others if c not in shown], numbers), (shown, summary)):
+                part = copy.copy(handler)
+                if part is not None:
+                    part.callbacks = callbacks
+                    part.on_log(args, state, copy.copy(control), dict(given))
 
         self.bind(given["model"], given["optimizer"], step=state.global_step, log=log)
         if "loss" in self._parts:
@@ -69,7 +83,15 @@ class RekindleCallback(Application, _TrainerCallback, _ExportableState):  # type
     def on_step_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """The place between two optimizer steps."""
         if state.global_step != self._considered:
-            self.begin(state.global_step, int((state.epoch or 0) + 1e-6))
+            self.begin(state.global_step, max(int((state.epoch or 0) + 1e-6), self._passes))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """Health of this step, before the loggers are closed after the last one."""
+        self._send()
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """One pass over the data is over, whatever share of an epoch `state.epoch` calls it (iterable data sets)."""
+        self._passes = math.ceil((state.epoch or 0) - 1e-6)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **given: Any) -> None:
         """Metrics for the trigger."""

@@ -58,6 +58,12 @@ class Compose(Remedy):
             return self
         return Compose(found) if found else None
 
+    def check(self, call: Call) -> None:
+        """Ask every member."""
+        for method in self.methods:
+            if isinstance(method, Remedy):
+                method.check(call)
+
     def apply(self, call: Call) -> Receipt:
         """Apply all that can be applied now, in order."""
         acting: Sequence[Method] = self.methods

@@ -55,10 +55,15 @@ class DASH(Remedy):
         self.targets = targets
         self.optimizer_state = optimizer_state
 
-    def apply(self, call: Call) -> Receipt:
-        """Average the negative gradient over the batches, then shrink."""
+    def check(self, call: Call) -> None:
+        """Both are needed."""
         if call.batches is None or call.loss is None:
             raise ValueError("DASH needs batches= and loss=: it shrinks by the direction of the loss's gradient")
+
+    def apply(self, call: Call) -> Receipt:
+        """Average the negative gradient over the batches, then shrink."""
+        self.check(call)
+        assert call.batches is not None and call.loss is not None
         picked, skipped = plain_weights(call.model, self.targets)
         held = {c.name: c.weight.parameters(c.name)[c.name] for c in picked}
         weights = {c.name: Share(c.name, held[c.name], None if c.whole else mask_of(c)) for c in picked}

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from rekindle.methods.call import Call
 from rekindle.methods.remedy import Remedy
-from rekindle.projection.firing import fire
+from rekindle.projection.firing import check, fire
+from rekindle.projection.method import Batch
 from rekindle.projection.receipt import Receipt
 
 
@@ -36,9 +38,17 @@ class FIRE(Remedy):
         """The options that differ from the verb's defaults."""
         return {"recalibrate": self.recalibrate, **self._options}
 
+    def check(self, call: Call) -> None:
+        """Targets, scale, options and optimizer, unless weights are frozen: they may be trained later."""
+        self._recalibration(call)
+        if all(parameter.requires_grad for parameter in call.inner.parameters()):
+            check(call.model, call.optimizer, **self._options)
+
     def apply(self, call: Call) -> Receipt:
         """Apply `rekindle.fire`."""
+        return fire(call.model, call.optimizer, recalibrate=self._recalibration(call), **self._options)
+
+    def _recalibration(self, call: Call) -> Iterable[Batch] | None:
         if self.recalibrate and call.batches is None:
             raise ValueError("recalibrate=True needs batches= to estimate the BatchNorm statistics on")
-        batches = call.batches if self.recalibrate else None
-        return fire(call.model, call.optimizer, recalibrate=batches, **self._options)
+        return call.batches if self.recalibrate else None

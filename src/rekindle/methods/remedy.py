@@ -82,6 +82,9 @@ class Remedy:
         """Change the model of the call; everything that can be checked is checked before the first write."""
         raise NotImplementedError
 
+    def check(self, call: Call) -> None:
+        """Raise what cannot work whatever values the weights have. Trainers ask when training starts."""
+
     def at(self, moment: Moment) -> Remedy | None:
         """What a trainer has to apply at this moment, None if nothing.
 

@@ -34,6 +34,7 @@ from rekindle.diagnosis.verdict import Thresholds
 from rekindle.isolation import Batch, Loss, Recorded, check_loss
 from rekindle.measures.matrices import Mode
 from rekindle.monitoring.sinks import Sink, send
+from rekindle.optimizers.steps import Steps
 from rekindle.sharding.norms import norms
 
 
@@ -95,6 +96,7 @@ class Monitor:
         self.steps = 0
         self.history: deque[Sample] = deque(maxlen=history)
         self._handles: list[RemovableHandle] = []
+        self._stepping = Steps()
         self._input: Recorded | None = None
         self._before: list[Tensor] | None = None
         self._found: list[Found] | None = None
@@ -201,10 +203,12 @@ class Monitor:
             self._input = Recorded(args, kwargs)
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if self._due():
+        if self._stepping.begins(optimizer) and self._due():
             self._before = [p.detach().clone() for _, p in self._named]
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if not self._stepping.ends(optimizer):
+            return
         due = self._due()
         self.steps += 1
         if not due:

@@ -33,7 +33,7 @@ from rekindle.projection.sharded import Numbers, ShardedFire
 from rekindle.projection.stores import LiveStore, Store
 from rekindle.sharding.wrappers import distributed, refuse_hidden, settle
 
-__all__ = ["LiveStore", "Store", "check_finite", "execute", "fire"]
+__all__ = ["LiveStore", "Store", "check", "check_finite", "execute", "fire"]
 
 
 @full_precision()
@@ -136,6 +136,36 @@ def fire(
     settings = {**receipt.settings, "optimizer_state": optimizer_state, "biases": biases, "atomic": atomic}
     receipt = replace(receipt, settings=settings, **meter.cost())
     return receipt if watch is None else watch.settle(receipt)
+
+
+def check(
+    model: nn.Module,
+    optimizer: Any = None,
+    *,
+    targets: Any = "auto",
+    scale: str | float = "paper",
+    strength: float = 1.0,
+    measure: Measuring = "cheap",
+    optimizer_state: str = "fresh",
+    plan: Plan | None = None,
+    **more: Any,
+) -> None:
+    """Raise what `fire` with these arguments would raise whatever values the weights have; reads none of them.
+
+    >>> check(nn.Linear(2, 2), targets="no.such.layer")
+    Traceback (most recent call last):
+    ValueError: targets='no.such.layer' matches no weight with matrices...
+    """
+    own = inspect.signature(fire).parameters
+    planning = {name: value for name, value in more.items() if name not in own}
+    _check_call(model, planning)
+    _check_options(strength, measure)
+    if plan is None:  # a weight that is zero now may be none later
+        plan = make_plan(
+            model, targets=targets, scale=scale, measure=False, trial=False, **{**planning, "min_norm": 0.0}
+        )
+    store = LiveStore(model, plan.selected)
+    optimizers.check(optimizer, store.parameters([entry.name for entry in plan.selected]), optimizer_state)
 
 
 # A block that was solved before its turn: its factors, their certificate, how many the SVD had to solve.

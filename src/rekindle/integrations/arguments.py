@@ -1,0 +1,110 @@
+"""What the constructor of every integration was given, understood and checked: methods, steps, periods, monitors.
+
+A run may act for the first time after days, so a wrong argument is an error when it is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from numbers import Integral
+from typing import Any, Literal
+
+from rekindle import methods
+from rekindle.methods.remedy import MOMENTS
+from rekindle.monitoring.monitor import Monitor
+from rekindle.projection.method import Batch, Method
+
+Watching = Monitor | int | Mapping[str, Any] | None
+Period = int | Literal["epoch"] | None
+
+
+def named(name: str) -> Method:
+    """A method by its name, with its default options.
+
+    >>> named("fire")
+    FIRE(recalibrate=False)
+    """
+    known: dict[str, Any] = {}
+    for each in methods.__all__:
+        found: Any = getattr(methods, each)
+        if isinstance(found, type) and isinstance(getattr(found, "name", None), str):
+            known[str(getattr(found, "name", ""))] = found
+    if name not in known:
+        raise ValueError(f"no method is called {name!r}; there are {', '.join(sorted(known))}")
+    method: Method = known[name]()
+    return method
+
+
+def acting(method: Any) -> Any:
+    """A method, or the one of this name.
+
+    >>> acting("fire")
+    FIRE(recalibrate=False)
+    """
+    if isinstance(method, type):
+        raise TypeError(f"method is an object, got the class itself: write {method.__name__}(...)")
+    found = named(method) if isinstance(method, str) else method
+    if not callable(found):
+        raise TypeError(f"method is a method, a Schedule or a name, got {type(method).__name__}")
+    return found
+
+
+def parts(method: Any) -> dict[str, Any]:
+    """What acts at each moment: one method for most, several for a `Compose` of different kinds."""
+    if not hasattr(method, "at"):
+        return {getattr(method, "moment", "event"): method}
+    found = {moment: method.at(moment) for moment in MOMENTS}
+    return {moment: part for moment, part in found.items() if part is not None}
+
+
+def name_of(method: Any) -> str:
+    """What a method is called in logs and checkpoints."""
+    return str(getattr(method, "name", type(method).__name__))
+
+
+def steps(at: int | Iterable[int] | None) -> tuple[int, ...]:
+    """Steps at which to act, in order, each once.
+
+    >>> steps([5, 2, 5])
+    (2, 5)
+    """
+    given = () if at is None else tuple(at) if isinstance(at, Iterable) else (at,)
+    if not all(_count(step) and step >= 0 for step in given):
+        raise ValueError(f"at is a number of optimizer steps or several, got {at!r}")
+    return tuple(sorted({int(step) for step in given}))
+
+
+def period(every: Any) -> Period:
+    """A number of steps, or "epoch"."""
+    if every is None:
+        return None
+    if isinstance(every, str) and every == "epoch":
+        return "epoch"
+    if _count(every) and every > 0:
+        return int(every)
+    raise ValueError(f'every is a positive number of optimizer steps or "epoch", got {every!r}')
+
+
+def warming(rewarm: Any) -> int:
+    """A number of steps, perhaps none."""
+    if not _count(rewarm) or rewarm < 0:
+        raise ValueError(f"rewarm is a number of steps, got {rewarm!r}")
+    return int(rewarm)
+
+
+def watching(monitor: Any) -> Watching:
+    """A monitor, how often one looks, or its options."""
+    if monitor is None or isinstance(monitor, Monitor | Mapping) or (_count(monitor) and monitor > 0):
+        return monitor  # type: ignore[no-any-return]
+    raise ValueError(f"monitor is a Monitor, a positive number of steps or a dict of its options, got {monitor!r}")
+
+
+def again(batches: Iterable[Batch] | None) -> Iterable[Batch] | None:
+    """Batches that can be read at each application."""
+    if isinstance(batches, Iterator):
+        raise TypeError("batches can be read only once, and a method reads them whenever it acts: give a list")
+    return batches
+
+
+def _count(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
