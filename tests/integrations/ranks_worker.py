@@ -47,6 +47,10 @@ def train(make: Callable[[Any, Any], Any], average: nn.Module | None = None) -> 
     return fingerprint(inner, optimizer), remedy
 
 
+def broken(model: Any, optimizer: Any = None, **more: Any) -> Any:
+    raise ValueError("not this time")
+
+
 def main() -> None:
     rank, world, store = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
@@ -70,7 +74,7 @@ def main() -> None:
     found["guard rolled back"] = [r.rolled_back for r in remedy.receipts]
     found["plain"], _ = train(lambda m, o: rekindle.attach(m, o, "fire"))
     try:
-        train(lambda m, o: rekindle.attach(m, o, methods.FIRE(targets="no.such.layer"), at=2))
+        train(lambda m, o: rekindle.attach(m, o, broken, at=2))
     except Exception as error:
         found["error"] = type(error).__name__
     print(json.dumps(found))

@@ -502,6 +502,23 @@ def test_what_is_missing_now_may_be_there_later() -> None:
     rekindle.attach(model, adam(model), methods.FIRE(targets="2.weight"))  # unfrozen in a later phase
 
 
+def test_a_slot_that_nobody_knows_is_found_after_the_first_step() -> None:
+    class Strange(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    self.state[parameter]["strange"] = parameter.detach().clone()
+            return super().step(closure)
+
+    model = network()
+    optimizer = Strange(model.parameters(), lr=0.1)
+    with (
+        pytest.raises(ValueError, match="unknown slot 'strange'"),
+        rekindle.attach(model, optimizer, every=9) as remedy,
+    ):
+        train(model, optimizer, batches(4)[:1], remedy)
+
+
 def test_an_optimizer_or_guard_that_cannot_work_is_found_when_training_starts() -> None:
     model = network()
     with pytest.raises(ValueError, match="in none of the given optimizers"):

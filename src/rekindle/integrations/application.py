@@ -115,6 +115,7 @@ class Application:
         self._considered: int | None = None
         self._epoch: int | None = None
         self._boundary: str | None = None
+        self._stateless = True  # no step was seen yet, so the optimizers may have no slots
         self._added: set[int] = set()  # optimizers whose gradients hold the loss term already
         self._metrics: dict[str, float] = {}
         self._unsent: list[tuple[int, dict[str, float]]] = []
@@ -145,9 +146,9 @@ class Application:
         if step == 0 and self._restored is None:
             self._considered = self._epoch = None  # a new run, maybe after another one
         self._added.clear()
+        self._stateless = True
         self._model, self._optimizer, self._log = unwrapped(model), optimizer, log
-        if isinstance(self.method, Remedy) and "event" in self._parts and not self._sharded:
-            self.method.check(Call(self._model, optimizer, self._batches, self._loss))
+        self._check()
         if self._guard is not None:
             self._guard.measure(self._model)  # for its errors
         if hasattr(self.method, "remember") and step == 0 and self._restored is None and not _has_start(self.method):
@@ -273,6 +274,9 @@ class Application:
     def _decide(self, step: int, epoch: int | None) -> Receipt | None:
         assert self._rounds is not None, "begin() before bind()"
         self._rounds.close()
+        if self._stateless and self._rounds.count:
+            self._stateless = False
+            self._check()
         reason = self._reason(step, epoch)
         self._considered = step
         self._epoch = epoch if epoch is not None else self._epoch
@@ -281,6 +285,12 @@ class Application:
         receipt = None if reason is None else self._apply(step, reason)
         self._send()
         return receipt
+
+    def _check(self) -> None:
+        """Errors that would come when the method acts: when training starts, and when the optimizers have slots."""
+        assert self._model is not None
+        if isinstance(self.method, Remedy) and "event" in self._parts and not self._sharded:
+            self.method.check(Call(self._model, self._optimizer, self._batches, self._loss))
 
     def _restore_parts(self, state: Mapping[str, Any]) -> None:
         """What exists only while bound."""
