@@ -119,7 +119,7 @@ def test_a_class_name_means_one_thing() -> None:
 DOCUMENTED = """
 import rekindle; rekindle.fire, rekindle.plan, rekindle.health, rekindle.polar, rekindle.Monitor, rekindle.Schedule
 rekindle.Plan, rekindle.Receipt, rekindle.Health, rekindle.Certificate, rekindle.Thresholds, rekindle.methods.ReDo
-rekindle.probe, rekindle.advise, rekindle.Advice, rekindle.ProbeResult
+rekindle.probe, rekindle.advise, rekindle.Advice, rekindle.ProbeResult, rekindle.Keeper, rekindle.Advised
 rekindle.sinks, rekindle.scales, rekindle.measures, rekindle.blocks, rekindle.triggers, rekindle.initial, rekindle.lab
 rekindle.optimizers.register, rekindle.blocks.register, rekindle.bounds, rekindle.checkpoint.fire_file
 from rekindle.guide import FIREConfig, FIREReinitializer, ReinitStats

@@ -27,7 +27,9 @@ if TYPE_CHECKING:
         sinks,
         triggers,
     )
+    from rekindle.advice.advised import Advised
     from rekindle.advice.advising import Advice, advise
+    from rekindle.advice.keeping import Keeper
     from rekindle.advice.probing import ProbeResult, probe
     from rekindle.diagnosis.examination import Health, health
     from rekindle.diagnosis.verdict import Thresholds
@@ -61,6 +63,8 @@ _HOME = {
     "plan": "projection.planning",
     "polar": "engine.isometry",
     "Advice": "advice.advising",
+    "Advised": "advice.advised",
+    "Keeper": "advice.keeping",
     "advise": "advice.advising",
     "probe": "advice.probing",
     "ProbeResult": "advice.probing",
@@ -80,11 +84,13 @@ _MODULES = (
 )
 __all__ = [
     "Advice",
+    "Advised",
     "Certificate",
     "FIREConfig",
     "FIREReinitializer",
     "Guard",
     "Health",
+    "Keeper",
     "Monitor",
     "Plan",
     "ProbeResult",

@@ -1,11 +1,13 @@
 """Plasticity measured on this model and this data, and a remedy chosen by trying it.
 
 May import everything below: `diagnosis`, `monitoring`, `methods`. `probing` is the verb `probe`, `advising` the verb
-`advise`; `tasks` says what a probe learns, `intervals` what a handful of seeds can say. Start reading at
-`probing.probe`.
+`advise`, `advised` a method that asks first, `keeping` the Keeper of long runs; `tasks` says what a probe learns,
+`trials` tries candidates, `judging` decides. Start reading at `probing.probe`.
 """
 
+from rekindle.advice.advised import Advised
 from rekindle.advice.advising import Advice, advise
+from rekindle.advice.keeping import Keeper
 from rekindle.advice.probing import ProbeResult, probe
 
-__all__ = ["Advice", "ProbeResult", "advise", "probe"]
+__all__ = ["Advice", "Advised", "Keeper", "ProbeResult", "advise", "probe"]

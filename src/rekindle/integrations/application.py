@@ -18,6 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from rekindle.advice.keeping import Keeper
 from rekindle.blocks.names import unwrapped
 from rekindle.integrations import arguments, ranks
 from rekindle.integrations.mirroring import Mirror, Mirrors
@@ -38,7 +39,7 @@ Log = Callable[[int, dict[str, float]], object]
 class Application:
     """A method and when it is applied; the callbacks of all trainers are this class with hooks around it.
 
-    method: a method, a `Schedule`, or the name of a method such as "fire".
+    method: a method, a `Schedule` (a `Keeper` too), or the name of a method such as "fire".
     at: an optimizer step or several: the method acts when that many steps are done, before the next one begins.
     every: a number of optimizer steps, or "epoch" (at the start of each epoch but the first).
     when: a trigger; it is asked once per optimizer step, with the metrics that have come in since the step before.
@@ -148,6 +149,8 @@ class Application:
         self._added.clear()
         self._stateless = True
         self._model, self._optimizer, self._log = unwrapped(model), optimizer, log
+        if isinstance(self._schedule, Keeper):
+            self._schedule.bind(self._model, optimizer)
         self._check()
         if self._guard is not None:
             self._guard.measure(self._model)  # for its errors
@@ -219,6 +222,8 @@ class Application:
             self._observing = None
         if self._monitor is not None:
             self._monitor.detach()
+        if isinstance(self._schedule, Keeper):
+            self._schedule.close()
         self._send()
         late = [step for step in self._at if self._considered is not None and step > self._considered]
         if late:

@@ -1,0 +1,422 @@
+"""Keeper: for long runs. Every so often a copy of the network is probed; if it has lost plasticity, remedies are tried
+on copies, and what the advice names is applied. All of it within a share of the training time.
+
+A keeper is a `Schedule`: call `keeper.step(model, optimizer, metrics)` once per optimizer step, or give it to a
+trainer's callback as its method. Its trigger asks, and fires only where something is to be done.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from multiprocessing import get_context
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import nn
+
+from rekindle.advice.advising import Advice, advise
+from rekindle.advice.candidates import NOTHING, Candidate, candidates_for, given_candidates
+from rekindle.advice.probing import probe
+from rekindle.blocks.names import is_sharded, unwrapped
+from rekindle.isolation import Batch, Loss, check_loss
+from rekindle.methods.call import Call
+from rekindle.methods.remedy import Remedy
+from rekindle.monitoring.guard import Guard
+from rekindle.monitoring.monitor import Monitor
+from rekindle.monitoring.schedules import Schedule
+from rekindle.monitoring.sinks import Sink, send
+from rekindle.monitoring.triggers import Flat, Metrics, Trigger, VerdictIs
+from rekindle.projection.method import Method
+from rekindle.projection.receipt import Receipt
+
+SHARE = 0.02
+_OVERRUN = 1.2  # probes and advice keep their time within a fifth
+_LONGEST = 30.0  # seconds of one probe
+_LEAST = 1.0  # seconds that the first question needs
+_WORTH = 4  # advice gets at least so many times what the probe took
+
+Given = Iterable[Batch] | Callable[[], Iterable[Batch]]
+
+
+@dataclass(frozen=True)
+class Note:
+    """One line of a keeper's log: what was asked or answered at a step, why, and the seconds that it took."""
+
+    step: int
+    what: str
+    why: str
+    seconds: float = 0.0
+    score: float | None = None
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What asking came to: the probe's score and verdict, and what the advice chose (None where it was not asked)."""
+
+    score: float
+    verdict: str
+    said: str
+    chosen: str | None
+    seconds: float
+    short: bool = False  # too little time to say anything
+
+
+class Keeper(Schedule):
+    """Probe, advise and apply, by itself, within `share` of the training time.
+
+    batches, loss: what is learned now; a function that gives the batches is called each time.
+    every: steps between two probes; a monitor's verdict "act" asks earlier, after a tenth of them at least.
+    share: the most of the training time that probes and advice may take, 2 % by default. A process in the background
+        counts with its whole time. Nothing is asked before a second is saved up; after an answer that was too short to
+        say anything, not before twice as much as it had.
+    steps: how far ahead advice looks; without it as far as its time allows.
+    candidates, old_batches, fresh, seeds: those of `advise` and `probe`.
+    monitor: the `every` of a `Monitor` of its own; its numbers are then looked at too.
+    background: whether copies are tried in a forked process while training goes on. By default where the network is on
+        the CPU and there is more than one core.
+    guard, sinks: as in `Schedule` and `Monitor`; sinks get keeper/score and keeper/seconds.
+
+    `log` says what was asked, answered and done, and why.
+
+    >>> net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    >>> optimizer = torch.optim.Adam(net.parameters())
+    >>> data = [(torch.randn(16, 8), torch.randint(4, (16,))) for _ in range(4)]
+    >>> keeper = Keeper(data, every=100)
+    >>> keeper.step(net, optimizer, {}) is None
+    True
+    """
+
+    trigger: Asking
+
+    def __init__(
+        self,
+        batches: Given,
+        loss: Loss | None = None,
+        *,
+        every: int = 1000,
+        share: float = SHARE,
+        steps: int | None = None,
+        candidates: Mapping[str, Method | None] | Iterable[Method] | None = None,
+        old_batches: Given = (),
+        fresh: nn.Module | Callable[[], nn.Module] | None = None,
+        seeds: int = 3,
+        monitor: int | None = None,
+        background: bool | None = None,
+        guard: Guard | None = None,
+        sinks: Sequence[Sink] = (),
+        clock: Callable[[], float] = perf_counter,
+    ) -> None:
+        check_loss(loss)
+        for name, given in (("batches", batches), ("old_batches", old_batches)):
+            if isinstance(given, Iterator):
+                raise TypeError(f"{name} can be read only once, and a keeper reads them often: give a list")
+        asking = Asking(every, share, clock, sinks)
+        asking.inquiry = Inquiry(batches, loss, steps, candidates, old_batches, fresh, seeds)
+        asking.background, asking.watching = background, monitor
+        super().__init__(Chosen(asking), asking, guard=guard)
+
+    @property
+    def log(self) -> list[Note]:
+        """What was asked, answered and done."""
+        return self.trigger.log
+
+    def bind(self, model: nn.Module, optimizer: Any) -> None:
+        """Tell which model is trained and by what; `step` does so itself."""
+        self.trigger.bind(model, optimizer)
+
+    def close(self) -> None:
+        """Stop what runs in the background, and the monitor."""
+        self.trigger.close()
+
+    def step(
+        self,
+        model: nn.Module,
+        optimizer: Any,
+        metrics: Metrics | Flat | Monitor,
+        *,
+        batches: Iterable[Batch] | None = None,
+        loss: Loss | None = None,
+    ) -> Receipt | None:
+        """One optimizer step was taken: ask if it is time, and apply what was chosen."""
+        self.bind(model, optimizer)
+        return super().step(model, optimizer, metrics, batches=batches, loss=loss)
+
+
+@dataclass
+class Inquiry:
+    """What a keeper asks with."""
+
+    batches: Given
+    loss: Loss | None
+    steps: int | None
+    candidates: Any
+    old_batches: Given
+    fresh: Any
+    seeds: int
+
+    def tried(self, model: nn.Module) -> list[Candidate]:
+        """The candidates by name."""
+        if self.candidates is not None:
+            return given_candidates(self.candidates)
+        return candidates_for(model, list(_now(self.batches))[:4])
+
+    def ask(self, model: nn.Module, optimizer: Any, seconds: float, clock: Callable[[], float]) -> Reply:
+        """Probe; if plasticity is lost and the time is enough, ask for advice too."""
+        began = clock()
+        batches = list(_now(self.batches))
+        probed = probe(
+            model,
+            batches,
+            loss=self.loss,
+            optimizer=optimizer,
+            fresh=self.fresh,
+            seconds=min(seconds / (_WORTH + 1), _LONGEST) / _OVERRUN,
+            seeds=self.seeds,
+            progress=False,
+        )
+        took = clock() - began
+        said = str(probed).splitlines()[0]
+        left = seconds - took
+        if probed.verdict != "lost":
+            return Reply(probed.score, probed.verdict, said, None, took, not probed.enough)
+        advice: Advice = advise(
+            model,
+            batches,
+            loss=self.loss,
+            old_batches=list(_now(self.old_batches)),
+            optimizer=optimizer,
+            candidates={one.name: one.method for one in self.tried(model)},
+            steps=self.steps,
+            budget=max(left / _OVERRUN, 1e-3),
+            seeds=self.seeds,
+            workers=1,
+            progress=False,
+        )
+        both, short = f"{said}; {advice.sentence}", advice.answer == "cannot tell"
+        return Reply(probed.score, probed.verdict, both, advice.chosen, clock() - began, short)
+
+
+class Asking(Trigger):
+    """The trigger of a keeper: asks when it is time and the time is paid for; fires where advice names a remedy."""
+
+    _kept = ("elapsed", "spent", "asked", "chosen", "least")
+    inquiry: Inquiry
+
+    def __init__(self, every: int, share: float, clock: Callable[[], float], sinks: Sequence[Sink]) -> None:
+        super().__init__()
+        if every < 1:
+            raise ValueError(f"every is a positive number of steps, got {every}")
+        if not 0 < share < 1:
+            raise ValueError(f"share={share} is the share of the training time that may be used, between 0 and 1")
+        self.every, self.share, self.sinks = every, share, list(sinks)
+        self.background: bool | None = None
+        self.watching: int | None = None
+        self.elapsed = self.spent = 0.0  # seconds of training, and of asking
+        self.least = _LEAST  # seconds that must be saved up for the next question
+        self.asked = 0  # the step of the last probe
+        self.chosen: str | None = None
+        self.log: list[Note] = []
+        self._clock, self._last_look = clock, clock()
+        self._alarm = VerdictIs("act")
+        self._model: nn.Module | None = None
+        self._optimizer: Any = None
+        self._monitor: Monitor | None = None
+        self._running: _Running | None = None
+
+    def bind(self, model: nn.Module, optimizer: Any) -> None:
+        """Which model is trained, and by what."""
+        if self._model is model:
+            return
+        if any(is_sharded(parameter) for parameter in model.parameters()):
+            raise ValueError("a Keeper tries remedies on copies of the model, and one in shards cannot be copied")
+        self.close()
+        self._model, self._optimizer, self._last_look = model, optimizer, self._clock()
+        if self.watching is not None:
+            opened = optimizer[0] if isinstance(optimizer, list | tuple) else optimizer
+            self._monitor = Monitor(model, opened, every=self.watching)
+
+    def close(self) -> None:
+        """Stop what runs in the background, and the monitor."""
+        if self._running is not None:
+            self.spent += self._clock() - self._running.began
+            self._running.stop()
+            self._running = None
+        if self._monitor is not None:
+            self._monitor.detach()
+            self._monitor = None
+        self._model = None
+
+    @property
+    def saved_up(self) -> float:
+        """Seconds that may be spent now."""
+        return self.share * self.elapsed - self.spent
+
+    def look(self, metrics: Metrics) -> str | None:
+        """Count the time, hear what runs in the background, ask if it is time."""
+        self._count()
+        if self._model is None or not _first_rank():
+            return None
+        if self._running is not None:
+            return self._heard()
+        reason = self._due(metrics)
+        if reason is None or self.saved_up < self.least:
+            return None
+        self.asked = self.step
+        seconds = self.saved_up
+        self._note("ask", f"{reason}; {seconds:.3g} s of {self.elapsed:.3g} s are saved up")
+        if self._may_fork():
+            self._running = _Running(self.inquiry, self._model, self._optimizer, seconds, self._clock)
+            return None
+        began = self._clock()
+        try:
+            finding = self.inquiry.ask(unwrapped(self._model), self._optimizer, seconds, self._clock)
+        except (ValueError, RuntimeError) as error:
+            self._failed(error, self._clock() - began)
+            return None
+        self._last_look = self._clock()  # asking is not training
+        return self._answered(replace(finding, seconds=self._clock() - began))
+
+    def commit(self) -> None:
+        """What was chosen has been applied."""
+        self.chosen = None
+
+    def _count(self) -> None:
+        now = self._clock()
+        self.elapsed += now - self._last_look
+        self._last_look = now
+
+    def _due(self, metrics: Metrics) -> str | None:
+        waited = self.step - self.asked
+        if waited >= self.every:
+            return f"{waited} steps since the last probe"
+        sample = None if self._monitor is None or self._monitor.last is None else self._monitor.last.flat()
+        alarm = self._alarm.look(sample if sample is not None else metrics)
+        return alarm if alarm is not None and waited >= max(self.every // 10, 1) else None
+
+    def _may_fork(self) -> bool:
+        assert self._model is not None
+        on_cpu = all(parameter.device.type == "cpu" for parameter in self._model.parameters())
+        if self.background is not None:
+            return self.background and on_cpu and hasattr(os, "fork")
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+        return on_cpu and cores > 1 and hasattr(os, "fork")
+
+    def _heard(self) -> str | None:
+        assert self._running is not None
+        answer = self._running.answer()
+        if answer is None:
+            return None
+        self._running.stop()
+        self._running = None
+        if isinstance(answer, Exception):
+            self._failed(answer, 0.0)
+            return None
+        return self._answered(answer)
+
+    def _answered(self, finding: Reply) -> str | None:
+        self.spent += finding.seconds
+        if finding.short:
+            self.least = 2 * max(finding.seconds, self.least)
+        what = "keep" if finding.chosen in (None, NOTHING) else "act"
+        self._note(what, finding.said, finding.seconds, finding.score)
+        if self.sinks:
+            send(self.sinks, self.step, {"keeper/score": finding.score, "keeper/seconds": self.spent})
+        if what == "keep":
+            return None
+        self.chosen = finding.chosen
+        return finding.said
+
+    def _failed(self, error: Exception, seconds: float) -> None:
+        """Training goes on whatever a probe meets."""
+        self.spent += seconds
+        self._last_look = self._clock()
+        self._note("failed", f"{type(error).__name__}: {error}", seconds)
+        warnings.warn(f"no probe at step {self.step}: {error}", RuntimeWarning, stacklevel=4)
+
+    def _note(self, what: str, why: str, seconds: float = 0.0, score: float | None = None) -> None:
+        self.log.append(Note(self.step, what, why, seconds, score))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Times, the last probe, what was chosen and not applied yet, and the log."""
+        return {**super().state_dict(), "log": [asdict(entry) for entry in self.log]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved state; what ran in the background is asked again."""
+        super().load_state_dict(state)
+        self.log = [Note(**entry) for entry in state.get("log", ())]
+        self._last_look = self._clock()
+
+
+class Chosen(Remedy):
+    """The method of a keeper: applies what its trigger has chosen."""
+
+    name = "keeper"
+
+    def __init__(self, asking: Asking) -> None:
+        super().__init__()
+        self._asking = asking
+
+    def apply(self, call: Call) -> Receipt:
+        """Apply the candidate that the advice named."""
+        inquiry, name = self._asking.inquiry, self._asking.chosen
+        method = next((one.method for one in inquiry.tried(call.inner) if one.name == name), None)
+        if method is None:
+            return Receipt(NOTHING)
+        batches = list(_now(inquiry.batches))
+        receipt = method(call.model, call.optimizer, batches=batches, loss=inquiry.loss, generator=call.generator)
+        return replace(receipt, notes=(f"keeper: {self._asking.log[-1].why}", *receipt.notes))
+
+
+class _Running:
+    """A question that a forked process answers; the fork is the copy of the model."""
+
+    def __init__(
+        self, question: Inquiry, model: nn.Module, optimizer: Any, seconds: float, clock: Callable[[], float]
+    ) -> None:
+        self.began, self._clock = clock(), clock
+        context = get_context("fork")
+        self._pipe, there = context.Pipe(duplex=False)
+        target = _answer_in_child
+        self._process = context.Process(target=target, args=(question, model, optimizer, seconds, there), daemon=True)
+        self._process.start()
+        there.close()
+
+    def answer(self) -> Reply | Exception | None:
+        """The finding, the error, or None while there is none yet."""
+        if not self._pipe.poll():
+            return None
+        try:
+            found: Reply | Exception = self._pipe.recv()
+        except EOFError:
+            return RuntimeError("the process that probed ended without an answer")
+        return found
+
+    def stop(self) -> None:
+        """End the process."""
+        self._pipe.close()
+        self._process.kill()
+        self._process.join()
+
+
+def _answer_in_child(question: Inquiry, model: nn.Module, optimizer: Any, seconds: float, pipe: Any) -> None:
+    torch.set_num_threads(1)  # after a fork more threads would wait for ones that do not exist here
+    try:
+        pipe.send(question.ask(unwrapped(model), optimizer, seconds, perf_counter))
+    except (ValueError, RuntimeError) as error:
+        pipe.send(RuntimeError(str(error)))
+    except KeyboardInterrupt:
+        return
+
+
+def _now(given: Given) -> Iterable[Batch]:
+    return given() if callable(given) else given
+
+
+def _first_rank() -> bool:
+    """Copies of a model are asked once, and its first rank is the one that changes it."""
+    spread = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return not spread or torch.distributed.get_rank() == 0
