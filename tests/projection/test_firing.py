@@ -123,6 +123,29 @@ def test_a_failure_midway_carries_the_partial_receipt(monkeypatch: pytest.Monkey
         assert (parameter.grad is None) == (name in changed)
 
 
+class CountsPerGroup(torch.optim.Optimizer):
+    """Keeps Adam's moments per parameter and one step count per group, as some packages do."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            for parameter in group["params"]:
+                self.state[parameter] = {name: torch.ones_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+
+
+def test_a_failure_midway_is_not_hidden_by_a_second_check_of_the_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = mlp()
+    weights = [model[i].weight for i in (0, 2, 4)]
+    optimizer = CountsPerGroup([{"params": weights}], {})
+    optimizer.step()
+    monkeypatch.setattr(projection, "solve", broken_solve(2))
+    with pytest.raises(MethodError, match="after 2 of 3 blocks") as caught:
+        fire(model, optimizer)
+    changed = caught.value.receipt.changed
+    states = {f"{i}.weight": float(optimizer.state[model[i].weight]["exp_avg"].sum()) for i in (0, 2, 4)}
+    assert [name for name, total in states.items() if total == 0] == sorted(changed)
+
+
 def test_a_failure_before_the_first_write_is_raised_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     model = mlp()
     before = state_of(model)

@@ -109,8 +109,7 @@ def check(optimizers: Any, parameters: Mapping[str, Parameter], policy: str = "f
         if policy in ("fresh", "step"):
             _check_group_counts(optimizer, parameters)
         held = list(_held(optimizer, parameters))
-        for _, parameter, group in held:
-            stacked(optimizer, parameter, group, masters=policy == "none")
+        stacked(optimizer, held, masters=policy == "none")
         if policy != "none" and not isinstance(optimizer, ONE_HISTORY):
             _check_slots(optimizer, held, policy)
         _check_fused_dampening(optimizer, parameters, policy)
@@ -132,6 +131,11 @@ def reset(optimizers: Any, parameters: Mapping[str, Parameter], *, policy: str =
     0.0
     """
     check(optimizers, parameters, policy)
+    return start_over(optimizers, parameters, policy)
+
+
+def start_over(optimizers: Any, parameters: Mapping[str, Parameter], policy: str = "fresh") -> StateReset:
+    """`reset` without its check, for whoever made that before the first write: afterwards it would come too late."""
     total = StateReset(policy)
     for optimizer in unwrap(optimizers):
         label = type(optimizer).__name__
@@ -144,8 +148,8 @@ def reset(optimizers: Any, parameters: Mapping[str, Parameter], *, policy: str =
             counts = [group_counts(optimizer, group) for group in touched]
             drop = policy == "fresh" and can_drop(optimizer)
             known = [{} for _ in held] if drop else known_slots(optimizer, held)
-            for (_, parameter, group), kept in zip(held, known, strict=True):
-                shared = stacked(optimizer, parameter, group, masters=policy == "none")
+            together = stacked(optimizer, held, masters=policy == "none")
+            for (_, parameter, _), kept, shared in zip(held, known, together, strict=True):
                 if shared:
                     views = {name: view for name, (_, _, view) in shared.items()}
                     starts = {name: (slot, start) for name, (slot, start, _) in shared.items()}
@@ -210,7 +214,7 @@ def reset_rows(
         state = optimizer.state.get(parameter, {})
         known = _understood(optimizer, held[:1])[0]
         own = [(slot, start, state[key]) for key, (slot, start) in known.items()]
-        own += stacked(optimizer, parameter, held[0][2]).values()
+        own += stacked(optimizer, held[:1])[0].values()
         touched = masters = 0
         for slot, start, value in own:
             if value is not None and _reset_places(value, slot, start, parameter, places, second_moment):

@@ -272,9 +272,9 @@ def known_slots(optimizer: Optimizer, held: Iterable[Held]) -> list[Mapping[str,
 
 
 def stacked(
-    optimizer: Optimizer, parameter: Parameter, group: Group, *, masters: bool = False
-) -> dict[str, tuple[Slot, Any, Tensor]]:
-    """The stacked slots of a group: what each is, where it starts, and as a view what it holds for one parameter.
+    optimizer: Optimizer, held: Iterable[Held], *, masters: bool = False
+) -> list[dict[str, tuple[Slot, Any, Tensor]]]:
+    """For each of these parameters its stacked slots: what each is, where it starts, and a view of what it holds.
 
     ValueError where there is not one entry per parameter.
 
@@ -282,9 +282,13 @@ def stacked(
     """
     known = _registered(optimizer) or {}
     wanted = {name: slot for name, slot in known.items() if slot.stacked and (slot.kind == "master" or not masters)}
-    members = group.get("params", ())
-    if not wanted or not members:
-        return {}
+    return [_views(optimizer, parameter, group, wanted) if wanted else {} for _, parameter, group in held]
+
+
+def _views(
+    optimizer: Optimizer, parameter: Parameter, group: Group, wanted: Mapping[str, Slot]
+) -> dict[str, tuple[Slot, Any, Tensor]]:
+    members = group["params"]
     state = optimizer.state.get(members[0], {})
     place = next(number for number, member in enumerate(members) if member is parameter)
     found = {}

@@ -438,7 +438,7 @@ def _finish(receipt: Receipt, plan: Plan, store: LiveStore, optimizer: Any, poli
     """Make a written model whole: the optimizer slots and stale gradients of what was really changed."""
     changed = receipt.changed
     zeroed = store.zero_biases(changed)
-    state = optimizers.reset(optimizer, store.parameters(changed), policy=policy)
+    state = optimizers.start_over(optimizer, store.parameters(changed), policy)
     keys = {entry.name: entry.key for entry in plan.entries}
     return replace(
         receipt,

@@ -352,7 +352,7 @@ def _check_apart(weights: Mapping[str, Weight]) -> None:
     held: dict[Any, list[tuple[int, int, str]]] = {}
     for name, weight in weights.items():
         tensor = None if weight.computed else weight.read()
-        if tensor is not None and not is_sharded(tensor) and type(tensor.data) is Tensor and tensor.is_contiguous():
+        if tensor is not None and type(tensor.data) is Tensor and tensor.is_contiguous():  # plain, and no shard
             begin = int(tensor.storage_offset()) * tensor.itemsize
             place = (begin, begin + tensor.numel() * tensor.itemsize, name)
             held.setdefault((tensor.device, tensor.untyped_storage().data_ptr()), []).append(place)
