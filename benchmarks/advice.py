@@ -7,8 +7,8 @@ One entry: a network learns the setting's tasks without any remedy up to the las
 with trials of a tenth, a quarter and a half of the next task; then every fixed arm learns that task from the same
 state, and its headline is the truth. The regret of a choice is (best − chosen) ÷ (best − worst) over the fixed arms.
 On the way the plasticity score of `probe`, the measures of health and optimization readiness are taken at up to four
-boundaries. An entry takes half a minute to three minutes of one core. Killed and started again, it goes on after the
-last whole entry.
+boundaries (`--points`). An entry takes half a minute to three minutes of one core. Killed and started again, it goes
+on after the last whole entry.
 """
 
 from __future__ import annotations
@@ -46,22 +46,22 @@ ARMS_TRIED: dict[str, Any] = {
 POLICIES = ("nothing", "fire", "fire-nearest", "dash", "full-reset")
 
 
-def run(folder: Path, seeds: list[int], names: list[str] | None) -> None:
-    """Every setting with every seed that is not there yet."""
+def run(folder: Path, seeds: list[int], names: list[str] | None, points: int) -> None:
+    """Every setting with every seed that is not there yet, in the order of the names."""
     folder.mkdir(parents=True, exist_ok=True)
-    study = Study.load(STUDY)
+    known = {setting.name: setting for setting in Study.load(STUDY).settings}
     done = {(each["setting"], each["seed"]) for each in entries(folder)}
     for seed in seeds:
-        for setting in study.settings:
-            if (setting.name, seed) in done or (names and setting.name not in names):
+        for setting in [known[name] for name in names or known]:
+            if (setting.name, seed) in done:
                 continue
-            found = entry(quiet(setting), seed)
+            found = entry(quiet(setting), seed, points)
             with (folder / "entries.jsonl").open("a") as file:
                 file.write(json.dumps(found) + "\n")
             print(f"{setting.name} {seed}: {found['seconds']:.0f} s, {found.get('chosen')}", flush=True)
 
 
-def entry(setting: Setting, seed: int) -> dict[str, Any]:
+def entry(setting: Setting, seed: int, count: int = 4) -> dict[str, Any]:
     """One setting with one seed."""
     begun = time.process_time()
     if setting.source is not None:
@@ -69,7 +69,8 @@ def entry(setting: Setting, seed: int) -> dict[str, Any]:
     points = []
     stream: Any = setting.make_agent_stream(seed) if setting.agents else setting.make_stream(seed)
     last = len(stream) - 1
-    looks = [last] if setting.agents else sorted({1, round(last / 3), round(2 * last / 3), last} - {0})
+    spread = {round(1 + part * (last - 1) / max(count - 1, 1)) for part in range(count)}
+    looks = [last] if setting.agents or count < 2 else sorted(spread)
     boundary = reach(setting, seed, looks[0])
     for index in looks:
         boundary = boundary.on_to(index)
@@ -266,11 +267,12 @@ def main() -> None:
     parser.add_argument("what", choices=["run", "show"])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seeds", default="700,701,702")
+    parser.add_argument("--points", type=int, default=4, help="boundaries where the probe is compared with health")
     parser.add_argument("--settings", default=None, help="names with commas; all without it")
     given = parser.parse_args()
     if given.what == "run":
         names = given.settings.split(",") if given.settings else None
-        run(given.folder, [int(seed) for seed in given.seeds.split(",")], names)
+        run(given.folder, [int(seed) for seed in given.seeds.split(",")], names, given.points)
     else:
         show(given.folder)
 

@@ -11,8 +11,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import rekindle
+from optimizers.stacked_muon import StackedMuonAdam
+from optimizers.test_foreign import ALONE, GROUPED
+from optimizers.test_foreign import made as foreign
+from optimizers.test_foreign import name_of as foreign_name
+from optimizers.test_resetting import VARIANTS
+from optimizers.test_resetting import name_of as torch_name
+from optimizers.test_resetting import step as torch_step
 from rekindle import methods
 from rekindle.monitoring.guard import Guard
+from rekindle.projection.receipt import Receipt
 from rekindle.triggers import Every
 
 OPTIMIZERS = {
@@ -166,3 +174,98 @@ def test_a_schedule_under_guard() -> None:
     receipt = schedule.step(model, None, {})
     assert receipt is not None and receipt.rolled_back and equal(model.state_dict(), before)
     assert schedule.step(model, None, {}) is None  # it counts as a firing: no new attempt before the cooldown is over
+
+
+# Every optimizer of the suite
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        draws = torch.Generator().manual_seed(0)
+        self.a, self.b = (nn.Parameter(torch.randn(8, 6, generator=draws)) for _ in range(2))
+
+
+class Scrambles:
+    """Changes all that a method could reach: weights and state in place, slots replaced, added and gone, options."""
+
+    name = "scrambles"
+
+    def __call__(self, model: nn.Module, optimizer: Any = None, **_: Any) -> Receipt:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(2)
+                parameter.grad = None
+            for slots in list(optimizer.state.values()):
+                for value in list(slots.values()):
+                    if isinstance(value, Tensor):
+                        value.zero_()
+                slots["extra"] = torch.ones(1)
+                slots.pop(next(iter(slots)))
+        for group in optimizer.param_groups:
+            group["lr"] = 123.0
+            group["another"] = True
+        return Receipt("scrambles")
+
+
+def stepped(optimizer: Any, model: nn.Module, draws: torch.Generator, steps: int) -> None:
+    for _ in range(steps):
+        torch_step(optimizer, {p: torch.randn(8, 6, generator=draws) for p in model.parameters()})
+
+
+def torch_case(case: tuple[Any, dict[str, Any]]) -> Any:
+    return lambda parameters: case[0](list(parameters), **case[1])
+
+
+def foreign_case(case: tuple[str, str, dict[str, Any]]) -> Any:
+    return lambda parameters: foreign(case, list(parameters))
+
+
+CASES = {torch_name(case): torch_case(case) for case in VARIANTS}
+CASES |= {foreign_name(case): foreign_case(case) for case in [*ALONE, *GROUPED]}
+CASES["stacked-muon"] = lambda parameters: StackedMuonAdam([{"params": list(parameters), "kind": "muon"}])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_whatever_a_method_does_to_any_optimizer_is_taken_back(name: str) -> None:
+    model, twin = Two(), Two()
+    optimizer, other = CASES[name](model.parameters()), CASES[name](twin.parameters())
+    draws = [torch.Generator().manual_seed(1) for _ in range(2)]
+    stepped(optimizer, model, draws[0], 3)
+    stepped(other, twin, draws[1], 3)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    guard = Guard([torch.zeros(1)], lambda m, _: m.a.square().sum(), max_rise=-1e9)
+    assert guard(Scrambles(), model, optimizer).rolled_back
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert [sorted(map(str, slots)) for slots in optimizer.state.values()] == [
+        sorted(map(str, slots)) for slots in other.state.values()
+    ]
+    stepped(optimizer, model, draws[0], 3)
+    stepped(other, twin, draws[1], 3)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+
+
+def every_method() -> list[Any]:
+    """All that act at events or after steps, with their default options."""
+    found = []
+    for name in methods.__all__:
+        cls = getattr(methods, name)
+        if isinstance(cls, type) and name != "Compose":
+            found.append(cls(last=1) if name == "LayerReset" else cls())
+    return [method for method in found if method.moment in ("event", "step")]
+
+
+@pytest.mark.parametrize("method", every_method(), ids=lambda method: method.name)
+def test_all_methods_are_rolled_back_bit_for_bit(method: Any) -> None:
+    model = net()
+    if method.name == "layer-norm-reset":
+        model.insert(2, nn.LayerNorm(8))
+    optimizer = torch.optim.Adam(model.parameters())
+    if hasattr(method, "remember"):
+        method.remember(model)
+    if method.watches:
+        method.observe(model)
+    train(model, optimizer)
+    before = state(model, optimizer)
+    receipt = Guard(DATA, loss, max_rise=-100.0)(method, model, optimizer, batches=DATA, loss=loss)
+    assert receipt.rolled_back and receipt.changed == () and equal(state(model, optimizer), before)
