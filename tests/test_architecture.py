@@ -6,11 +6,14 @@ Lazy imports and those for type checkers count too: whoever reads a module has t
 from __future__ import annotations
 
 import ast
+import pkgutil
 import re
 import subprocess
 import sys
 from graphlib import TopologicalSorter
+from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -116,6 +119,41 @@ def test_a_class_name_means_one_thing() -> None:
     assert {name: found for name, found in places.items() if len(found) > 1 and name != "RekindleCallback"} == {}
 
 
+PAGES = [*SRC.parent.glob("*.md"), *SRC.parent.glob("docs/**/*.md"), *SRC.parent.glob("examples/*.py")]
+HISTORY = {"CHANGELOG.md", "LOG.md"}  # these name things that are gone
+
+
+def named_in(page: Path) -> set[str]:
+    """Every dotted name of rekindle in a page's text, and what its code imports from where."""
+    text = page.read_text()
+    found = set(re.findall(r"\brekindle(?:\.[A-Za-z_]\w*)+\b(?!/)", text))
+    for code in [text] if page.suffix == ".py" else re.findall(r"```python\n(.*?)```", text, flags=re.S):
+        for node in ast.walk(ast.parse(code)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "rekindle":
+                found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def is_there(name: str) -> bool:
+    found = pkgutil.resolve_name("rekindle")
+    for step in name.split(".")[1:]:
+        path = f"{found.__name__}.{step}" if isinstance(found, ModuleType) else ""
+        if not hasattr(found, step) and not (path and find_spec(path)):
+            return False
+        found = getattr(found, step) if hasattr(found, step) else pkgutil.resolve_name(path)
+    return True
+
+
+EXTRAS = ("scipy", "gymnasium", "stable_baselines3", "transformers", "lightning", "ignite", "peft")
+
+
+@pytest.mark.skipif(not all(map(find_spec, EXTRAS)), reason="the laboratory or a trainer is not installed")
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name not in HISTORY], ids=lambda page: page.name)
+def test_what_the_pages_name_is_there(page: Path) -> None:
+    assert [name for name in sorted(named_in(page)) if not is_there(name)] == []
+
+
+# What pages of earlier versions named, and what must go on working.
 DOCUMENTED = """
 import rekindle; rekindle.fire, rekindle.plan, rekindle.health, rekindle.polar, rekindle.Monitor, rekindle.Schedule
 rekindle.Plan, rekindle.Receipt, rekindle.Health, rekindle.Certificate, rekindle.Thresholds, rekindle.methods.ReDo
