@@ -8,13 +8,20 @@ imported when work begins, so that help and completion answer at once. Start wit
 from __future__ import annotations
 
 import os
+import signal
 import sys
+from types import FrameType
 
 from rekindle.extras import install
+
+pressed: list[int] = []  # Ctrl-C, also where a library under us caught it while it was being imported
 
 
 def main() -> None:
     """Run the command line; without typer and rich, say how to get them. Ctrl-C is one line at any moment."""
+    heeded = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # not where a shell has us ignore it
+    if heeded:
+        signal.signal(signal.SIGINT, _press)
     try:
         try:
             import rich  # noqa: F401
@@ -38,6 +45,13 @@ def main() -> None:
         raise SystemExit(0) from None
     finally:
         _flush()
+        if heeded:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is said: what is left is Python's own tidying
+
+
+def _press(number: int, frame: FrameType | None) -> None:
+    pressed.append(number)
+    raise KeyboardInterrupt
 
 
 def _flush() -> None:

@@ -22,8 +22,8 @@ from typing import Any, ParamSpec, TypeVar
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
+from rekindle.cli import pressed
 from rekindle.report.words import printable
 
 FINDINGS, BAD_INPUT, INTERRUPTED = 1, 2, 130
@@ -59,6 +59,7 @@ def reported(command: Callable[P, R]) -> Callable[P, R]:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", category=UserWarning, module="torch")
                 done = command(*args, **kwargs)
+                heed()
                 sys.stdout.flush()
                 return done
         except BrokenPipeError:
@@ -69,6 +70,8 @@ def reported(command: Callable[P, R]) -> Callable[P, R]:
         except Exception as error:
             if isinstance(error, typer.Exit | typer.Abort | typer.BadParameter) or "REKINDLE_TRACEBACK" in os.environ:
                 raise
+            if pressed:  # what a library made of it
+                raise stopped() from None
             say(f"[bold red]error:[/] {escape(_line(error))}")
             raise typer.Exit(BAD_INPUT) from None
 
@@ -84,6 +87,12 @@ def stopped(message: str = "stopped") -> typer.Exit:
         say(message)
         _told.append(message)
     return typer.Exit(INTERRUPTED)
+
+
+def heed() -> None:
+    """Stop if Ctrl-C was pressed and some library caught it."""
+    if pressed:
+        raise KeyboardInterrupt
 
 
 def closed_pipe() -> None:
@@ -150,6 +159,7 @@ def say(text: str) -> None:
 
 def show(text: str) -> None:
     """A result for people on stdout; a line that holds a verdict is coloured by it."""
+    heed()
     console = _Pipe(soft_wrap=True, highlight=False)
     for line in as_options(text).splitlines():
         word = re.match(r"(?:! |.*?verdict: )?(healthy|watch|act)?", line)
@@ -166,6 +176,7 @@ def show_rich(drawn: Any) -> None:
 
 def show_json(data: Mapping[str, Any]) -> None:
     """JSON on stdout and nothing else."""
+    heed()
     sys.stdout.write(as_json(data) + "\n")
 
 
@@ -200,15 +211,19 @@ def progress(what: str, total: float, quiet: bool = False) -> Iterator[Callable[
     >>> with progress("measuring", 10) as advance:
     ...     advance(5)
     """
+    heed()
     if quiet or not sys.stderr.isatty():
-        yield lambda more: None
+        yield lambda more: heed()
         return
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn  # slow
+
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     bar = Progress(*columns, console=Console(stderr=True), transient=True)
     task = bar.add_task(what, total=max(total, 1e-9))
     start = time.monotonic()
 
     def advance(more: float) -> None:
+        heed()
         bar.advance(task, more)
         if not bar.live.is_started and time.monotonic() - start > _PATIENCE:
             bar.start()
