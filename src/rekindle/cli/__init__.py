@@ -40,6 +40,8 @@ def main() -> None:
             from rekindle.cli.terminal import stopped
 
             stopped()
+        if left.code == 1 and isinstance(left.__context__, BrokenPipeError):  # help that `… | head` reads
+            raise SystemExit(0) from None
         raise
     except BrokenPipeError:
         raise SystemExit(0) from None
