@@ -6,7 +6,10 @@ import json
 import math
 
 import pytest
+import torch
+from torch import nn
 
+import rekindle
 from rekindle.optimizers import StateReset
 from rekindle.projection import receipt as receipts
 from rekindle.projection.method import MethodError
@@ -151,3 +154,14 @@ def test_state_resets_add() -> None:
     assert total == StateReset("fresh", ("Adam", "LBFGS"), 2, 12, 12, dropped=("LBFGS",))
     assert "whole history of LBFGS" in str(total)
     assert "left as it was" in str(StateReset("none", ("Adam",)))
+
+
+def test_a_second_receipt_does_not_contradict_the_first() -> None:
+    """What the first call left behind is what the second finds, or is unmeasured: never a number of rounding."""
+    torch.manual_seed(0)
+    net = nn.ModuleList([nn.Linear(20, 64), nn.Linear(64, 64), nn.Linear(96, 48), nn.Linear(48, 48).double()])
+    first, second = rekindle.fire(net, include="3"), rekindle.fire(net, include="3")
+    for then, now in zip(first.records, second.records, strict=True):
+        assert then.dfi_before is not None and then.dfi_before > 1
+        assert now.dfi_before is None or now.dfi_before == pytest.approx(then.dfi_after, rel=0.5)
+        assert now.dfi_free_before is None or now.dfi_free_before >= 0

@@ -335,7 +335,8 @@ def _record(written: Written, seen: Tensor | None, strength: float, measuring: M
     """The record of one block, from the solver's certificate; every tensor is on the host.
 
     The cheap numbers need no product beyond the solver's own: with k = min(out, in), W before and Q its factor,
-    DfI(W, s) = ‖WWᵀ‖²_F/s⁴ − 2‖W‖²_F/s² + k and SFE = ‖W‖²_F − 2s·tr(QᵀW) + s²‖Q‖²_F.
+    DfI(W, s) = ‖WWᵀ‖²_F/s⁴ − 2‖W‖²_F/s² + k and SFE = ‖W‖²_F − 2s·tr(QᵀW) + s²‖Q‖²_F. A DfI that is lost in the
+    rounding of these terms (W was an isometry already) is unmeasured, not a number beside the one after.
     """
     block, certificate, scale = written.block, written.certificate, written.scale
     k = min(block.out, block.in_)
@@ -362,10 +363,14 @@ def _record(written: Written, seen: Tensor | None, strength: float, measuring: M
     known["dfi_after"] = finite_sum(per_dimension * k)
     known["norm_before"] = float(norm.square().sum().sqrt())
     known["spectral_before"] = float(certificate.spectral_norm.max())
-    known["dfi_free_before"] = finite_mean(k * energy / norm.pow(4) - 1)
+    rounding = torch.finfo(certificate.residual.dtype).eps  # of the products that these numbers come from
+    free = k * energy / norm.pow(4) - 1
+    known["dfi_free_before"] = finite_mean(free.masked_fill(free < 2 * rounding, torch.nan))
     known["norm_after"] = float(norm_after.square().sum().sqrt())
     if written.full is None:
-        known["dfi_before"] = finite_sum((energy / s.pow(4) - 2 * norm.square() / s.square() + k).clamp_min(0))
+        terms = energy / s.pow(4), 2 * norm.square() / s.square()
+        deviation, sizes = terms[0] - terms[1] + k, terms[0] + terms[1] + k
+        known["dfi_before"] = finite_sum(deviation.masked_fill(deviation < rounding * sizes, torch.nan))
         error = norm.square() - 2 * s * certificate.nuclear.double() + s.square() * factor_norm.square()
         known["sfe"] = float((strength**2 * error).clamp_min(0).masked_fill(written.kept, 0).sum())
         if known["converged"]:
