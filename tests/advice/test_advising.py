@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import math
 import multiprocessing
+import random
 import threading
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -100,6 +102,38 @@ def test_the_original_is_untouched_and_seeds_are_common() -> None:
     assert torch.equal(random, torch.get_rng_state())
     assert {row.name for row in advice.rows} == {one.name for one in candidates_for(model, new)}
     assert str(advice).startswith(advice.sentence) and advice.to_dict()["rows"][0]["name"]
+
+
+def normalised() -> nn.Module:
+    body = [nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Dropout(0.2)]
+    return nn.Sequential(*body, nn.Linear(8 * 36, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 4))
+
+
+def test_nothing_of_the_original_is_touched_by_any_candidate() -> None:
+    """Weights, buffers, gradients, optimizer, modes, hooks and every random state, with all candidates there are."""
+    model = normalised()
+    images = [(torch.randn(8, 1, 8, 8), torch.randint(4, (8,))) for _ in range(3)]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    functional.cross_entropy(model(images[0][0]), images[0][1]).backward()
+    optimizer.step()
+    model[1].eval()
+    model[5].register_forward_hook(lambda *_: None)
+
+    def everything() -> list[Any]:
+        tensors = [*model.state_dict().values(), *(p.grad for p in model.parameters())]
+        tensors += [value for slots in optimizer.state.values() for value in slots.values()]
+        kept: list[Any] = [tensor.clone() for tensor in tensors] + [torch.get_rng_state()]
+        kept += [torch.tensor(numpy.random.get_state()[1].astype("int64"))]
+        return [*kept, random.getstate(), *([m.training, len(m._forward_hooks)] for m in model.modules())]
+
+    before, places = everything(), [p.data_ptr() for p in model.parameters()]
+    loader = torch.utils.data.DataLoader(images, batch_size=None, shuffle=True)  # draws from the global state
+    advice = advise(model, loader, old_batches=images, held_out=images[:1], optimizer=optimizer, steps=20,
+                    layers=True, workers=1, seeds=2)  # fmt: skip
+    assert {"dash", "fire-conv", "fire-first-third"} <= {row.name for row in advice.rows}
+    for a, b in zip(before, everything(), strict=True):
+        assert torch.equal(a, b) if isinstance(a, Tensor) else a == b
+    assert places == [p.data_ptr() for p in model.parameters()]
 
 
 def test_doing_nothing_is_plain_training_with_the_optimizers_state() -> None:

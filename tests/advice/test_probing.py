@@ -186,12 +186,14 @@ class Clock:
         return functional.cross_entropy(model(batch[0]), batch[1])
 
 
-def test_speed_is_the_ratio_of_steps_to_the_level_that_both_reach() -> None:
+def test_speed_is_the_ratio_of_steps_to_half_of_what_is_learned() -> None:
     slow = [[2.0 - 0.01 * step for step in range(100)], [2.0 - 0.02 * step for step in range(100)]]
     found = probing._result("next", {"model": [slow[0]] * 2, "fresh": [slow[1]] * 2}, 100, [2.0, 2.0], 0.2, 1.0)
     assert found.speed == pytest.approx(0.5, abs=0.03) and found.speed_interval[0] == pytest.approx(found.speed)
     turned = probing._result("next", {"model": [slow[1]] * 2, "fresh": [slow[0]] * 2}, 100, [2.0, 2.0], 0.2, 1.0)
-    assert turned.speed == pytest.approx(1 / found.speed) and "steps of a fresh network" in str(turned)
+    assert turned.speed == pytest.approx(2.0, abs=0.2) and "steps of a fresh network" in str(turned)
+    never = probing._result("next", {"model": [[2.0] * 100] * 2, "fresh": [slow[0]] * 2}, 100, [2.0, 2.0], 0.2, 1.0)
+    assert never.speed == pytest.approx(0.5, abs=0.05)  # as if with its last step
 
 
 def test_a_model_that_cannot_be_copied_can_be_probed() -> None:

@@ -1,5 +1,6 @@
 """`rekindle probe` and `rekindle advise`: what a file or a setting brings, what is printed, written and refused."""
 
+import html
 import json
 import os
 import signal
@@ -50,10 +51,12 @@ def test_advise_says_what_to_call_and_its_json_makes_the_same_page(mine: Path, t
     found = json.loads(result.stdout)
     assert found["command"] == "advise" and found["advice"]["answer"] == "apply"
     assert found["advice"]["chosen"] == "full-reset" and "FullReset" in found["advice"]["call"]
+    assert found["advice"]["call"] in run("advise", mine, "--steps", 40, "--workers", 1).stdout  # Python, not options
     (tmp_path / "a.json").write_text(result.stdout)
     assert run("report", tmp_path / "a.json", "-o", tmp_path / "a.html").exit_code == 0
     page = (tmp_path / "a.html").read_text()
-    assert "Advice for mine.py" in page and "full-reset" in page and "rekindle.methods.FullReset(" in page
+    assert "Advice for mine.py" in page and "full-reset" in page
+    assert html.escape(found["advice"]["call"]).replace("&#x27;", "&#39;") in page
 
 
 def test_a_setting_is_learned_up_to_a_boundary_and_asked_there() -> None:

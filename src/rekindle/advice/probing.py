@@ -46,9 +46,9 @@ class ProbeResult:
 
     `score` is the mean over seeds of learned(model) / learned(fresh), with a 95 % `interval`; `difference` is
     learned(model) − learned(fresh), in units of the loss. `speed` is how many steps the fresh network needs for each
-    step of the model, to the loss that both reach (the model's own last level, or the fresh network's if that is
-    higher); a geometric mean over seeds. `enough` is False where even the fresh network did not
-    learn the wanted amount within the budget: then the score says nothing.
+    step of the model, to the loss halfway between the untrained level and the fresh network's last; a model that never
+    gets there counts as if it did with its last step. A geometric mean over seeds. `enough` is False where even the
+    fresh network did not learn the wanted amount within the budget: then the score says nothing.
     """
 
     task: str
@@ -190,7 +190,7 @@ def _result(
     gained = sum(1 - _end(curve) / level for curve in curves["fresh"]) / len(ratios) if level else 0.0
     score, interval = mean_interval(ratios)
     difference, around = mean_interval(differences)
-    speeds = [math.log(_speed(m, f)) for m, f in zip(curves["model"], curves["fresh"], strict=True)]
+    speeds = [math.log(_speed(m, f, level)) for m, f in zip(curves["model"], curves["fresh"], strict=True)]
     speed, (slow, fast) = mean_interval(speeds)
     enough = gained >= gain and score == score
     both = {who: tuple(tuple(curve) for curve in kept) for who, kept in curves.items()}
@@ -322,10 +322,10 @@ def _fresh(
     return {name: start[clean(name)].to(tensor).clone() for name, tensor in own.items()}
 
 
-def _speed(model: Sequence[float], fresh: Sequence[float]) -> float:
-    """Steps of the fresh network ÷ steps of the model, to the loss that both reach."""
+def _speed(model: Sequence[float], fresh: Sequence[float], untrained: float) -> float:
+    """Steps of the fresh network ÷ steps of the model, to half of what the fresh network learned."""
     own, other = _mean_curve([model]), _mean_curve([fresh])
-    level = max(own[-1], other[-1])
+    level = (untrained + other[-1]) / 2
     first = [_first_below(curve, level) or len(curve) for curve in (other, own)]
     return first[0] / first[1]
 

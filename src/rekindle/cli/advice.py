@@ -11,7 +11,8 @@ import typer
 from rekindle.cli import options
 from rekindle.cli.page import made, write_page
 from rekindle.cli.studies import needing_extras
-from rekindle.cli.terminal import progress, refuse_existing, reported, show, show_json
+from rekindle.cli.terminal import progress, refuse_existing, reported, show_json
+from rekindle.report.words import printable
 
 if TYPE_CHECKING:
     from torch import nn
@@ -178,7 +179,7 @@ def _give(asked: Asked, command: str, found: Any, json: bool, html: Path | None,
     if json:
         show_json(facts)
     else:
-        show(str(found))
+        typer.echo("\n".join(map(printable, str(found).splitlines())))  # as it is: the call must stay Python
 
 
 def _asked(what: str, boundary: int | None, seed: int, changed: Any) -> Asked:
