@@ -106,22 +106,47 @@ def test_what_cannot_be_split_is_refused_before_anything_is_written() -> None:
     assert not next(iter(lora_layers(model))).base.requires_grad
 
 
-@pytest.mark.parametrize("method", [methods.FIRE(targets="adapter"), MergedAdapter()], ids=lambda m: m.name)
-def test_adapters_in_a_trainer(tmp_path: Path, method: Any) -> None:
-    config = transformers.GPT2Config(vocab_size=32, n_positions=16, n_embd=16, n_layer=1, n_head=2)
-    lora = peft.LoraConfig(target_modules=["c_attn"], r=4, fan_in_fan_out=True, task_type="CAUSAL_LM")
-    model = peft.get_peft_model(transformers.GPT2LMHeadModel(config), lora)
+@pytest.mark.parametrize(
+    "make",
+    [lambda: methods.FIRE(targets="adapter"), MergedAdapter, lambda: methods.Compose([MergedAdapter(into="base")])],
+    ids=["adapter", "merged", "base"],
+)
+def test_adapters_in_a_trainer_that_saves_adapters_only(tmp_path: Path, make: Any) -> None:
     tokens = torch.randint(0, 32, (24, 8), generator=torch.Generator().manual_seed(0))
-    callback = RekindleCallback(method, at=4)
-    transformers.Trainer(
-        model,
-        transformers.TrainingArguments(
-            output_dir=str(tmp_path), per_device_train_batch_size=4, use_cpu=True, report_to="none", disable_tqdm=True,
-            num_train_epochs=1, save_strategy="no", logging_strategy="no",
-        ),
-        train_dataset=[{"input_ids": row, "labels": row} for row in tokens],
-        callbacks=[callback],
-    ).train()  # fmt: skip
-    assert [f.step for f in callback.firings] == [4]
-    assert any("lora_A" in n for n in callback.receipts[0].changed)
-    assert any("lora_B" in n for n in callback.receipts[0].changed)
+
+    def run(resume: str | None = None) -> tuple[dict[str, Tensor], RekindleCallback]:
+        torch.manual_seed(0)
+        config = transformers.GPT2Config(vocab_size=32, n_positions=16, n_embd=16, n_layer=1, n_head=2)
+        lora = peft.LoraConfig(target_modules=["c_attn"], r=4, fan_in_fan_out=True, task_type="CAUSAL_LM")
+        model = peft.get_peft_model(transformers.GPT2LMHeadModel(config), lora)
+        callback = RekindleCallback(make(), at=[2, 4])
+        transformers.Trainer(
+            model,
+            transformers.TrainingArguments(
+                output_dir=str(tmp_path), per_device_train_batch_size=4, use_cpu=True, report_to="none",
+                disable_tqdm=True, num_train_epochs=1, save_strategy="steps", save_steps=3, logging_strategy="no",
+            ),
+            train_dataset=[{"input_ids": row, "labels": row} for row in tokens],
+            callbacks=[callback],
+        ).train(resume_from_checkpoint=resume)  # fmt: skip
+        return model.state_dict(), callback
+
+    whole, callback = run()
+    assert [f.step for f in callback.firings] == [2, 4]
+    assert {n.split(".")[-3] for n in callback.receipts[0].changed} >= {"lora_A", "lora_B"}
+    resumed, callback = run(str(tmp_path / "checkpoint-3"))
+    assert [f.step for f in callback.firings] == [2, 4] and len(callback.receipts) == 1
+    assert all(torch.equal(value, resumed[name]) for name, value in whole.items())
+
+
+def test_a_state_with_bases_needs_their_layers() -> None:
+    method = MergedAdapter(into="base")
+    method(adapted())
+    other = MergedAdapter(into="base")
+    other.load_state_dict(method.state_dict())  # the model is gone, and with it what was changed
+    other.resume(adapted())
+    method(model := adapted())
+    other.load_state_dict(method.state_dict())
+    assert other.state_dict()["bases"].keys() == {f"{each.name}.base_layer.weight" for each in lora_layers(model)}
+    with pytest.raises(ValueError, match="in no LoRA layer"):
+        other.resume(nn.Linear(2, 2))

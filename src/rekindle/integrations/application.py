@@ -299,7 +299,9 @@ class Application:
 
     def _restore_parts(self, state: Mapping[str, Any]) -> None:
         """What exists only while bound."""
-        assert self._rounds is not None
+        assert self._rounds is not None and self._model is not None
+        if isinstance(self.method, Remedy):
+            self.method.resume(self._model)
         if state["rounds"] is not None:
             self._rounds.load_state_dict(state["rounds"])
         if state.get("monitor") is not None and self._monitor is not None:

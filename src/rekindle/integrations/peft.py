@@ -7,13 +7,15 @@ W to W* and puts the result back in one of two ways:
 - `into="adapter"`: the frozen W₀ stays, and s·B·A becomes the best rank-r approximation of W* − W₀ (Eckart & Young).
   An isometry needs a change of full rank, so an adapter of rank r holds only a share of it; the receipt says which.
 - `into="base"`: W₀ becomes W*, B becomes zero and A is drawn anew, as after a merge-and-restart (ReLoRA). The layer
-  then computes with W* exactly; the base checkpoint must be saved, the adapter alone is not enough any more.
+  then computes with W* exactly. The adapter alone is not enough any more: save the base too. Trainers that save
+  adapters only go on rightly, because the changed bases are part of the method's state.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -73,10 +75,37 @@ class MergedAdapter(Remedy):
             raise ValueError(f"into={into!r} is neither 'adapter' nor 'base'")
         self.into, self.optimizer_state = into, optimizer_state
         self._options = options
+        self._changed: dict[str, weakref.ref[nn.Parameter]] = {}  # bases that hold W*
+        self._stored: dict[str, Tensor] = {}  # those of a state that was loaded
 
     def settings(self) -> dict[str, Any]:
         """The way back, and the options of `fire`."""
         return {"into": self.into, "optimizer_state": self.optimizer_state, **self._options}
+
+    def gathered(self) -> dict[str, Any]:
+        """The bases that were changed, as they are now: a guard may have put them back."""
+        held = {name: found.detach().clone() for name, ref in self._changed.items() if (found := ref()) is not None}
+        return {"bases": {**self._stored, **held}}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take them back; `resume` writes them."""
+        self._stored, self._changed = dict(state["bases"]), {}
+
+    @torch.no_grad()
+    def resume(self, model: nn.Module) -> None:
+        """Write the changed bases into a model whose checkpoint holds adapters only; a trained base is in it."""
+        bases = {f"{layer.name}.base_layer.weight": layer.base for layer in lora_layers(model)}
+        for name in self._stored:
+            if name not in bases or bases[name].shape != self._stored[name].shape:
+                raise ValueError(f"the state holds the base weight {name!r}, which is in no LoRA layer of this model")
+        for name, value in self._stored.items():
+            if not bases[name].requires_grad:
+                bases[name].copy_(value)
+            self._changed[name] = weakref.ref(bases[name])
+        self._stored = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_changed": {}}  # references cannot be copied
 
     def apply(self, call: Call) -> Receipt:
         """Merge, project, split again, start the adapter's optimizer slots afresh."""
@@ -126,6 +155,7 @@ class MergedAdapter(Remedy):
         norms = layer.a.norm().item(), layer.b.norm().item()
         held = 1.0
         if self.into == "base":
+            self._changed[name] = weakref.ref(layer.base)
             with initial.forked_rng(call.generator, call.inner):
                 nn.init.kaiming_uniform_(layer.a, a=math.sqrt(5))  # as peft starts it
             layer.b.zero_()

@@ -64,6 +64,12 @@ class Compose(Remedy):
             if isinstance(method, Remedy):
                 method.check(call)
 
+    def resume(self, model: nn.Module) -> None:
+        """Every member."""
+        for method in self.methods:
+            if isinstance(method, Remedy):
+                method.resume(model)
+
     def apply(self, call: Call) -> Receipt:
         """Apply all that can be applied now, in order."""
         acting: Sequence[Method] = self.methods

@@ -115,6 +115,9 @@ class Remedy:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Take back what `gathered()` gave."""
 
+    def resume(self, model: nn.Module) -> None:
+        """After `load_state_dict`: write what the state holds and a trainer's checkpoint may not; most have nothing."""
+
     def __repr__(self) -> str:
         inside = ", ".join(f"{key}={value!r}" for key, value in self.settings().items())
         return f"{type(self).__name__}({inside})"
