@@ -13,12 +13,30 @@ from torch import nn
 sb3 = pytest.importorskip("stable_baselines3", reason='pip install "torch-rekindle[rl]"')
 gymnasium = pytest.importorskip("gymnasium", reason='pip install "torch-rekindle[rl]"')
 
+from stable_baselines3.common import envs  # noqa: E402
 from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize  # noqa: E402
 
 import rekindle  # noqa: E402
-from rekindle.integrations.sb3 import RekindleCallback, fresh_networks, observations, trained, value_regression  # noqa: E402
+from rekindle.integrations.sb3 import (  # noqa: E402
+    RekindleCallback,
+    follow_targets,
+    fresh_networks,
+    observations,
+    trained,
+    value_regression,
+)
 from rekindle.isolation import Recorded  # noqa: E402
-from rekindle.methods import FIRE, FullReset, OptimizerReset, PlasticityInjection, ReDo, ShrinkPerturb  # noqa: E402
+from rekindle.methods import (  # noqa: E402
+    FIRE,
+    FullReset,
+    L2Init,
+    OptimizerReset,
+    PlasticityInjection,
+    ReDo,
+    ShrinkPerturb,
+)
+from rekindle.methods.remedy import Remedy  # noqa: E402
+from rekindle.receipt import Receipt  # noqa: E402
 from rekindle.triggers import Every  # noqa: E402
 
 SMALL = {"net_arch": [16, 16]}
@@ -214,11 +232,127 @@ def test_a_recurrent_policy() -> None:
     assert any(block.count == 4 for block in callback.receipts[0].records)  # the gates of an LSTM
 
 
+def test_a_recurrent_policys_hidden_layers_are_no_heads_and_its_health_is_known() -> None:
+    contrib = pytest.importorskip("sb3_contrib", reason="pip install sb3-contrib")
+    made = contrib.RecurrentPPO("MlpLstmPolicy", "CartPole-v1", n_steps=16, batch_size=16, n_epochs=1, device="cpu")
+    plan = rekindle.plan(trained(made)[0])
+    heads = {each.name for each in plan.skipped if each.reason == "output head"}
+    assert heads == {"policy.action_net.weight", "policy.value_net.weight"}
+    callback = RekindleCallback("fire", monitor=16)
+    made.learn(32, callback=callback)
+    assert callback.health["policy"].units
+
+
 def test_what_breaks_is_refused_before_training() -> None:
-    with pytest.raises(ValueError, match="target networks"):
-        agent("DQN").learn(10, callback=RekindleCallback(PlasticityInjection(), at=5))
+    with pytest.raises(ValueError, match="which module is the head"):
+        agent("SAC").learn(10, callback=RekindleCallback(PlasticityInjection(), at=5))
+    with pytest.raises(ValueError, match="outside the modules too"):
+        agent("SAC").learn(10, callback=RekindleCallback(PlasticityInjection("critic.qf0"), at=5))
     with pytest.raises(ValueError, match="fraction"):
         RekindleCallback("fire", at=1.5)
+
+
+@pytest.mark.parametrize("head", [None, "q_net.q_net"])
+def test_an_injected_head_is_followed_by_the_target_network(head: str | None) -> None:
+    made, x = agent("DQN"), torch.randn(5, 4)
+    made.learn(60)
+    before = made.q_net(x).detach()
+    made.learn(4, callback=RekindleCallback(PlasticityInjection(head), at=60), reset_num_timesteps=False)
+    follow_targets(made)
+    assert torch.equal(made.q_net(x), made.q_net_target(x))
+    callback = RekindleCallback(PlasticityInjection(head), at=[100, 140], name="again")
+    made.learn(120, callback=callback, reset_num_timesteps=False)
+    assert len(callback.receipts) == 2 and not torch.equal(made.q_net(x), before)
+    names = [sorted(each.state_dict()) for each in (made.q_net, made.q_net_target)]
+    assert names[0] == names[1] and any("minus" in name for name in names[0])
+
+
+@pytest.mark.parametrize("kind", ["SAC", "TD3"])
+def test_a_loss_term_holds_actor_and_critic(kind: str) -> None:
+    """Each has an optimizer and a backward pass of its own: what is added before the other's is cleared again."""
+    moved = {}
+    for coefficient in (0.0, 100.0):
+        made = agent(kind, learning_rate=0.01, train_freq=2)
+        start = {name: p.detach().clone() for name, p in trained(made)[0].named_parameters()}
+        made.learn(120, callback=RekindleCallback(L2Init(coefficient)))
+        for name, p in trained(made)[0].named_parameters():
+            part = name.partition(".")[0], coefficient
+            moved[part] = moved.get(part, 0.0) + float((p.detach() - start[name]).norm())
+    assert all(moved[part, 100.0] < 0.3 * moved[part, 0.0] for part in ("actor", "critic")), moved
+
+
+def test_gradients_are_looked_at_when_they_are_new() -> None:
+    seen = []
+
+    class Looking(Remedy):
+        moment = "backward"
+
+        def apply(self, call: Any) -> Receipt:
+            seen.append({name.partition(".")[0] for name, p in call.model.named_parameters() if p.grad is not None})
+            return Receipt("looking")
+
+    agent("SAC").learn(64, callback=RekindleCallback(Looking()))
+    assert len(seen) > 4 and seen == [{"critic"}, {"actor"}] * (len(seen) // 2)
+
+
+def test_a_full_reset_with_state_dependent_exploration() -> None:
+    callback = RekindleCallback(FullReset(), at=32)
+    agent("PPO", "Pendulum-v1", use_sde=True).learn(40, callback=callback)
+    assert "policy.log_std" in callback.receipts[0].changed
+
+
+@pytest.mark.parametrize("kind", ["DQN", "PPO"])
+def test_steps_that_are_counted_from_zero_again(kind: str) -> None:
+    made, callback = agent(kind), RekindleCallback("fire", at=[0, 64])
+    for _ in range(2):
+        made.learn(96, callback=callback)
+    first = {"DQN": 4, "PPO": 0}[kind]
+    assert [firing.step for firing in callback.firings] == [first, 64] * 2
+    other = RekindleCallback(OptimizerReset())
+    for _ in range(2):
+        other.boundary()
+        made.learn(64, callback=other)
+    assert [firing.step for firing in other.firings] == [first] * 2
+
+
+def test_hindsight_replay_is_emptied_too() -> None:
+    env = envs.BitFlippingEnv(n_bits=3, continuous=False, max_steps=3)
+    options = {"replay_buffer_class": sb3.HerReplayBuffer, "policy": "MultiInputPolicy"}
+    made = agent("DQN", env, **options).learn(64, callback=RekindleCallback("fire", at=40, replay="empty"))
+    assert 0 < int((made.replay_buffer.ep_length > 0).sum()) <= 24
+
+
+@pytest.mark.parametrize(
+    ("kind", "method"),
+    [
+        ("DQN", lambda: FullReset()),
+        ("DQN", lambda: ReDo(tau=0.5)),
+        ("SAC", lambda: ShrinkPerturb(0.5, "fresh")),
+        ("PPO", lambda: L2Init(0.1)),
+    ],
+)
+def test_saved_loaded_and_continued_is_as_uninterrupted(kind: str, method: Any, tmp_path: Path) -> None:
+    def callback() -> RekindleCallback:
+        made = method()
+        return RekindleCallback(made, **({} if made.moment == "loss" else {"every": 32}))
+
+    def continued(made: Any, own: RekindleCallback) -> Any:
+        made.set_env(made.env or gymnasium.make("Pendulum-v1" if kind == "SAC" else "CartPole-v1"))
+        made.set_random_seed(7)
+        made.learn(96, callback=own, reset_num_timesteps=False)
+        return {**made.policy.state_dict(), "steps": [firing.step for firing in own.firings]}
+
+    first, begun = agent(kind), callback()
+    first.learn(96, callback=begun)
+    first.save(tmp_path / "agent")
+    if kind != "PPO":
+        first.save_replay_buffer(tmp_path / "replay")
+    again = getattr(sb3, kind).load(tmp_path / "agent", device="cpu")
+    if kind != "PPO":
+        again.load_replay_buffer(tmp_path / "replay")
+    whole, resumed = continued(first, begun), continued(again, callback())
+    assert whole.pop("steps") == resumed.pop("steps")
+    assert all(torch.equal(value, resumed[name]) for name, value in whole.items())
 
 
 def test_a_probe_of_values_from_the_replay_buffer() -> None:

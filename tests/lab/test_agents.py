@@ -177,18 +177,56 @@ def test_replay_temperature_and_optimizer_are_kept_or_not_as_the_setting_says() 
     assert not any(optimizer.state for optimizer in trained(made.agent)[1])
 
 
-@pytest.mark.parametrize("name", ["weight-clip", "upgd", "continual-backprop", "redo", "weight-decay", "dash"])
+@pytest.mark.parametrize(
+    "name", ["weight-clip", "upgd", "continual-backprop", "redo", "weight-decay", "dash", "hare-tortoise"]
+)
 def test_arms_of_every_moment_run(name: str) -> None:
     rows = list(execute(Run(tiny("dqn", 2), ARMS[name], 0)))
     assert rows[-1]["kind"] == "end" and "refused" not in rows[-1], rows[-1]
     assert not any(row["diverged"] for row in rows if row["kind"] == "task")
+    if name == "hare-tortoise":
+        assert all(row["applied"] == 1 for row in rows if row["kind"] == "task")
     if name == "redo":
         assert all(5 <= row["applied"] <= 10 for row in rows if row["kind"] == "task")
 
 
-@pytest.mark.parametrize(("name", "why"), [("muon", "optimizer is"), ("injection", "target networks")])
-def test_what_an_agent_cannot_follow_is_refused(name: str, why: str) -> None:
-    assert why in list(execute(Run(tiny(), ARMS[name], 0)))[-1]["refused"]
+@pytest.mark.parametrize(
+    ("agent", "name", "why"), [("dqn", "muon", "optimizer is"), ("sac", "injection", "which module is the head")]
+)
+def test_what_an_agent_cannot_follow_is_refused(agent: str, name: str, why: str) -> None:
+    assert why in list(execute(Run(tiny(agent), ARMS[name], 0)))[-1]["refused"]
+
+
+def test_a_rollout_that_a_method_looks_at_is_shared_too(tmp_path: Path) -> None:
+    run = Run(tiny("ppo", 2), ARMS["dash"], 1)
+    list(execute(Run(tiny("ppo", 2), ARMS["nothing"], 1), starts=tmp_path))
+    alone = known(execute(run))
+    assert len(alone) == 2 and known(execute(run, starts=tmp_path)) == alone
+
+
+@pytest.mark.parametrize("name", ["fire-paper-cnn", "shrink-reset", "injection", "fire"])
+def test_the_papers_arms_on_a_convolutional_agent(name: str) -> None:
+    pytest.importorskip("minatar", reason='pip install "torch-rekindle[rl]"')
+    small = {"buffer_size": 300, "learning_starts": 16, "train_freq": 8}
+    midpoint = SETTINGS["dqn-midpoint-breakout"]
+    options = {**midpoint.network_options, **small}
+    setting = replace(midpoint, stream_options={**midpoint.stream_options, "steps": 120}, network_options=options)
+    made = learner(setting, name)
+    made.train_task(0)
+    net, x = made.agent.q_net, torch.rand(3, 10, 10, 10)
+    said, old = net(x).detach(), {key: value.clone() for key, value in net.state_dict().items()}
+    made.boundary(1)
+    new = net.state_dict()
+    assert torch.equal(net(x), made.agent.q_net_target(x))
+    if name == "injection":
+        assert torch.allclose(net(x), said, atol=1e-6) and "q_net.minus.0.weight" in new
+        return
+    kernel = new["features_extractor.convolution.weight"]
+    taps = kernel.permute(2, 3, 0, 1).flatten(0, 1)
+    isometry = all(torch.allclose(m.mT @ m, (m.mT @ m)[0, 0] * torch.eye(10), atol=1e-4) for m in taps)
+    assert isometry == name.startswith("fire")
+    drawn = ["features_extractor.hidden.bias", "q_net.0.bias", "q_net.2.bias"]
+    assert all(torch.equal(new[each], old[each]) == (name == "fire") for each in drawn)
 
 
 def test_a_study_of_agents_has_results_in_returns(tmp_path: Path) -> None:
@@ -220,9 +258,10 @@ def test_a_return_is_judged_against_random_actions() -> None:
 @pytest.mark.parametrize("fields", [*presets.laptop(), *presets.paper()], ids=lambda fields: str(fields["name"]))
 def test_every_preset_builds(fields: dict[str, Any]) -> None:
     setting = SETTINGS[fields["name"]]
-    for package, word in (("minatar", "minatar"), ("ale_py", "atari"), ("cv2", "atari"), ("mujoco", "v5")):
+    needs = {"minatar": "minatar", "ale_py": "atari", "cv2": "atari", "mujoco": "v5", "Box2D": "lunar"}
+    for package, word in {**needs, "pygame": "lunar", "shimmy": "dm_control", "dm_control": "dm_control"}.items():
         if word in str(setting.stream_options).lower() + setting.name:
-            pytest.importorskip(package, reason='pip install "torch-rekindle[rl]"')
+            pytest.importorskip(package, reason='pip install "torch-rekindle[rl,rl-more]"')
     small = {"buffer_size": 100} if "buffer_size" in setting.network_options else {}
     setting = replace(setting, network_options={**setting.network_options, **small})
     made = setting.make_agent_stream(0)

@@ -45,7 +45,9 @@ USUALLY = re.compile(
     r"|(text|visual|image|audio|speech|vision)_projection|(action|value|policy)_net|log_?std|(fc_)?(mu|mean|log_?std)(_(layer|linear))?|mean_linear"
 )
 _OF_A_BODY = re.compile(r"lm_heads?|(text|visual|image|audio|speech|vision)_projection")
-_AGENT = re.compile(r"actor|critic|policy|value|q_?net|^q\d?$|^qf\d?$|^pi$|^vf\d?$|target|advantage|reward|agent", re.I)
+_AGENT = re.compile(
+    r"(?<!extr)actor|critic|policy|value|q_?net|^q\d?$|^qf\d?$|^pi$|^vf\d?$|target|advantage|reward|agent", re.I
+)
 _TASK = re.compile(r"For[A-Z]|Head|With[A-Z]\w*Head|LMHead|DoubleHeads")
 
 
@@ -146,6 +148,8 @@ def _named(model: nn.Module, read: set[int], only: re.Pattern[str] | None = None
             continue
         if leaf in ("q_head", "v_head") and "k_head" in model.get_submodule(above)._modules:
             continue  # Funnel's query, key and value are called so
+        if above and type(model.get_submodule(above)).__name__ == "MlpExtractor":
+            continue  # stable-baselines3's hidden layers, read by its own action_net and value_net
         parts = list(module) if isinstance(module, nn.ModuleList) else [module]
         layers = [layer for part in parts for layer in list(layers_in(part))[-1:]]
         found += [layer for layer in layers if always or id(layer) not in read]

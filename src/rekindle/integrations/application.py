@@ -118,6 +118,7 @@ class Application:
         self._boundary: str | None = None
         self._stateless = True  # no step was seen yet, so the optimizers may have no slots
         self._added: set[int] = set()  # optimizers whose gradients hold the loss term already
+        self._alternating = False
         self._metrics: dict[str, float] = {}
         self._unsent: list[tuple[int, dict[str, float]]] = []
         self._restored: Mapping[str, Any] | None = None
@@ -132,13 +133,21 @@ class Application:
     # What a trainer's file calls
 
     def bind(
-        self, model: nn.Module, optimizer: Any, *, step: int = 0, log: Log | None = None, closures: bool = False
+        self,
+        model: nn.Module,
+        optimizer: Any,
+        *,
+        step: int = 0,
+        log: Log | None = None,
+        closures: bool = False,
+        alternating: bool = False,
     ) -> None:
         """Training starts: find everything that can be wrong before the first step.
 
         step: optimizer steps that were done before. log: where health and receipts go. closures: the trainer calls
         `before_step` itself, because it runs the backward pass inside `optimizer.step(closure)`, where torch's own
-        hook would come too early.
+        hook would come too early. alternating: each optimizer has a backward pass of its own (actor and critic), so
+        that only the gradients of the one that is about to step are new.
         """
         self.finish()
         ranks.refuse(model, optimizer, self.method)
@@ -147,7 +156,7 @@ class Application:
         if step == 0 and self._restored is None:
             self._considered = self._epoch = None  # a new run, maybe after another one
         self._added.clear()
-        self._stateless = True
+        self._stateless, self._alternating = True, alternating
         self._model, self._optimizer, self._log = unwrapped(model), optimizer, log
         if isinstance(self._schedule, Keeper):
             self._schedule.bind(self._model, optimizer)
@@ -401,13 +410,22 @@ class Application:
         """What acts between backward pass and step: terms of the loss, then once per round what looks at gradients.
 
         Each optimizer gets the term for its own parameters when it steps: another's `zero_grad` and backward pass may
-        come between (GANs).
+        come between (GANs). Where optimizers alternate, so does what looks at gradients.
         """
         if "loss" in self._parts and id(optimizer) not in self._added:
             self._add_gradient(optimizer)
         self._added.discard(id(optimizer))
-        if first and "backward" in self._parts:
-            self.last = self._call("backward")
+        if "backward" not in self._parts or not (first or self._alternating):
+            return
+        assert self._model is not None
+        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        others = [p for p in self._model.parameters() if self._alternating and id(p) not in own]
+        stale = [p.grad for p in others]
+        for parameter in others:
+            parameter.grad = None
+        self.last = self._call("backward")
+        for parameter, gradient in zip(others, stale, strict=True):
+            parameter.grad = gradient
 
     def _call(self, moment: str) -> Receipt:
         method = self._parts[moment]

@@ -7,17 +7,22 @@ weights. All trained networks are treated as one model with all their optimizers
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from rekindle.diagnosis.examination import Health, health
 from rekindle.extras import require
 from rekindle.integrations.application import Application
 from rekindle.isolation import Recorded, random_states_kept
+from rekindle.methods.compose import Compose
+from rekindle.methods.plasticity_injection import PlasticityInjection
+from rekindle.methods.remedy import FromStart
 from rekindle.monitoring.schedules import Schedule
 from rekindle.monitoring.triggers import Trigger
 from rekindle.projection.method import Method
@@ -39,7 +44,7 @@ _KEPT = "rekindle_state"  # an attribute of the agent, which SB3 saves with it
 class RekindleCallback(Application, _callbacks.BaseCallback):  # type: ignore[misc]
     """A method in an SB3 agent. Further arguments are those of `rekindle.integrations.Application`.
 
-    at: environment steps, or fractions of the training (0.5: at half of it).
+    at: environment steps, or fractions of what one `learn` trains (0.5: at half of it).
     monitor: health is measured every so many environment steps on observations of the replay or rollout buffer, logged
         as `rekindle/<network>/…`, and its numbers are metrics for the trigger, as are all that SB3 logs.
     temperature: "reset" also gives SAC's entropy coefficient its first value and a fresh optimizer.
@@ -78,6 +83,7 @@ class RekindleCallback(Application, _callbacks.BaseCallback):  # type: ignore[mi
         self._temperature, self._replay, self._period = temperature, replay, monitor
         self._measured: int | None = None
         self._updated = 0  # gradient steps when it last acted, or when training began
+        self._averaging: RemovableHandle | None = None
         self.health: dict[str, Health] = {}
 
     # SB3's hooks
@@ -96,10 +102,15 @@ class RekindleCallback(Application, _callbacks.BaseCallback):  # type: ignore[mi
         module, opened = trained(self.model)
         draw_as_the_policy(self.model, self.method)
         self._updated = self.model._n_updates
+        if self._considered is not None and self._considered > self.num_timesteps:
+            self._considered = None  # another training, whose steps are counted from 0 again
         resumed = self._considered is not None
-        self.bind(module, opened, step=self.num_timesteps if resumed else 0, log=self._record)
+        self.bind(module, opened, step=self.num_timesteps if resumed else 0, log=self._record, alternating=True)
+        if hasattr(self.method, "update"):
+            self._average(opened)
         if not resumed:
-            self._considered = self.num_timesteps
+            due = self._boundary is not None or 0 in self._asked
+            self._considered = self.num_timesteps - due
 
     def _on_rollout_start(self) -> None:
         # An emptied buffer must be filled by a rollout before the next gradient step.
@@ -118,9 +129,17 @@ class RekindleCallback(Application, _callbacks.BaseCallback):  # type: ignore[mi
         self._keep()
         later, self._at = self._at, ()  # another learn() may still reach them
         self.finish()
+        if self._averaging is not None:
+            self._averaging.remove()
         self._at = later
 
     # Inside
+
+    def _average(self, opened: Sequence[torch.optim.Optimizer]) -> None:
+        """A running average follows the steps: SB3 calls each network by itself, and never all of them as one."""
+        assert self._rounds is not None and self._observing is not None
+        self._observing.remove()
+        self._averaging = opened[-1].register_step_post_hook(lambda *_: self.method.update(self._model))
 
     def _look(self) -> None:
         if self._observing is not None and self.model._n_updates == self._updated:
@@ -151,8 +170,8 @@ class RekindleCallback(Application, _callbacks.BaseCallback):  # type: ignore[mi
         follow_targets(self.model)
         if self._temperature == "reset":
             reset_temperature(self.model)
-        if self._replay == "empty" and getattr(self.model, "replay_buffer", None) is not None:
-            self.model.replay_buffer.reset()
+        if self._replay == "empty":
+            empty_replay(self.model)
         return receipt
 
     def _record(self, step: int, numbers: Mapping[str, Any]) -> None:
@@ -207,9 +226,10 @@ def fresh_networks(agent: Any) -> Callable[[], nn.Module]:
     """A factory of networks as SB3 would build them for this agent."""
 
     def build() -> nn.Module:
-        policy = agent.policy_class(
-            agent.observation_space, agent.action_space, agent.lr_schedule, **agent.policy_kwargs
-        )
+        options = dict(agent.policy_kwargs)
+        if getattr(agent, "use_sde", False):
+            options["use_sde"] = True  # on-policy agents hand it over beside the options
+        policy = agent.policy_class(agent.observation_space, agent.action_space, agent.lr_schedule, **options)
         return _networks(policy.to(agent.device))[0]
 
     return build
@@ -217,19 +237,27 @@ def fresh_networks(agent: Any) -> Callable[[], nn.Module]:
 
 def draw_as_the_policy(agent: Any, method: Any) -> None:
     """Fresh draws of the method follow SB3's own scheme (orthogonal, gains per layer), not torch's default."""
-    if hasattr(method, "_fresh") and method._fresh is None:
-        method._fresh = fresh_networks(agent)
+    for each in _members(method):
+        if isinstance(each, FromStart) and each._fresh is None:
+            each._fresh = fresh_networks(agent)
 
 
 def refuse_what_breaks(agent: Any, method: Any) -> None:
     """Raise for a method that this agent cannot follow."""
-    if type(method).__name__ == "PlasticityInjection" and any(
-        hasattr(agent.policy, target) for target in _TARGETS.values()
-    ):
-        raise ValueError(
-            "plasticity injection replaces modules, which SB3's averaging of target networks cannot follow: "
-            "use another method, or an agent without target networks (PPO, A2C)"
-        )
+    for each in _members(method):
+        if not isinstance(each, PlasticityInjection):
+            continue
+        path = each.path(trained(agent)[0])
+        if path.rpartition(".")[0] in ("", "critic"):
+            raise ValueError(
+                f"head={path!r}: SB3 holds its networks and critics outside the modules too, where an injected one "
+                "would not be seen; name a layer inside, such as 'q_net.q_net' or 'critic.qf0.4'"
+            )
+
+
+def _members(method: Any) -> list[Any]:
+    """A method, or those that a `Compose` joins."""
+    return [each for part in method.methods for each in _members(part)] if isinstance(method, Compose) else [method]
 
 
 def follow_targets(agent: Any) -> None:
@@ -237,7 +265,18 @@ def follow_targets(agent: Any) -> None:
     for name, target in _TARGETS.items():
         network, other = getattr(agent.policy, name, None), getattr(agent.policy, target, None)
         if isinstance(network, nn.Module) and isinstance(other, nn.Module):
+            _follow_modules(network, other)
             other.load_state_dict(network.state_dict())
+
+
+def _follow_modules(network: nn.Module, target: nn.Module) -> None:
+    """Modules that a method has replaced (an injected head) are copied, since SB3 averages parameter by parameter."""
+    for name, module in network.named_children():
+        other = target._modules.get(name)
+        if isinstance(other, nn.Module) and type(other) is type(module):
+            _follow_modules(module, other)
+        else:
+            target._modules[name] = copy.deepcopy(module).train(target.training)
 
 
 def reset_temperature(agent: Any) -> None:
@@ -249,6 +288,17 @@ def reset_temperature(agent: Any) -> None:
     with torch.no_grad():
         coefficient.fill_(math.log(float(first or 1.0)))
     optimizer.state.clear()
+
+
+def empty_replay(agent: Any) -> None:
+    """Forget all that is stored of earlier steps; agents without a replay buffer have nothing to forget."""
+    buffer = getattr(agent, "replay_buffer", None)
+    if buffer is None:
+        return
+    buffer.reset()
+    for name in ("ep_start", "ep_length", "_current_ep_start"):  # hindsight replay finds its rows by episode
+        if hasattr(buffer, name):
+            getattr(buffer, name).fill(0)
 
 
 def observations(agent: Any, count: int = 256) -> dict[str, Recorded] | None:
@@ -266,8 +316,18 @@ def observations(agent: Any, count: int = 256) -> dict[str, Recorded] | None:
         if not buffer.full:
             return None
         seen = _rows(buffer, buffer.observations, count)
-    alone = Recorded((seen,), {})
+    alone = Recorded((seen, *_memory(agent, seen)), {})
     return {name: Recorded((seen, actions), {}) if name == "critic" else alone for name in (*_TARGETS, "policy")}
+
+
+def _memory(agent: Any, seen: Any) -> tuple[Any, ...]:
+    """What a recurrent policy takes beside observations: here each is the first of an episode."""
+    states = getattr(agent, "_last_lstm_states", None)
+    if states is None:
+        return ()
+    rows = len(next(iter(seen.values())) if isinstance(seen, Mapping) else seen)
+    empty = [tuple(part.new_zeros(part.shape[0], rows, part.shape[2]) for part in pair) for pair in states]
+    return type(states)(*empty), torch.ones(rows, device=agent.device)
 
 
 def _rows(buffer: Any, stored: Any, count: int) -> Any:

@@ -28,7 +28,8 @@ _HEADS = ["auto", "head"]
 class Arm:
     """A remedy as a study sees it.
 
-    method: a class in `rekindle.methods` or a registered name; None does nothing.
+    method: a class in `rekindle.methods` or a registered name; None does nothing. For "Compose" the option `methods`
+        lists pairs of a method and its options, which are applied in this order.
     when: "boundary" (at the start of every task but the first); also within a task: "epoch" (at the start of every
         epoch but the first), "10 epochs", a number of steps, or "period" (the method's own). Methods that act at
         every step or through the loss do so whatever this says.
@@ -87,12 +88,23 @@ class Arm:
         if self.method is None:
             return None
         try:
-            method = factory(self.method)(**self.options)
+            method = _made(self.method, self.options)
         except TypeError as error:
             raise ValueError(f"arm {self.name!r}: {self.method} does not take {dict(self.options)}: {error}") from error
         if self.when == "period" and getattr(method, "period", None) is None:
             raise ValueError(f'arm {self.name!r}: when="period", but {self.method} has no period')
         return method
+
+    def makers(self) -> list[Factory]:
+        """What makes the method, and those that it joins.
+
+        >>> [made.__name__ for made in ARMS["fire-paper-cnn"].makers()]
+        ['Compose', 'FIRE', 'LayerReset']
+        """
+        if self.method is None:
+            return []
+        joined = self.options.get("methods", ()) if self.method == "Compose" else ()
+        return [factory(self.method), *(factory(name) for name, _ in joined)]
 
     def variants(self) -> list[Arm]:
         """The arm and what may be tried instead: the budget that tuning has, which is the same for every arm.
@@ -169,6 +181,13 @@ def factory(name: str) -> Factory:
     close = difflib.get_close_matches(name, known, 1)
     hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(known)}"
     raise ValueError(f"there is no method {name!r}; {hint}")
+
+
+def _made(name: str, options: Mapping[str, Any]) -> Any:
+    if name != "Compose":
+        return factory(name)(**options)
+    rest = {key: value for key, value in options.items() if key != "methods"}
+    return factory(name)([_made(inner, given) for inner, given in options.get("methods", ())], **rest)
 
 
 def register(name: str, **fields: Any) -> Callable[[F], F]:
@@ -271,6 +290,23 @@ ARMS: dict[str, Arm] = {
         Arm("layer-norm-reset", "LayerNormReset", about="normalisation layers start again"),
         Arm("muon", optimizer="muon", optimizer_options={"lr": 1e-2}, tuning=(_HALF, {"lr": 0.25}, {"lr": 2.0})),
         Arm("fire", "FIRE", tuning=(_HALF, *_options("scale", "nearest", "norm")), about="rekindle.fire as it is"),
+        Arm(
+            "fire-paper-cnn",
+            "Compose",
+            {"methods": [["FIRE", {"targets": "conv"}], ["LayerReset", {"kind": "Linear"}]]},
+            about="the paper's DQN: convolutions projected, linear layers drawn anew",
+        ),
+        Arm(
+            "shrink-reset",
+            "Compose",
+            {
+                "methods": [
+                    ["ShrinkPerturb", {"coefficient": 0.8, "noise": "fresh", "targets": "conv"}],
+                    ["LayerReset", {"kind": "Linear"}],
+                ]
+            },
+            about="the paper's SR: convolutions keep a fifth, linear layers are drawn anew",
+        ),
         Arm("optimizer-reset", "OptimizerReset", about="the weights stay, the optimizer starts again"),
         Arm("rescale", "Rescale", about="the old directions at FIRE's norm"),
         Arm("random-isometry", "RandomIsometry", tuning=(_HALF, *_options("scale", "nearest", "norm"))),

@@ -25,7 +25,7 @@ import torch
 import rekindle
 from rekindle.lab import networks, streams
 from rekindle.lab.agents import streams as agent_streams
-from rekindle.lab.arms import Arm, factory, from_stored, stored_form
+from rekindle.lab.arms import Arm, from_stored, stored_form
 from rekindle.lab.settings import Setting, read_source, source_hash
 
 FORMAT = 1  # of the rows; results of another format are other results
@@ -63,8 +63,9 @@ class Run:
 
         Comments, docstrings and formatting do not count. Of the method, the modules of its class and bases do.
         """
-        maker = None if self.arm.method is None else factory(self.arm.method)
-        return _hash([self._shared_code(), _modules(maker), getattr(maker, "revision", 0)])
+        first, *joined = self.arm.makers() or [None]
+        found = [self._shared_code(), _modules(first), getattr(first, "revision", 0)]
+        return _hash([*found, *([_modules(each), getattr(each, "revision", 0)] for each in joined)])
 
     def first_task(self) -> dict[str, Any]:
         """What the first task depends on for an arm that acts at boundaries only."""

@@ -67,11 +67,15 @@ class PlasticityInjection(Remedy):
         self.head = head
         self._fresh = fresh
 
+    def path(self, model: nn.Module) -> str:
+        """The name of the module that is the head; an error where there are several and none was named."""
+        return self.head if self.head is not None else _head(unwrapped(model))
+
     def apply(self, call: Call) -> Receipt:
         """Inject; the output does not change."""
         _check_open(call.model)
         inner, optimizer = call.inner, call.optimizer
-        path = self.head if self.head is not None else _head(inner)
+        path = self.path(inner)
         present = _module(inner, path)
         group = _trained_by(optimizer, present)
         notes = []

@@ -74,7 +74,8 @@ class LayerReset(FullReset):
     """The parameters and buffers of chosen layers back to a start (Nikishin et al., 2022, reset the last ones).
 
     `layers` are globs of module names; `last` instead counts layers with weight matrices from the end, and takes
-    whatever is registered after the first of them too, such as normalisation.
+    whatever is registered after the first of them too, such as normalisation; `kind` names the class of the layers,
+    such as "Linear".
 
     >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 1))
     >>> LayerReset(last=2)(model).changed
@@ -88,17 +89,24 @@ class LayerReset(FullReset):
         layers: Sequence[str] | str = (),
         *,
         last: int | None = None,
+        kind: str | None = None,
         **options: Unpack[ResetOptions],
     ) -> None:
         super().__init__(**options)
-        if bool(layers) == (last is not None):
-            raise ValueError("give either layers=, globs of module names, or last=, a number of layers from the end")
+        if bool(layers) + (last is not None) + (kind is not None) != 1:
+            raise ValueError(
+                "give one of layers=, globs of module names, last=, a number of layers from the end, and kind=, a class"
+            )
+        self.kind = kind
         if last is not None and last < 1:
             raise ValueError(f"last={last} must be at least 1: it counts layers from the end")
         self.layers, self.last = (layers,) if isinstance(layers, str) else tuple(layers), last
 
     def chosen(self, model: nn.Module) -> list[str]:
         """The tensors of the chosen layers."""
+        if self.kind is not None:
+            of = {name for name, module in names.named_modules(model) if type(module).__name__ == self.kind}
+            return self.inside(model, lambda module: module in of)
         if self.last is not None:
             owners = list(dict.fromkeys(f.module for f in find(model) if f.blocks))
             modules = [name for name, _ in names.named_modules(model)]

@@ -18,7 +18,7 @@ CHANNELS = 10
 
 
 def made(name: str) -> Any:
-    """The environment of this name: Gymnasium's own, "MinAtar/Breakout", or "ALE/Breakout-v5".
+    """The environment of this name: Gymnasium's own, "MinAtar/Breakout", "ALE/Breakout-v5", "dm_control/walker-walk".
 
     >>> made("CartPole-v1").observation_space.shape
     (4,)
@@ -27,6 +27,8 @@ def made(name: str) -> Any:
         return minatar(name.removeprefix("MinAtar/"))
     if name.startswith("ALE/"):
         return atari(name)
+    if name.startswith("dm_control/"):
+        return dm_control(name)
     return gymnasium.make(name)
 
 
@@ -116,6 +118,13 @@ def atari(name: str) -> Any:
     game = monitor(wrappers.AtariPreprocessing(game))  # inside, so that it sees the rewards as they are
     game = wrappers.TransformReward(game, lambda reward: float(np.sign(reward)))
     return wrappers.FrameStackObservation(game, 4)
+
+
+def dm_control(name: str) -> Any:
+    """A task of the DeepMind control suite, its observations as one vector of float32."""
+    gymnasium.register_envs(require("shimmy", "rl-more", "a task of dm_control"))
+    wrappers = gymnasium.wrappers
+    return wrappers.DtypeObservation(wrappers.FlattenObservation(gymnasium.make(f"{name}-v0")), np.float32)
 
 
 def changed_physics(env: Any, *, friction: float | None = None, gravity: float | None = None) -> Any:

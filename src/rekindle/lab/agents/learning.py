@@ -195,8 +195,8 @@ class AgentLearner:
         sb3.follow_targets(agent)
         if self.stream.temperature == "reset":
             sb3.reset_temperature(agent)
-        if self.stream.buffer == "empty" and getattr(agent, "replay_buffer", None) is not None:
-            agent.replay_buffer.reset()
+        if self.stream.buffer == "empty":
+            sb3.empty_replay(agent)
         if self.setting.new_optimizer:
             for optimizer in self.optimizers:
                 optimizer.state.clear()

@@ -96,7 +96,7 @@ def laptop() -> list[Fields]:
                 _PPO,
                 about=f"{env}: a constant added to all observations, new in each of 10 tasks; about 3 min per run",
             )
-            for env in ("CartPole-v1", "Acrobot-v1")
+            for env in ("CartPole-v1", "Acrobot-v1", "LunarLander-v3")
         ),
         _setting(
             "dqn-games",
@@ -118,6 +118,7 @@ def laptop() -> list[Fields]:
                 batch=32,
                 lr=2.5e-4,
                 last=1,
+                coefficients={"injection": {"head": "q_net.q_net"}},  # all layers behind the extractor, as its paper
                 about=f"MinAtar {game}: the remedy once, at half of the training; about 2 min per run",
             )
             for game in ("Breakout", "Asterix")
@@ -159,6 +160,15 @@ def laptop() -> list[Fields]:
             _SAC | {"learning_starts": 1_000},
             last=1,
             about="MuJoCo Hopper: the remedy once, at half of the training; about 3 min per run",
+        ),
+        _setting(
+            "sac-midpoint-walker",
+            "midpoint",
+            "sac",
+            {"env": "dm_control/walker-walk", "steps": 20_000},
+            _SAC | {"learning_starts": 1_000},
+            last=1,
+            about="dm_control's walker: the remedy once, at half of the training; about 3 min per run",
         ),
     ]
 

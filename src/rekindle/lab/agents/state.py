@@ -16,6 +16,7 @@ from torch import Tensor
 from rekindle.integrations.sb3 import trained
 
 _COUNTERS = ("num_timesteps", "_episode_num", "_n_updates", "_n_calls", "exploration_rate")
+_SEEN = ("observations", "actions", "returns")  # of a rollout, which methods look at before the next one begins
 _ROWS = ("observations", "next_observations", "actions", "rewards", "dones", "timeouts")
 
 
@@ -27,11 +28,16 @@ def state_of(agent: Any, *, buffer: bool) -> dict[str, Any]:
         "counters": {name: getattr(agent, name) for name in _COUNTERS if hasattr(agent, name)},
         "temperature": None,
         "buffer": None,
+        "rollout": None,
     }
     if isinstance(getattr(agent, "log_ent_coef", None), Tensor):
         state["temperature"] = [agent.log_ent_coef.detach().clone(), agent.ent_coef_optimizer.state_dict()]
     if buffer and getattr(agent, "replay_buffer", None) is not None:
         state["buffer"] = _replay(agent.replay_buffer)
+    rollout = getattr(agent, "rollout_buffer", None)
+    if buffer and rollout is not None and rollout.full:
+        rows = {name: torch.from_numpy(getattr(rollout, name).copy()) for name in _SEEN}
+        state["rollout"] = {"rows": rows, "flat": bool(rollout.generator_ready)}
     return state
 
 
@@ -49,6 +55,11 @@ def restore(agent: Any, state: Mapping[str, Any]) -> None:
         agent.ent_coef_optimizer.load_state_dict(optimizer)
     if state["buffer"] is not None:
         _refill(agent.replay_buffer, state["buffer"])
+    if state["rollout"] is not None:
+        rollout = agent.rollout_buffer
+        for name, rows in state["rollout"]["rows"].items():
+            setattr(rollout, name, rows.numpy().copy())
+        rollout.full, rollout.generator_ready = True, state["rollout"]["flat"]
 
 
 def _replay(buffer: Any) -> dict[str, Any]:

@@ -136,7 +136,8 @@ def dynamics(
 def midpoint(seed: int, *, env: str, steps: int, tasks: int = 2, **boundary: Any) -> AgentStream:
     """The paper's protocol: one environment, the remedy once at half of the training, which then goes on.
 
-    env: a Gymnasium name, "MinAtar/Breakout", or "ALE/Breakout-v5" (84×84, four frames, sticky actions).
+    env: a Gymnasium name, "MinAtar/Breakout", "ALE/Breakout-v5" (84×84, four frames, sticky actions), or
+    "dm_control/walker-walk".
     """
 
     def make(index: int) -> Any:
