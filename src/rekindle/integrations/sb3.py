@@ -89,9 +89,9 @@ class RekindleCallback(Application, _callbacks.BaseCallback):  # type: ignore[mi
     # SB3's hooks
 
     def _init_callback(self) -> None:
-        kept = getattr(self.model, _KEPT, {})
-        if self.name in kept and self._rounds is None and self._considered is None:
-            self.load_state_dict(kept[self.name])
+        kept = getattr(self.model, _KEPT, {}).get(self.name)
+        if kept is not None and self._rounds is None and self._considered is None:
+            self.load_state_dict(kept.state() if isinstance(kept, _Kept) else kept)
 
     def _on_training_start(self) -> None:
         total = self.model._total_timesteps
@@ -111,6 +111,9 @@ class RekindleCallback(Application, _callbacks.BaseCallback):  # type: ignore[mi
         if not resumed:
             due = self._boundary is not None or 0 in self._asked
             self._considered = self.num_timesteps - due
+        if not hasattr(self.model, _KEPT):
+            setattr(self.model, _KEPT, {})
+        getattr(self.model, _KEPT)[self.name] = _Kept(self)
 
     def _on_rollout_start(self) -> None:
         # An emptied buffer must be filled by a rollout before the next gradient step.
@@ -126,7 +129,6 @@ class RekindleCallback(Application, _callbacks.BaseCallback):  # type: ignore[mi
         return True
 
     def _on_training_end(self) -> None:
-        self._keep()
         later, self._at = self._at, ()  # another learn() may still reach them
         self.finish()
         if self._averaging is not None:
@@ -144,14 +146,17 @@ class RekindleCallback(Application, _callbacks.BaseCallback):  # type: ignore[mi
     def _look(self) -> None:
         if self._observing is not None and self.model._n_updates == self._updated:
             return  # it judges by what it saw in training, and there was none yet (`learning_starts`)
+        if self._trigger is None and self._reason(self.num_timesteps, None) is None:
+            self._considered = self.num_timesteps  # some agents come by at every step: nothing more for them
+            return
         self.note(self.logger.name_to_value)
         if self.begin(self.num_timesteps) is not None:
             self._updated = self.model._n_updates
-        self._keep()
 
     def _watch_health(self) -> None:
-        waited = math.inf if self._measured is None else self.num_timesteps - self._measured
-        if self._period is None or waited < self._period:
+        if self._period is None:
+            return
+        if self._measured is not None and 0 <= self.num_timesteps - self._measured < self._period:
             return
         batches = observations(self.model)
         if batches is None:
@@ -181,14 +186,24 @@ class RekindleCallback(Application, _callbacks.BaseCallback):  # type: ignore[mi
             elif isinstance(value, str):
                 self.logger.record(key, value, exclude="tensorboard")
 
-    def _keep(self) -> None:
-        """SB3 saves the agent's attributes and not its callbacks."""
-        if not hasattr(self.model, _KEPT):
-            setattr(self.model, _KEPT, {})
-        getattr(self.model, _KEPT)[self.name] = self.state_dict()
-
 
 _NEVER = 2**62
+
+
+class _Kept:
+    """A callback's state among the attributes of its agent, which SB3 saves while it does not save callbacks.
+
+    It is taken when the agent is saved, and is a plain dict in the file.
+    """
+
+    def __init__(self, callback: RekindleCallback) -> None:
+        self._callback = callback
+
+    def state(self) -> dict[str, Any]:
+        return self._callback.state_dict()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (self.state(),)
 
 
 class Networks(nn.Module):

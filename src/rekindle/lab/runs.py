@@ -63,9 +63,9 @@ class Run:
 
         Comments, docstrings and formatting do not count. Of the method, the modules of its class and bases do.
         """
-        first, *joined = self.arm.makers() or [None]
-        found = [self._shared_code(), _modules(first), getattr(first, "revision", 0)]
-        return _hash([*found, *([_modules(each), getattr(each, "revision", 0)] for each in joined)])
+        made: list[Any] = [*self.arm.makers()] or [None]
+        parts = [[_modules(maker), getattr(maker, "revision", 0)] for maker in made]
+        return _hash([self._shared_code(), *parts[0], *parts[1:]])
 
     def first_task(self) -> dict[str, Any]:
         """What the first task depends on for an arm that acts at boundaries only."""
