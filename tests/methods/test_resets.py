@@ -62,6 +62,7 @@ def test_named_and_last_layers():
     assert all(name.startswith("layer2.") for name in named)
     last = LayerReset(last=1)(model).changed
     assert last == ("fc.weight", "fc.bias")
+    assert LayerReset(kind="Linear")(model).changed == last
     with pytest.raises(ValueError, match="matches no module"):
         LayerReset("nope")(model)
     with pytest.raises(ValueError, match="either layers="):
