@@ -95,7 +95,7 @@ class LayerReset(FullReset):
         super().__init__(**options)
         if bool(layers) + (last is not None) + (kind is not None) != 1:
             raise ValueError(
-                "give either layers=, globs of module names, or last=, a number of layers from the end, or kind=, a class"
+                "give either layers=, globs of module names, or last=, a number from the end, or kind=, a class"
             )
         self.kind = kind
         if last is not None and last < 1:
