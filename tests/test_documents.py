@@ -79,6 +79,27 @@ def test_the_snippets_run(page: Path, capsys: pytest.CaptureFixture[str]) -> Non
         exec(compile(code, str(page), "exec"), names)
 
 
+def without_rounding(line: str) -> str:
+    """A printed line without what another CPU or another day changes: times, memory and residuals of rounding."""
+    line = re.sub(r"[\d.]+ s\b|, peak memory \+\d+ MB|\b\d\.\de-\d\d\b", "", line)
+    return " ".join(line.split())
+
+
+def test_the_quickstart_prints_what_the_readme_shows(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    page = (ROOT / "README.md").read_text()
+    exec(compile(snippets(ROOT / "README.md")[0], "README.md", "exec"), {})
+    printed = list(map(without_rounding, capsys.readouterr().out.splitlines()))
+    shown = re.findall(r"```text\n(.*?)```", page, flags=re.S)[0].splitlines()
+    at = 0
+    for line in map(without_rounding, shown):
+        if line not in ("", "…"):
+            assert line in printed[at:], f"the README shows {line!r}"
+            at = printed.index(line, at) + 1
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", page.read_text()):
