@@ -100,6 +100,15 @@ def test_the_quickstart_prints_what_the_readme_shows(
             at = printed.index(line, at) + 1
 
 
+@pytest.mark.parametrize("page", [p for p in PAGES if p.name != "LOG.md"], ids=lambda page: page.name)
+def test_words_are_plain(page: Path) -> None:
+    """What readers from elsewhere stumbled over, and American forms of what is spelt the British way here."""
+    instead = "left alone|leaves? the [a-z ]+ alone|certified|proof|rivals|looks tired|matrix a tap|line a [a-z]+"
+    american = "behavior|neighbor|normaliz(?!e-project|eAndProject)|generaliz|regulariz|colors?"
+    found = re.findall(rf"\b(?:{instead}|{american})\b", re.sub(r"`[^`]*`", "", page.read_text()))
+    assert found == []
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", page.read_text()):

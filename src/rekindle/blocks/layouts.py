@@ -315,7 +315,7 @@ def matrices(
 
 
 def convolution(shape: Sequence[int], *, groups: int, transposed: bool, flat: bool) -> Recipe:
-    """The recipe of a convolution weight: one matrix a tap and group, or flat: one a group, its taps side by side.
+    """The recipe of a convolution weight: one matrix per tap and group, or flat: one per group, its taps side by side.
 
     A transposed convolution stores (in, out/groups, …).
 

@@ -7,6 +7,7 @@ imported when work begins, so that help and completion answer at once. Start wit
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import sys
@@ -22,6 +23,7 @@ def main() -> None:
     heeded = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # not where a shell has us ignore it
     if heeded:
         signal.signal(signal.SIGINT, _press)
+        atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)  # what is left then is Python's own tidying
     try:
         try:
             import rich  # noqa: F401
@@ -48,7 +50,7 @@ def main() -> None:
     finally:
         _flush()
         if heeded:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is said: what is left is Python's own tidying
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _press(number: int, frame: FrameType | None) -> None:

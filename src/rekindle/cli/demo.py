@@ -40,7 +40,7 @@ def demo(
 
     One network learns handwritten digits with new random labels, again and again: every task is as hard as the one
     before, and only the ability to learn can change. All arms see the same data from the same start. Then the page
-    with the curves is written, and what the numbers mean is said.
+    with the curves is written, and the numbers are explained.
 
     [bold]Examples[/]
 

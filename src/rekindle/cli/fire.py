@@ -61,7 +61,7 @@ def plan(
     json: options.Json = False,
     force: options.Force = False,
 ) -> None:
-    """Show what fire would do to every tensor of a checkpoint, and why it leaves the others alone.
+    """Show what fire would do to every tensor of a checkpoint, and why it skips the others.
 
     [bold]Examples[/]
 

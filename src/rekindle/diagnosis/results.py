@@ -187,7 +187,7 @@ class Health:
         return text
 
     def to_frame(self) -> pandas.DataFrame:
-        """One row a layer and measure: kind, layer, measure, value."""
+        """One row per layer and measure: kind, layer, measure, value."""
         try:
             import pandas
         except ImportError as error:

@@ -133,7 +133,7 @@ class Verdict(str):
         return -1 if self == "unknown" else LEVELS.index(str(self))
 
     def lines(self) -> list[str]:
-        """One line a layer, worst first."""
+        """One line per layer, worst first."""
         grouped: dict[str, list[Finding]] = {}
         for finding in sorted(self.findings, key=lambda f: -LEVELS.index(f.level)):
             grouped.setdefault(finding.layer, []).append(finding)

@@ -1,4 +1,4 @@
-"""plan(): the dry run. For every parameter its blocks and scale, or the reason why it is left alone.
+"""plan(): the dry run. For every parameter its blocks and scale, or the reason why it is skipped.
 
 A plan knows names, shapes and index rules but no tensors, so the same plan drives a live model, a sharded one and
 a checkpoint, and can be saved as JSON.
@@ -147,11 +147,11 @@ class Plan:
 
     @property
     def skipped(self) -> tuple[Entry, ...]:
-        """The entries that are left alone."""
+        """The entries that are skipped."""
         return tuple(entry for entry in self.entries if entry.reason is not None)
 
     def reasons(self) -> dict[str, str]:
-        """Why each parameter, or part of a fused weight, is left alone."""
+        """Why each parameter, or part of a fused weight, is skipped."""
         found = {}
         for entry in self.entries:
             if entry.reason is not None:
@@ -217,7 +217,7 @@ class Plan:
         return cls(entries, Scale.parse(data["scale"]), data["targets"], float(data["min_norm"]), data["conv"])
 
     def to_frame(self) -> pandas.DataFrame:
-        """A DataFrame with one row a block, or one a parameter that is left alone."""
+        """A DataFrame with one row per block, or one per parameter that is skipped."""
         try:
             import pandas
         except ImportError as error:

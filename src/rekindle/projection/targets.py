@@ -1,6 +1,6 @@
 """Which of the found blocks a request means: presets, roles, names, globs, module types or a predicate.
 
-What is left alone by default stays so unless it is asked for by its own name or role, or through `include`: a
+What is skipped by default stays so unless it is asked for by its own name or role, or through `include`: a
 wildcard, a module type or a predicate alone never drags in an embedding, a head or a frozen weight.
 """
 
@@ -268,5 +268,5 @@ def _what_there_was(choices: Sequence[Choice]) -> str:
     lines = [f"{n} × {reason}" for reason, n in reasons.most_common()]
     refused = Counter(c.reason for c in choices if not c.found.blocks and len(c.found.shape) > 1)
     lines += [f"{n} × {reason}" for reason, n in refused.most_common(5)]
-    return f"The model has {len(weights)} weights with matrices, all left alone: {'; '.join(lines) or 'none'}. \
+    return f"The model has {len(weights)} weights with matrices, all skipped: {'; '.join(lines) or 'none'}. \
 include=… asks for them by name"
