@@ -22,7 +22,11 @@ from gpt import (
     whole,
     world_mesh,
 )
+from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 
 import rekindle
 
@@ -84,6 +88,50 @@ def case_nan_on_one_rank_only_raises_everywhere_and_changes_nothing() -> None:
         rekindle.fire(model, **OPTIONS)
     for parameter, old in zip(model.parameters(), before, strict=True):
         assert torch.equal(whole(parameter).nan_to_num(), old.nan_to_num())
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(10, 14), nn.ReLU(), nn.Linear(14, 14), nn.ReLU(), nn.Linear(14, 14), nn.Linear(14, 3)
+    )
+
+
+def case_nan_in_a_whole_layer_beside_sharded_ones_changes_nothing() -> None:
+    """Layers that tensor parallel leaves whole are checked before the sharded ones are written."""
+    model = parallelize_module(network(), world_mesh(), {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    if dist.get_rank() == 1:
+        model[4].weight.data[0, 0] = float("nan")
+    before = [whole(p).clone() for p in model.parameters()]
+    with pytest.raises(ValueError, match=r"rank 1: '4.weight' holds 1 NaN or Inf of 196: nothing was changed"):
+        rekindle.fire(model)
+    for parameter, old in zip(model.parameters(), before, strict=True):
+        assert torch.equal(whole(parameter).nan_to_num(), old.nan_to_num())
+
+
+def case_what_one_rank_alone_gets_wrong_is_raised_by_all_at_once() -> None:
+    wrong = dist.get_rank() == 1
+    copies, shards = DistributedDataParallel(network()), fully_shard(network(), mesh=world_mesh())
+    data = torch.randn(2, 9 if wrong else 10)
+
+    def loss(model: nn.Module, batch: Any) -> Any:
+        if wrong:
+            raise ValueError("no such label")
+        return model(batch).square().mean()
+
+    calls: list[tuple[nn.Module, dict[str, Any], str]] = [
+        (copies, {"targets": "nothing" if wrong else "auto"}, "rank 1: .*nothing"),
+        (copies, {"strength": 3.0 if wrong else 1.0}, "rank 1: strength=3.0"),
+        (copies, {"batches": [data]}, "rank 1: mat1 and mat2 shapes"),
+        (copies, {"guard": rekindle.Guard([torch.ones(2, 10)], loss, max_rise=9.0)}, "rank 1: no such label"),
+        (shards, {"strength": 3.0 if wrong else 1.0}, "rank 1: strength=3.0"),
+        (shards, {"scale": "nonsense" if wrong else "paper"}, "rank 1: .*nonsense"),
+    ]
+    for model, options, message in calls:
+        before = [whole(p).clone() for p in model.parameters()]
+        with pytest.raises((ValueError, RuntimeError), match=message):
+            rekindle.fire(model, **options)
+        assert all(torch.equal(whole(p), old) for p, old in zip(model.parameters(), before, strict=True))
 
 
 def case_calls_that_differ_between_ranks_raise_everywhere() -> None:

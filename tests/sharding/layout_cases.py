@@ -75,6 +75,17 @@ def case_distributed_data_parallel_is_bit_identical() -> None:
         assert all(torch.equal(copies[0], each) for each in copies)
 
 
+def case_tall_matrices_end_where_one_process_ends() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(50, 640), nn.Linear(640, 60), nn.Linear(60, 8))
+    alone = copy.deepcopy(model)
+    model = fully_shard(model, mesh=world_mesh())
+    receipt, expected = rekindle.fire(model, heads=()), rekindle.fire(alone, heads=())
+    compare(model, alone)
+    for a, b in zip(expected.records, receipt.records, strict=True):
+        assert b.spectral_before == pytest.approx(a.spectral_before, rel=1e-4)
+
+
 def case_every_weight_cut_by_rows_by_columns_or_copied() -> None:
     for placement in (Shard(0), Shard(1), Replicate()):
         check(placed(gpt(), world_mesh(), lambda _, p, s=placement: [s] if p.ndim > 1 else None))

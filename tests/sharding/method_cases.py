@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -22,10 +24,14 @@ from gpt import (
     whole,
     world_mesh,
 )
+from launching import world
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import rekindle
+from rekindle.sharding.team import Team
 
 
 def case_health_measures_whole_matrices_of_shards() -> None:
@@ -142,3 +148,53 @@ def case_batch_norm_statistics_are_those_of_all_ranks() -> None:
     copies = [torch.empty(8) for _ in range(dist.get_world_size())]
     dist.all_gather(copies, model.module[1].running_var)
     assert all(torch.equal(copies[0], each) for each in copies)
+
+
+def case_what_fsdp1_hides_is_refused_by_name_by_every_verb() -> None:
+    from rekindle import methods
+
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(5, 9), nn.ReLU(), nn.Linear(9, 2))
+    model = FullyShardedDataParallel(net, use_orig_params=True, device_id=torch.device("cpu"))
+    optimizer = torch.optim.AdamW(model.parameters())
+    calls: list[tuple[Callable[[], Any], str]] = [
+        (lambda: rekindle.plan(model), r"FSDP1.*writeback=False\): rekindle.plan\(model.module\)"),
+        (lambda: rekindle.health(model), r"FSDP1.*rekindle.health\(model.module\)"),
+        (lambda: rekindle.Monitor(model, optimizer), "FSDP1"),
+        (lambda: methods.FullReset()(model, optimizer), r"FSDP1.*writeback=True\): FullReset\(...\)\(model.module"),
+        (lambda: methods.ReDo()(model, optimizer, batches=[torch.ones(1, 5)]), r"FSDP1.*ReDo\(...\)"),
+    ]
+    for call, message in calls:
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+def case_looking_at_a_model_that_is_left_unsharded_does_not_break_it() -> None:
+    for look in (rekindle.health, rekindle.plan, None):
+        model = sharded(gpt(), world_mesh(), reshard_after_forward=False)
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(TOKENS)
+        monitor = rekindle.Monitor(model, optimizer, every=1) if look is None else look(model)
+        step(model, optimizer)
+        for module in model.modules():
+            if hasattr(module, "reshard"):
+                module.reshard()
+        if look is None:
+            assert len(monitor.history) == 1
+            monitor.detach()
+
+
+@world(4)
+def case_a_guard_asks_its_own_stage_alone() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "data"))
+    number = mesh["stage"].get_local_rank()
+    torch.manual_seed(number)
+    net = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+    data = torch.ones(3, 6)
+    expected = float(net(data).square().mean())
+    model = fully_shard(net, mesh=mesh["data"])
+    guard = rekindle.Guard([data], lambda m, batch: m(batch).square().mean(), max_rise=1e9) if number == 0 else None
+    receipt = rekindle.fire(model, guard=guard)
+    assert guard is None or receipt.loss_before == pytest.approx(expected, rel=1e-5)
+    group = Team.of(mesh["data"].mesh.flatten().tolist()).group
+    assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=60)  # that of the world

@@ -15,6 +15,7 @@ from launching import cases, launch, surroundings
 ON_TWO = [
     "case_every_layout_in_one_dimension",
     "case_tall_matrices_go_by_their_gram_matrices",
+    "case_tall_matrices_end_where_one_process_ends",
     "case_fsdp2",
     "case_distributed_data_parallel_is_bit_identical",
     "case_every_weight_cut_by_rows_by_columns_or_copied",

@@ -32,6 +32,7 @@ from rekindle.measures.matrices import Measures, Mode, measure
 from rekindle.measures.spectra import NoSpectrum
 from rekindle.measures.threads import side_by_side, workers_for
 from rekindle.projection.scales import Scale
+from rekindle.sharding.wrappers import refuse_hidden, settle
 
 # Rows of an embedding are looked up, a depthwise kernel has 1-wide matrices: their spectra say nothing.
 _PASSED_OVER = ("embedding", "depthwise")
@@ -65,6 +66,8 @@ def health(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"health needs an nn.Module, got {type(model).__name__}")
+    refuse_hidden(model, "rekindle.health(model.module)", writes=False)
+    settle(model)
     check_loss(loss)
     if loss is not None and batches is None:
         raise ValueError("loss is given but batches is not: gradients need data")

@@ -25,7 +25,7 @@ from rekindle.engine.devices import full_precision
 from rekindle.methods.call import Call
 from rekindle.projection.method import Batch, Loss
 from rekindle.projection.receipt import Meter, Receipt
-from rekindle.sharding.wrappers import refuse_shards, settle
+from rekindle.sharding.wrappers import refuse_hidden, refuse_shards, settle
 
 Moment = Literal["event", "step", "backward", "loss"]
 Batches = Literal["none", "any", "all"]
@@ -71,6 +71,7 @@ class Remedy:
         """
         meter = Meter()
         if not self.sharded:
+            refuse_hidden(model, f"{type(self).__name__}(...)(model.module, optimizer)")
             settle(model)
             refuse_shards(model, type(self).__name__, self.batches != "none" or self.watches)
         with full_precision():

@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
-from rekindle.blocks.names import is_sharded
+from rekindle.blocks.names import sharded_parameters
 from rekindle.isolation import Batch, Loss, call, isolated
 from rekindle.optimizers import unwrap
 from rekindle.projection.method import Method
 from rekindle.projection.receipt import Receipt
-from rekindle.sharding.wrappers import settle
+from rekindle.sharding.team import SOLO
+from rekindle.sharding.wrappers import distributed, settle
 
 
 class Guard:
@@ -54,20 +54,20 @@ class Guard:
 
     def measure(self, model: nn.Module) -> float:
         """The mean loss on the batches now."""
+        settle(model)
+        team, _ = distributed(model)
         total, count = 0.0, 0
-        with isolated(model), torch.no_grad():
-            for batch in self.batches:
-                total += float(self._one(model, batch))
-                count += 1
-        if not count:
-            raise ValueError("the guard has no batches: it could not measure anything")
+        # A forward pass of shards talks to the others itself; copies of a model are alone in theirs.
+        with SOLO.together() if sharded_parameters(model) else team.together():
+            with isolated(model), torch.no_grad():
+                for batch in self.batches:
+                    total += float(self._one(model, batch))
+                    count += 1
+            if not count:
+                raise ValueError("the guard has no batches: it could not measure anything")
         settle(model)  # a forward pass alone leaves FSDP2 modules whole
-        spread = any(is_sharded(parameter) for parameter in model.parameters())
-        if isinstance(model, DistributedDataParallel) or (spread and torch.distributed.is_initialized()):
-            sums = torch.tensor([total, count], dtype=torch.float64, device=next(model.parameters()).device)
-            torch.distributed.all_reduce(sums)
-            total, count = float(sums[0]), int(sums[1])
-        return total / count
+        sums = team.sum(torch.tensor([total, count], dtype=torch.float64))
+        return float(sums[0] / sums[1])
 
     def watch(self, model: nn.Module, optimizer: Any = None, *, also: nn.Module | Iterable[nn.Module] = ()) -> Guarded:
         """Measure, and copy the model, the modules in `also` (mirrors) and the optimizers."""

@@ -36,6 +36,7 @@ from rekindle.measures.matrices import Mode
 from rekindle.monitoring.sinks import Sink, send
 from rekindle.optimizers.steps import Steps
 from rekindle.sharding.norms import norms
+from rekindle.sharding.wrappers import refuse_hidden, settle
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,8 @@ class Monitor:
         """Begin to watch; a second call does nothing."""
         if self._handles:
             return
+        refuse_hidden(self.model, "rekindle.health(model.module)", writes=False)
+        settle(self.model)  # modules that FSDP2 left whole hold other parameters than the optimizer
         clean = cleaner(self.model)
         names = {id(p): clean(name) for name, p in self.model.named_parameters()}
         held = [p for group in self.optimizer.param_groups for p in group["params"]]
@@ -150,6 +153,7 @@ class Monitor:
     def sample(self) -> Sample:
         """Measure now, whatever the step; errors are raised."""
         began = time.perf_counter()
+        settle(self.model)
         self._sampling = True
         try:
             reading = HealthBuilder(self.mode, self.thresholds.tau)

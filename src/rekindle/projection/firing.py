@@ -10,7 +10,6 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, get_args
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from rekindle.blocks.finding import Block
+from rekindle.blocks.names import sharded_parameters
 from rekindle.engine.devices import callers_device, full_precision, to_host
 from rekindle.engine.isometry import CONVERGING, Certificate, Solver, Solving, Source, solve
 from rekindle.isolation import outputs, relative_change
@@ -31,6 +31,7 @@ from rekindle.projection.recalibration import recalibrated, training_layers
 from rekindle.projection.receipt import Measuring, Meter, Receipt, Written, records
 from rekindle.projection.sharded import Numbers, ShardedFire
 from rekindle.projection.stores import LiveStore, Store
+from rekindle.sharding.team import SOLO
 from rekindle.sharding.wrappers import distributed, refuse_hidden, settle
 
 __all__ = ["LiveStore", "Store", "check", "check_finite", "execute", "fire"]
@@ -90,17 +91,22 @@ def fire(
     True
     """
     meter = Meter()
-    _check_call(model, planning)
-    _check_options(strength, measure)
+    _check_model(model)
     refuse_hidden(model)
     settle(model)
-    if plan is None:
-        plan = make_plan(model, targets=targets, scale=scale, measure=False, trial=False, **planning)
-    elif planning or targets != "auto" or scale != "paper":
-        raise ValueError("plan= already holds targets, scale and the like: pass either the plan or those")
-    solving: Solving = {"solver": solver, "tol": tol, "steps": steps, "complete": complete, "seed": seed}
     team, spreads = distributed(model)
-    with team.together() if spreads else nullcontext():
+    # Copies (DDP) are alone until fire itself talks; a plan or a forward pass of shards talks to the others.
+    apart = SOLO if sharded_parameters(model) else team
+    with team.together():
+        _check_call(planning)
+        _check_options(strength, measure)
+        if plan is not None and (planning or targets != "auto" or scale != "paper"):
+            raise ValueError("plan= already holds targets, scale and the like: pass either the plan or those")
+    if plan is None:
+        with apart.together():
+            plan = make_plan(model, targets=targets, scale=scale, measure=False, trial=False, **planning)
+    solving: Solving = {"solver": solver, "tol": tol, "steps": steps, "complete": complete, "seed": seed}
+    with team.together():
         store = LiveStore(model, plan.selected, mirrors=mirrors, biases=biases)
         plan, solved = _without_refused(plan, store, strength, solving)
         optimizers.check(optimizer, store.parameters([entry.name for entry in plan.selected]), optimizer_state)
@@ -108,10 +114,11 @@ def fire(
     if spreads:
         sharded = ShardedFire(team, plan, store.spreads(spreads), store.tensors(), plan.reasons())
         call = {**solving, "strength": strength, "biases": biases, "measure": measure}
-        sharded.check(check_finite, {**call, "optimizer_state": optimizer_state}, mirrored=bool(store.mirrors))
+        sharded.check(check_finite, store, {**call, "optimizer_state": optimizer_state})
         carry_out = partial(sharded.execute, execute, store)
-    batches = None if batches is None else list(batches)
-    before = None if batches is None else _answers(model, batches)
+    with apart.together():
+        batches = None if batches is None else list(batches)
+        before = None if batches is None else _answers(model, batches)
     watch = guard.watch(model, optimizer, also=store.mirrors) if guard is not None else None
     if before is not None or watch is not None:
         settle(model)  # a forward pass leaves modules of FSDP2 unsharded
@@ -132,7 +139,8 @@ def fire(
                 raise MethodError(f"{error}; everything was put back", Receipt("fire")) from error
         raise
     if before is not None:
-        receipt = replace(receipt, outputs_moved=relative_change(before, _answers(model, batches or ())))
+        with apart.together():
+            receipt = replace(receipt, outputs_moved=relative_change(before, _answers(model, batches or ())))
     settings = {**receipt.settings, "optimizer_state": optimizer_state, "biases": biases, "atomic": atomic}
     receipt = replace(receipt, settings=settings, **meter.cost())
     return receipt if watch is None else watch.settle(receipt)
@@ -158,7 +166,8 @@ def check(
     """
     own = inspect.signature(fire).parameters
     planning = {name: value for name, value in more.items() if name not in own}
-    _check_call(model, planning)
+    _check_model(model)
+    _check_call(planning)
     _check_options(strength, measure)
     if plan is None:  # a weight that is zero now may be none later
         plan = make_plan(
@@ -392,7 +401,7 @@ def _without_refused(
     return replace(plan, entries=entries), solved
 
 
-def _check_call(model: Any, planning: Mapping[str, Any]) -> None:
+def _check_model(model: Any) -> None:
     if not isinstance(model, nn.Module):
         what = "a state dict" if isinstance(model, Mapping) else type(model).__name__
         raise TypeError(
@@ -401,6 +410,9 @@ def _check_call(model: Any, planning: Mapping[str, Any]) -> None:
         )
     if any(True for _ in model.parameters()) and all(p.is_meta for p in model.parameters()):
         raise ValueError(f"{type(model).__name__} is on the meta device: load the weights first")
+
+
+def _check_call(planning: Mapping[str, Any]) -> None:
     known = inspect.signature(make_plan).parameters.keys() if planning else ()
     for name in planning:
         if name not in known:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -32,7 +31,7 @@ from rekindle.projection.measuring import Look, Reader, look, looks
 from rekindle.projection.scales import Scale
 from rekindle.projection.targets import Choice, Targets, choose, describe, preset_layouts, terms
 from rekindle.sharding.team import SOLO
-from rekindle.sharding.wrappers import distributed
+from rekindle.sharding.wrappers import distributed, refuse_hidden, settle
 
 if TYPE_CHECKING:
     import pandas
@@ -303,15 +302,20 @@ def plan(
     2.bias     other  2      skipped: bias
     1 of 4 parameters to project: 1 matrices, 32 of 58 numbers; scale paper, targets auto
     """
-    rule = Scale.parse(scale)
-    targets, include, exclude = (t if isinstance(t, str) or t == () else terms(t) for t in (targets, include, exclude))
-    if not math.isfinite(min_norm) or min_norm < 0:
-        raise ValueError(f"min_norm={min_norm!r} must be 0 or a positive number")
-    if rule.rule == "reference" and reference is None:
-        raise ValueError('scale="reference" needs reference=, the initial weights as a model or state dict')
+    if isinstance(model, nn.Module):
+        refuse_hidden(model, "rekindle.plan(model.module)", writes=False)
+        settle(model)
     options: dict[str, Any] = {"conv": conv, "split_heads": split_heads, "heads": heads, "layouts": dict(layouts or {})}
     team, spreads = distributed(model, copies=False) if isinstance(model, nn.Module) and sharded else (SOLO, {})
-    with team.together() if spreads else nullcontext():
+    with team.together():
+        rule = Scale.parse(scale)
+        targets, include, exclude = (
+            t if isinstance(t, str) or t == () else terms(t) for t in (targets, include, exclude)
+        )
+        if not math.isfinite(min_norm) or min_norm < 0:
+            raise ValueError(f"min_norm={min_norm!r} must be 0 or a positive number")
+        if rule.rule == "reference" and reference is None:
+            raise ValueError('scale="reference" needs reference=, the initial weights as a model or state dict')
         found = _find(model, config, options, sharded)
         stated = preset_layouts(found, targets)
         if stated:

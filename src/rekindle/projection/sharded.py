@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from rekindle.blocks.layouts import Block
-from rekindle.engine.isometry import Certificate
 from rekindle.projection.method import MethodError
 from rekindle.projection.planning import Entry, Plan
 from rekindle.projection.receipt import BlockRecord, Receipt, Written, records
@@ -78,14 +77,14 @@ class ShardedFire:
         self.here = [entry for entry in plan.selected if entry.name not in names]
         self._spreads, self._tensors = spreads, tensors
 
-    def check(
-        self, check_finite: Callable[[str, Tensor], None], settings: dict[str, Any], *, mirrored: bool = False
-    ) -> None:
+    def check(self, check_finite: Callable[[str, Tensor], None], store: Any, settings: dict[str, Any]) -> None:
         """Everything that could go wrong, agreed on by all processes before the first byte moves."""
         with self.team.together():
+            for entry in self.here:
+                check_finite(entry.name, store.read(entry))
             for entry in self.entries:
                 check_finite(entry.name, local(self._tensors[entry.name]))
-                if mirrored and entry.left and interleaved([block.layout for block in entry.blocks]):
+                if store.mirrors and entry.left and interleaved([block.layout for block in entry.blocks]):
                     raise ValueError(f"{entry.name!r}: mirrors= cannot follow a part of an interleaved sharded weight")
         self.team.same("call", sorted((key, str(value)) for key, value in settings.items()))
         self.team.same("scale", [(e.name, e.scales, e.references) for e in self.entries])
@@ -195,21 +194,15 @@ class ShardedFire:
         entry = self.entries[number]
         part = parcel.unit.parts[0]
         block = entry.blocks[part.block]
-        found = factor(gram, solving["tol"])
-        if found is None or found.norm < self.plan.min_norm:
+        found = factor(gram, entry.dtype, **solving)
+        if found is None or float(found[1].norm) < self.plan.min_norm:
             gram.fill_(math.nan)
             return None
-        whole = [found.residual, found.norm, found.gram_norm, found.spectral_norm, found.nuclear]
-        residual, norm, gram_norm, spectral, nuclear = (torch.tensor([value], dtype=torch.float64) for value in whole)
-        count = torch.zeros(1, dtype=torch.int64)
-        root = torch.full((1,), math.sqrt(block.smaller), dtype=torch.float64)
-        certificate = Certificate(
-            residual, count + 1, count, torch.ones(1, dtype=torch.bool), norm, gram_norm, spectral, nuclear, root
-        )
-        scale = self.plan.scale_values(entry, block, norm=norm, nuclear=nuclear).double()
+        change, certificate = found[0], found[1].reshape((1,))
+        scale = self.plan.scale_values(entry, block, norm=certificate.norm, nuclear=certificate.nuclear).double()
         if float(scale.max()) > torch.finfo(entry.dtype).max:
             raise ValueError(f"{entry.name!r} is {entry.dtype} and cannot hold a scale of {float(scale.max()):.3g}")
-        gram.copy_(found.factor).mul_(strength * float(scale))
+        gram.copy_(change).mul_(strength * float(scale))
         gram.diagonal().add_(1 - strength)
         written = Written(entry.name, block, certificate, scale, kept=torch.zeros(1, dtype=torch.bool))
         made = records([written], strength, measure)[0]

@@ -46,11 +46,11 @@ class Parcel:
 
     @property
     def need(self) -> int:
-        """The bytes that its owner needs room for, before or after it is put together, whichever is more."""
+        """The bytes that its owner needs room for: a Gram matrix comes from every sender and goes back to each."""
         if not self.gram:
             return self.size
         senders = sum(share > 0 for share in _shares(self.spread, self.unit.box, self.spread.ranks[0]))
-        return max(1, senders - 1) * self.size
+        return max(1, senders) * self.size
 
     def sent_by(self, rank: int) -> int:
         """Bytes that a rank with a share of it sends to the owner, and gets back."""
@@ -102,52 +102,70 @@ def room_for(parcels: Sequence[Parcel]) -> int:
 class _Lot:
     members: list[int] = field(default_factory=list)
     owned: dict[int, int] = field(default_factory=dict)  # bytes by owner
-    sent: dict[tuple[int, ...], Tensor] = field(default_factory=dict)  # bytes by place, per group of ranks
+    sent: Tensor | int = 0  # bytes by rank
+    copied: tuple[Any, ...] | None = None  # along which axes of which mesh its members are copied, if they are
 
 
 def lots(parcels: Sequence[Parcel], budget: int | None = None) -> list[list[int]]:
     """Indices of the parcels of each lot: no owner gets, and no rank sends, more than `budget` bytes of a lot.
 
     A parcel that is larger than the budget is its owner's only one in the lot. The default is `room_for(parcels)`.
+    What a copy is handed is what the copy next to it has sent to its owners, so that is bounded by the same number as
+    long as all copies of a lot lie along the same axes.
     """
     room = room_for(parcels) if budget is None else budget
     largest = max([room, *(parcel.need for parcel in parcels)])
+    ranks = 1 + max((rank for parcel in parcels for rank in parcel.spread.ranks), default=0)
     queue: dict[int, int] = {}
     found: list[_Lot] = []
     # Parcels of one shape follow each other, so that the solver gets them as one batch.
     for index in sorted(range(len(parcels)), key=lambda i: (-parcels[i].unit.cost, parcels[i].unit.shape, i)):
         parcel = parcels[index]
-        sent = _sent(parcel)
+        sent, axes = _sent(parcel, ranks), _copied(parcel.spread)
         number = queue.get(parcel.owner, 0)
-        while number < len(found) and not _fits(found[number], parcel, sent, room, largest):
+        while number < len(found) and not _fits(found[number], parcel, sent, axes, room, largest):
             number += 1
         if number == len(found):
             found.append(_Lot())
-        lot, group = found[number], parcel.spread.ranks
+        lot = found[number]
         lot.members.append(index)
         lot.owned[parcel.owner] = lot.owned.get(parcel.owner, 0) + parcel.need
-        if sent is not None:
-            lot.sent[group] = lot.sent[group] + sent if group in lot.sent else sent
+        lot.sent = lot.sent if sent is None else lot.sent + sent
+        lot.copied = lot.copied or axes
         queue[parcel.owner] = number
     return [lot.members for lot in found]
 
 
-def _fits(lot: _Lot, parcel: Parcel, sent: Tensor | None, room: int, largest: int) -> bool:
+def _fits(
+    lot: _Lot, parcel: Parcel, sent: Tensor | None, axes: tuple[Any, ...] | None, room: int, largest: int
+) -> bool:
     used = lot.owned.get(parcel.owner, 0)
     if used and used + parcel.need > room:
         return False
-    before = lot.sent.get(parcel.spread.ranks)
-    return sent is None or before is None or int((before + sent).max()) <= largest
+    if axes is not None and lot.copied not in (None, axes):
+        return False
+    return sent is None or isinstance(lot.sent, int) or int((lot.sent + sent).max()) <= largest
 
 
-def _sent(parcel: Parcel) -> Tensor | None:
-    """Bytes that each rank of the mesh sends to the owner; None where nothing moves."""
+def _copied(spread: Spread) -> tuple[Any, ...] | None:
+    return (spread.mesh, spread.copies()) if spread.copied() > 1 else None
+
+
+def _sent(parcel: Parcel, ranks: int) -> Tensor | None:
+    """Bytes that each rank sends to the owner, or of what it hands on to another copy if that is more; None: nothing.
+
+    The owner's own share counts where there are copies.
+    """
     spread, box = parcel.spread, parcel.unit.box
-    if spread.held(parcel.owner, box) == volume(box):
+    copied = spread.copied() > 1
+    if not copied and spread.held(parcel.owner, box) == volume(box):
         return None
-    shares = torch.tensor(_shares(spread, box, spread.first(parcel.owner)))
-    shares[spread.ranks.index(parcel.owner)] = 0
-    return (shares > 0) * parcel.size if parcel.gram else shares * parcel.itemsize
+    shares = torch.zeros(ranks, dtype=torch.int64)
+    shares[list(spread.ranks)] = torch.tensor(_shares(spread, box, spread.first(parcel.owner)))
+    if not copied:
+        shares[parcel.owner] = 0
+    handed = shares * parcel.itemsize
+    return torch.maximum((shares > 0) * parcel.size, handed * copied) if parcel.gram else handed
 
 
 @lru_cache(maxsize=4096)

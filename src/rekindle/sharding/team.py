@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -170,9 +171,16 @@ def _group(ranks: tuple[int, ...]) -> Any:
         return dist.group.WORLD
     known = _GROUPS.get(ranks)
     if known is None or known not in dist.distributed_c10d._world.pg_map:
-        # Only the members take part: pipeline stages fire on their own.
-        known = _GROUPS[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+        # Only the members take part: pipeline stages fire on their own. Without a time-out of its own a new group waits
+        # half an hour, whatever the user gave to init_process_group.
+        known = _GROUPS[ranks] = dist.new_group(list(ranks), timeout=_timeout(), use_local_synchronization=True)
     return known
+
+
+def _timeout() -> timedelta | None:
+    world: Any = dist.group.WORLD
+    options = getattr(world._get_backend(dist.distributed_c10d._get_pg_default_device(world)), "options", None)
+    return getattr(options, "_timeout", None)
 
 
 def _text(error: Exception) -> str:

@@ -29,8 +29,12 @@ def settle(model: nn.Module) -> int:
     return found
 
 
-def refuse_hidden(model: nn.Module) -> None:
+def refuse_hidden(
+    model: nn.Module, call: str = "rekindle.fire(model.module, optimizer)", *, writes: bool = True
+) -> None:
     """Raise if a wrapper hides the parameters: FSDP1 outside of `summon_full_params`, DeepSpeed ZeRO.
+
+    `call` is what to write inside of `summon_full_params` instead; what only reads may look at ZeRO 1 and 2.
 
     >>> refuse_hidden(nn.Linear(2, 2))
     """
@@ -39,18 +43,21 @@ def refuse_hidden(model: nn.Module) -> None:
         if _is(module, "FullyShardedDataParallel") and not (name and _summoned(module)):
             raise LayoutNotSupported(
                 f"{name or 'the model'} is wrapped by FSDP1, which flattens its parameters. Use fully_shard (FSDP2), "
-                "or `with FullyShardedDataParallel.summon_full_params(model, writeback=True): "
-                "rekindle.fire(model.module, optimizer)` with use_orig_params=True, on every rank"
+                f"or `with FullyShardedDataParallel.summon_full_params(model, writeback={writes}): {call}` "
+                "with use_orig_params=True, on every rank"
             )
     for name, parameter in model.named_parameters():
         if hasattr(parameter, "ds_id") and not parameter.numel():
-            raise LayoutNotSupported(
-                f"{name!r} is partitioned by DeepSpeed ZeRO-3. Use `with deepspeed.zero.GatheredParameters("
-                "list(model.parameters()), modifier_rank=0): rekindle.fire(model)` on every rank; then set the fp32 "
-                "copies and the optimizer state by deepspeed.utils.safe_set_full_fp32_param and "
+            inside, kept = call.replace("model.module", "model"), 0 if writes else None
+            then = (
+                "; then set the fp32 copies and the optimizer state by deepspeed.utils.safe_set_full_fp32_param and "
                 "safe_set_full_optimizer_state"
             )
-        if getattr(parameter, "_hp_mapping", None) is not None:
+            raise LayoutNotSupported(
+                f"{name!r} is partitioned by DeepSpeed ZeRO-3. Use `with deepspeed.zero.GatheredParameters(list("
+                f"model.parameters()), modifier_rank={kept}): {inside}` on every rank{then if writes else ''}"
+            )
+        if writes and getattr(parameter, "_hp_mapping", None) is not None:
             raise LayoutNotSupported(
                 f"{name!r} has its fp32 copy in a DeepSpeed ZeRO optimizer, which would overwrite the change at the "
                 "next step. Take deepspeed.utils.safe_get_full_fp32_param(parameter) of each matrix, project it with "
