@@ -7,8 +7,8 @@ One entry: a network learns the setting's tasks without any remedy up to the las
 with trials of a tenth, a quarter and a half of the next task; then every fixed arm learns that task from the same
 state, and its headline is the truth. The regret of a choice is (best − chosen) ÷ (best − worst) over the fixed arms.
 On the way the plasticity score of `probe`, the measures of health and optimization readiness are taken at up to four
-boundaries (`--points`). An entry takes 15 seconds (MLPs) to four minutes (ResNet) of one core. Killed and started again, it goes
-on after the last whole entry.
+boundaries (`--points`). An entry takes 15 seconds (MLPs) to four minutes (ResNet) of one core. Killed and started
+again, it goes on after the last whole entry.
 """
 
 from __future__ import annotations
