@@ -54,6 +54,8 @@ def task_row(setting: Setting, arm: str, task: int, value: float) -> dict[str, A
     }
     if setting.headline == "online_loss":
         row["online_loss"] = 3.0 - 2 * value
+    if setting.headline == "return":
+        row |= {"return": 500 * value - 900, "online_return": 500 * value - 950, "chance_return": -1200.0}
     return row
 
 

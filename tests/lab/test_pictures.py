@@ -232,6 +232,13 @@ def test_a_band_ends_where_its_measure_does() -> None:
         assert all(0 <= value <= 100 for value in (*line.low, *line.high) if value is not None)
 
 
+def test_the_band_of_negative_returns_is_around_them() -> None:
+    agent = Setting("agent", "observations", "sac", headline="return")
+    (found,) = comparisons(told(settings=[agent], seeds=3))
+    for line in figures._lines(found, "return"):
+        assert all(low <= y <= high for low, y, high in zip(line.low, line.y, line.high, strict=True))
+
+
 def test_over_streams_a_win_is_right_of_zero_for_losses_too() -> None:
     loss = Setting("text", "alphabet", "gpt", headline="online_loss")
     (drawn,) = figures.over_streams(comparisons(told(settings=(LABELS, loss))))

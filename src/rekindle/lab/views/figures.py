@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from rekindle.lab.results.comparison import FIRE, NOTHING, REFERENCES, ArmComparison
 from rekindle.lab.results.statistics import SEEDS_FOR_INTERVAL
 from rekindle.lab.results.wording import measure
+from rekindle.lab.settings import RETURNS
 from rekindle.lab.views.plots import Dot, Line, Whisker, curves, forest, scatter
 from rekindle.lab.views.svg import COLORS, Picture
 
@@ -174,6 +175,7 @@ def trade_off(found: Sequence[ArmComparison]) -> list[Picture]:
 def _lines(comparison: ArmComparison, *keys: str) -> list[Line]:
     """Curves of a measure in its unit; a band ends where the measure does, whatever few seeds make of its interval."""
     measured = measure(keys[-1].removesuffix("_start"))
+    bottom = -math.inf if keys[-1] in RETURNS else 0.0
     top = 100.0 if measured.unit == "%" else math.inf
     found = []
     for arm in comparison.arms:
@@ -184,12 +186,13 @@ def _lines(comparison: ArmComparison, *keys: str) -> list[Line]:
                 for end in ("mean", "low", "high")
             )
             places = range(1, len(mean) + 1)
-            found.append(Line(arm, places, mean, [_within(v, top) for v in low], [_within(v, top) for v in high]))
+            ends = ([_within(value, bottom, top) for value in end] for end in (low, high))
+            found.append(Line(arm, places, mean, *ends))
     return found
 
 
-def _within(value: float | None, top: float) -> float | None:
-    return None if value is None else min(max(value, 0.0), top)
+def _within(value: float | None, bottom: float, top: float) -> float | None:
+    return None if value is None else min(max(value, bottom), top)
 
 
 def _interval(comparison: ArmComparison, arm: str, reference: str, label: str) -> Whisker | None:
