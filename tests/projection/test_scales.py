@@ -169,5 +169,5 @@ def test_other_types_and_missing_measures_are_errors() -> None:
             Scale.parse(wrong)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="initial weights"):
         Scale.parse("reference").values(linear(2, 2))
-    with pytest.raises(ValueError, match="one number a matrix"):
+    with pytest.raises(ValueError, match="one number per matrix"):
         Scale.parse("norm").values(linear(2, 2), norm=torch.ones(2))

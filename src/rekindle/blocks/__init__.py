@@ -1,4 +1,4 @@
-"""Which matrices a parameter holds, what they do, and why some are better left alone.
+"""Which matrices a parameter holds, what they do, and why some are skipped by default.
 
 May import `engine`, `measures` and `consumers`. `finding` walks a live model, `state_dicts` a file; `names` says
 what parameters are called, where they sit and how they are stored; `layouts` are the index rules, `families` the known

@@ -1,8 +1,8 @@
-"""Which matrices each parameter of a model holds, what they do, and why some are better left alone.
+"""Which matrices each parameter of a model holds, what they do, and why some are skipped by default.
 
 `find(model)` walks the parameters in registration order and gives one `Found` for each. How matrices lie in a
 weight comes from the class of its module (`families.py`, or your own `register`), never from its name alone; a
-weight that looks fused but whose class is unknown is left alone and says so.
+weight that looks fused but whose class is unknown is skipped and says so.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _EMBEDDING_NAMES = re.compile(r"pos(itional)?_?emb|position_emb|token|embed", re
 
 @dataclass(frozen=True)
 class Found:
-    """One parameter: its matrices, its role, and the reasons for which it is left alone by default.
+    """One parameter: its matrices, its role, and the reasons for which it is skipped by default.
 
     `name` is the clean name (wrappers seen through; `layer.weight` for a parametrised weight), `key` the name in
     `named_parameters()`. `refusal` says why there is nothing to project at all; `marks` map a kind ("head",
@@ -64,7 +64,7 @@ class Found:
 
     @property
     def reason(self) -> str | None:
-        """Why it is left alone by default, or None."""
+        """Why it is skipped by default, or None."""
         return self.refusal or next(iter(self.marks.values()), None)
 
     @property
@@ -85,7 +85,7 @@ def find(
 ) -> list[Found]:
     """One `Found` for every parameter of the model, in registration order.
 
-    `conv` gives one matrix a tap, or "flat" ones with the taps side by side. `heads` names the output layers
+    `conv` gives one matrix per tap, or "flat" ones with the taps side by side. `heads` names the output layers
     (globs of parameter or module names) instead of detecting them; `()` means there is none. `layouts` states the
     layout of single weights by name or glob, before what their classes say. `meta` and `sharded`
     lift the reasons that a parameter has no data here (for plans that are applied elsewhere).

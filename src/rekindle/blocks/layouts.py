@@ -6,7 +6,7 @@ names the factors, so that a layout reads like the `view` in the model's own for
 
     in (part head dim)      GPT-2's Conv1D: transposed, thirds q | k | v
     (head part dim) in      GPT-NeoX: q, k, v of head 0, then of head 1, …
-    (group out) in h w      a grouped convolution, one matrix a tap and group
+    (group out) in h w      a grouped convolution, one matrix per tap and group
 """
 
 from __future__ import annotations

@@ -136,11 +136,11 @@ class Window(io.RawIOBase):
         self._map, self._start, self._length, self._at = file.map, start, length, 0
 
     def readable(self) -> bool:
-        """It is."""
+        """True: io asks for this before it reads."""
         return True
 
     def seekable(self) -> bool:
-        """It is."""
+        """True: any position of the part can be reached."""
         return True
 
     def seek(self, offset: int, whence: int = 0) -> int:

@@ -261,7 +261,9 @@ def by_eigh(w: Tensor) -> Solved:
         a = gram(one[None].double(), mirror=True)[0]
         values, vectors = torch.linalg.eigh(a)
         weight = torch.where(values > 1e-11 * values[-1], values.clamp_min(1e-300).rsqrt(), 0.0)
-        out.copy_(((vectors * weight) @ vectors.mT) @ one.double())  # in float32 small directions would drown
+        out.copy_(
+            ((vectors * weight) @ vectors.mT) @ one.double()
+        )  # in float32 small directions would be lost in rounding
     return Solved.new(x, 1)
 
 

@@ -139,7 +139,7 @@ class Study:
         workers: how many runs at once; as many as cores by default.
         progress: a function that gets every `Event`; True prints a line for each run.
         sinks: functions of (step, numbers), or "tensorboard", "wandb" (offline), "mlflow", which write in the folder.
-            A run's numbers are sent once it has finished, one step a task.
+            A run's numbers are sent once it has finished, one step per task.
         """
         watch = _printed if progress is True else progress or None
         self.store.describe(self.to_dict())

@@ -1,7 +1,7 @@
 """Numbers about weight matrices: how far from an isometry, what spectrum, how different the neurons.
 
 Knows tensors only. A matrix is (out, in) as torch stores it, a row is a neuron; every function takes any
-number of leading dimensions and gives one number a matrix. `measure` gathers them all in one pass.
+number of leading dimensions and gives one number per matrix. `measure` gathers them all in one pass.
 
 >>> import torch
 >>> m = measure(torch.eye(4).expand(3, 4, 4), mode="full")
@@ -131,7 +131,7 @@ def squared_frobenius_error(w: Tensor, changed: Tensor, *, relative: bool = Fals
 
 @dataclass(frozen=True)
 class Measures:
-    """Every measure of a batch of matrices, one entry a matrix; None is unmeasured, NaN undefined.
+    """Every measure of a batch of matrices, one entry per matrix; None is unmeasured, NaN undefined.
 
     `spectral_norm` and `stable_rank` come from the exact spectrum in full mode, from 16 power steps else. Cheap
     mode compares rows only where the Gram matrix holds them (out ≤ in); the Welch ratio is of the other case.
@@ -159,7 +159,7 @@ class Measures:
     spectrum: Tensor | None = None
 
     def items(self) -> Iterator[tuple[str, Tensor]]:
-        """Each measured (name, one entry a matrix), the spectrum left out.
+        """Each measured (name, one entry per matrix), the spectrum left out.
 
         >>> [name for name, _ in measure(torch.eye(2)).items()][:2]
         ['norm', 'dfi']

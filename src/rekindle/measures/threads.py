@@ -49,7 +49,7 @@ def workers_for(numbers: int) -> int:
 
 
 def one_blas_thread() -> AbstractContextManager[object]:
-    """A context in which numpy's BLAS uses one thread a call, if threadpoolctl is there to say so.
+    """A context in which numpy's BLAS uses one thread per call, if threadpoolctl is there to say so.
 
     Without it the threads of one call take turns with those of the other: slower, and as right.
     """

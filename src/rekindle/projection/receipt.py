@@ -1,6 +1,6 @@
 """What a method did to a model.
 
-A method changes weights and hands back a `Receipt`: one `BlockRecord` for each thing it changed, what it left alone
+A method changes weights and hands back a `Receipt`: one `BlockRecord` for each thing it changed, what it skipped
 and why, which optimizer slots it reset, and what it cost. A receipt prints itself as a table and also leaves as a
 dict, JSON or a DataFrame.
 """

@@ -34,7 +34,7 @@ class FIREConfig:
     newton_schulz_iters: cubic steps of the "paper" solver; the exact solvers stop at target_dfi instead.
     variance_factor: the weight becomes √fan_in · variance_factor times the factor; with scale="paper",
         √(out/in) · variance_factor times it.
-    min_weight_norm: a weight with a smaller Frobenius norm is left alone.
+    min_weight_norm: a weight with a smaller Frobenius norm is skipped.
     max_condition, max_deviation, min_gradient: what `should_reinitialize` compares with. A Gaussian square matrix
         has a scale-free deviation (DfI/k at its own norm) of 1; gradients count as vanished when their norm is
         below min_gradient times the weight's.
@@ -101,7 +101,7 @@ class FIREConfig:
 
     @property
     def target_sfe(self) -> float:
-        """The guide's name for target_dfi: it compares QQᵀ with I, not the weight with what it was."""
+        """Another name of target_dfi: it compares QQᵀ with I, not the weight with what it was."""
         return self.target_dfi
 
 

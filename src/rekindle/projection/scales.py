@@ -126,7 +126,7 @@ class Scale:
         nuclear: Tensor | None = None,
         reference: Tensor | Sequence[float] | None = None,
     ) -> Tensor:
-        """One scale a matrix (count,), from what the rule needs: ‖W‖_F, ‖W‖_* or the reference's ‖W₀‖_F.
+        """One scale per matrix (count,), from what the rule needs: ‖W‖_F, ‖W‖_* or the reference's ‖W₀‖_F.
 
         >>> from rekindle.blocks.layouts import matrices
         >>> block = matrices("out in")((2, 2))[0]
@@ -144,7 +144,7 @@ class Scale:
             raise ValueError(f"scale {self.rule!r} needs {'the initial weights' if self.rule == 'reference' else 'W'}")
         given = torch.as_tensor(given)
         if tuple(given.shape) != (block.count,):
-            raise ValueError(f"expected one number a matrix ({block.count}), got shape {tuple(given.shape)}")
+            raise ValueError(f"expected one number per matrix ({block.count}), got shape {tuple(given.shape)}")
         divisor = block.smaller if self.rule == "nearest" else math.sqrt(block.smaller)
         return given / divisor
 

@@ -236,7 +236,7 @@ def headline(data: Mapping[str, Any], table: Sequence[BlockRow]) -> Headline:
 
 
 def reasons(data: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
-    """Why tensors were left alone or not measured: each reason with the names that it holds for, most first.
+    """Why tensors were skipped or not measured: each reason with the names that it holds for, most first.
 
     >>> reasons({"receipt": {"skipped": {"a": "bias", "b": "head", "c": "bias"}}})
     [('bias', ['a', 'c']), ('head', ['b'])]

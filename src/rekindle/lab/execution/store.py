@@ -2,7 +2,7 @@
 
     folder/study.json            what was asked for
     folder/runs/<identity>.jsonl start, task, task, …, end
-    folder/table.parquet         one row a task of every finished run
+    folder/table.parquet         one row per task of every finished run
 
 A run's file is written only by whoever holds its lock (flock, so a killed process lets go of it), which is how two
 studies in one folder never do the same run twice. A run that was cut off is done again from its start: the new rows
@@ -262,7 +262,7 @@ FIRST_COLUMNS = ("setting", "arm", "seed", "identity", "arm_lr", "arm_options", 
 
 
 def frame(records: Iterable[tuple[str, RunRecord]]) -> Any:
-    """A pandas DataFrame with one row a task; the same whatever the order of the records.
+    """A pandas DataFrame with one row per task; the same whatever the order of the records.
 
     >>> start = {"kind": "start", "run": {"setting": {"name": "digits"}, "arm": {"name": "fire"}, "seed": 0}}
     >>> table = frame([("abc", RunRecord("finished", (start, {"kind": "task", "task": 0, "test_loss": 0.5})))])

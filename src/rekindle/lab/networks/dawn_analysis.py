@@ -92,7 +92,7 @@ class Analysis:
         return float(torch.tensor([getattr(layer, name) for layer in self.layers]).mean())
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as JSON-able numbers and lists, one entry a layer."""
+        """Everything as JSON-able numbers and lists, one entry per layer."""
         return {"tokens": self.tokens, "tau": self.tau, "layers": [layer.to_dict() for layer in self.layers]}
 
     def __str__(self) -> str:
