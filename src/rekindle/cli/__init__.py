@@ -1,8 +1,8 @@
 """The command line: `rekindle inspect | plan | fire | compare | probe | advise | polar | report | doctor | demo | lab`.
 
 Commands live in files of their names; `options` has what they share, `terminal` how they print, `weights` what
-`inspect` and `compare` measure, `studies` what the commands of the laboratory share. torch and the laboratory are
-imported when work begins, so that help and completion answer at once. Start with `app`.
+`inspect` and `compare` measure, `interrupt` what Ctrl-C does, `studies` what the commands of the laboratory share.
+torch and the laboratory are imported when work begins, so that help and completion answer at once. Start with `app`.
 """
 
 from __future__ import annotations
@@ -11,18 +11,16 @@ import atexit
 import os
 import signal
 import sys
-from types import FrameType
 
+from rekindle.cli.interrupt import press
 from rekindle.extras import install
-
-pressed: list[int] = []  # Ctrl-C, also where a library under us caught it while it was being imported
 
 
 def main() -> None:
     """Run the command line; without typer and rich, say how to get them. Ctrl-C is one line at any moment."""
     heeded = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # not where a shell has us ignore it
     if heeded:
-        signal.signal(signal.SIGINT, _press)
+        signal.signal(signal.SIGINT, press)
         atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)  # what is left then is Python's own tidying
     try:
         try:
@@ -51,11 +49,6 @@ def main() -> None:
         _flush()
         if heeded:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def _press(number: int, frame: FrameType | None) -> None:
-    pressed.append(number)
-    raise KeyboardInterrupt
 
 
 def _flush() -> None:

@@ -23,7 +23,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from rekindle.cli import pressed
+from rekindle.cli.interrupt import pressed
 from rekindle.report.words import printable
 
 FINDINGS, BAD_INPUT, INTERRUPTED = 1, 2, 130
