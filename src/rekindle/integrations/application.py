@@ -116,7 +116,7 @@ class Application:
         self._considered: int | None = None
         self._epoch: int | None = None
         self._boundary: str | None = None
-        self._stateless = True  # no step was seen yet, so the optimizers may have no slots
+        self._stateless = False  # a foreign optimizer, whose slots nobody has seen yet
         self._added: set[int] = set()  # optimizers whose gradients hold the loss term already
         self._alternating = False
         self._metrics: dict[str, float] = {}
@@ -156,7 +156,8 @@ class Application:
         if step == 0 and self._restored is None:
             self._considered = self._epoch = None  # a new run, maybe after another one
         self._added.clear()
-        self._stateless, self._alternating = True, alternating
+        self._stateless = any(type(each).__module__.partition(".")[0] != "torch" for each in opened)
+        self._alternating = alternating
         self._model, self._optimizer, self._log = unwrapped(model), optimizer, log
         if isinstance(self._schedule, Keeper):
             self._schedule.bind(self._model, optimizer)
