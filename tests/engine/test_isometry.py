@@ -403,3 +403,15 @@ class TestErrors:
 
 def test_the_public_names() -> None:
     assert rekindle.polar is polar and rekindle.Certificate is isometry.Certificate
+
+
+@pytest.mark.parametrize(("n", "m"), [(36, 144), (64, 256), (128, 256)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_what_a_wide_matrix_is_solved_with_does_not_change_it(n, m, dtype):
+    """Sharded models solve other batches than one process does, and must end at the same weights."""
+    batch = torch.randn(4, n, m, dtype=dtype, generator=torch.Generator().manual_seed(n))
+    batch[0] *= torch.logspace(0, 1, n, dtype=dtype)[:, None]  # a wider spectrum than the others have
+    together = polar(batch, certificate=True)[0]
+    for one, expected in zip(batch, together, strict=True):
+        found = polar(one, certificate=True)[0]
+        assert (found - expected).norm() <= 1e-6 * expected.norm()
