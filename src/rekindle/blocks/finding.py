@@ -21,7 +21,7 @@ from rekindle.blocks import parametrized
 from rekindle.blocks.families import looks_fused, recipes_of, register
 from rekindle.blocks.layouts import ROLES, Block, LayoutError, Recipe, convolution, matrices
 from rekindle.blocks.names import Location, cleaner, locations, packed_weights, storage_of
-from rekindle.blocks.outputs import cut_layers, find_heads, is_backbone, root_of
+from rekindle.blocks.outputs import cut_layers, find_heads, is_backbone, keeps_width, root_of
 from rekindle.blocks.roles import roles
 
 __all__ = ["ROLES", "Block", "Conv", "Found", "LayoutError", "find", "matrices", "register"]
@@ -35,6 +35,7 @@ _ROLE_REASONS = {
     "router": "router",
     "adapter": "adapter (A or B alone)",
 }
+_IN_A_BLOCK = ("attention-output", "mlp-in", "mlp-gate", "mlp-out")
 _PLAIN, _TRANSPOSED = matrices("out in"), matrices("in out")
 _EMBEDDING_NAMES = re.compile(r"pos(itional)?_?emb|position_emb|token|embed", re.I)
 
@@ -313,7 +314,13 @@ def mark_heads(found: list[Found], heads: set[str], reason: str = "output head")
 def _detect_heads(found: list[Found], finder: _Finder) -> set[str]:
     # A trace also ends in what closes a block; told and named heads are heads whatever their role.
     plain = ("other", "conv", "embedding", "query", "key", "value")  # `value` is also what critics are called
-    middle = {f.name for f in found if f.role not in plain or f.name in finder.known_class}
+    parents = {place.name: place.modules[-2:] for _, _, place in finder.places}
+    middle = {
+        f.name
+        for f in found
+        if f.name in finder.known_class
+        or (f.role not in plain and not (f.role in _IN_A_BLOCK and not keeps_width(*parents[f.name])))
+    }
     chosen = {name for name, witness in finder.head_names.items() if witness != "traced" or name not in middle}
     matrices_found = [f for f in found if f.blocks and f.role not in ("embedding", "adapter")]
     if chosen or is_backbone(root_of(finder.model)) or len(matrices_found) < 2:

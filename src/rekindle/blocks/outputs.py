@@ -45,8 +45,11 @@ USUALLY = re.compile(
     r"|(text|visual|image|audio|speech|vision)_projection|(action|value|policy)_net|log_?std|(fc_)?(mu|mean|log_?std)(_(layer|linear))?|mean_linear"
 )
 _OF_A_BODY = re.compile(r"lm_heads?|(text|visual|image|audio|speech|vision)_projection")
+# Networks whose outputs are outputs of the whole, whoever else reads them: agents, generators, discriminators.
 _AGENT = re.compile(
-    r"(?<!extr)actor|critic|policy|value|q_?net|^q\d?$|^qf\d?$|^pi$|^vf\d?$|target|advantage|reward|agent", re.I
+    r"(?<!extr)actor|critic|policy|value|q_?net|^q\d?$|^qf\d?$|^pi$|^vf\d?$|target|advantage|reward|agent"
+    r"|generator|discriminator|^(net)?_?[GD](_\w)?$",
+    re.I,
 )
 _TASK = re.compile(r"For[A-Z]|Head|With[A-Z]\w*Head|LMHead|DoubleHeads")
 
@@ -63,7 +66,7 @@ def find_heads(model: nn.Module) -> dict[int, str]:
     if as_layer("", core) is not None:
         return {}
     told = {id(layer): "told" for layer in _told(model)}
-    ends = _ends(core, set(), read)
+    ends = _ends(core, set(), read, root=True)
     if is_backbone(core):
         # A body ends in features, which are as wide as what they come from (a pooler) or wider (a last convolution);
         # what narrows is an output: audio of a codec, an embedding to compare. One that holds whole language models
@@ -78,14 +81,17 @@ def _returned(core: nn.Module) -> list[nn.Module]:
     """Two or more layers of one shape whose outputs the root returns as they are: mean and variance of a distribution.
 
     They are heads even where a later matrix reads a sample of them (the decoder of a VAE). A single layer that is
-    returned and read may as well be a hidden layer that is shown (`conv_head` of timm's EfficientNet).
+    returned and read may as well be a hidden layer that is shown (`conv_head` of timm's EfficientNet), and so may a
+    list of layers, unless they narrow (scores after each stage, which the next stage reads too).
     """
     uses = uses_of(core)
     alike: dict[tuple[int, ...], list[nn.Module]] = {}
     for path in sorted(uses.returns - uses.added) if uses is not None else ():
-        layer = core._modules.get(path)
-        if isinstance(layer, nn.Linear) and not is_lazy(layer.weight):
-            alike.setdefault(tuple(layer.weight.shape), []).append(layer)
+        for layer in at(core, path):
+            if not isinstance(layer, nn.Linear | nn.modules.conv._ConvNd) or is_lazy(layer.weight):
+                continue
+            if "*" not in path or _narrows(layer):
+                alike.setdefault(tuple(layer.weight.shape), []).append(layer)
     return [layer for layers in alike.values() if len(layers) > 1 for layer in layers]
 
 
@@ -115,6 +121,8 @@ def root_of(model: nn.Module) -> nn.Module:
             model = unwrapped(model)
         elif getattr(model, "base_model_prefix", None) is not None:  # a transformers model says itself what it is
             return model
+        elif isinstance(inner[0] if len(inner) == 1 else None, nn.ModuleList | nn.ModuleDict) and uses_of(model):
+            return model  # a list is called by the class around it
         elif len(inner) == 1 and not any(True for _ in model.parameters(recurse=False)):
             model = inner[0]
         else:
@@ -150,14 +158,18 @@ def _named(model: nn.Module, read: set[int], only: re.Pattern[str] | None = None
             continue  # Funnel's query, key and value are called so
         if above and type(model.get_submodule(above)).__name__ == "MlpExtractor":
             continue  # stable-baselines3's hidden layers, read by its own action_net and value_net
-        parts = list(module) if isinstance(module, nn.ModuleList) else [module]
+        parts = list(module.children()) if isinstance(module, nn.ModuleList | nn.ModuleDict) else [module]
         layers = [layer for part in parts for layer in list(layers_in(part))[-1:]]
         found += [layer for layer in layers if always or id(layer) not in read]
     return found
 
 
-def _ends(module: nn.Module, seen: set[int], read: set[int]) -> list[nn.Module]:
-    """The layers inside whose output leaves the module and is read by no other matrix; those that are go to `read`."""
+def _ends(module: nn.Module, seen: set[int], read: set[int], root: bool = False) -> list[nn.Module]:
+    """The layers inside whose output leaves the module and is read by no other matrix; those that are go to `read`.
+
+    In the model itself (`root`) a layer that is added to the input as it came predicts a difference (the noise of an
+    image, the next state): that is an output. Deeper down it writes into a residual stream.
+    """
     if id(module) in seen:
         return []
     seen.add(id(module))
@@ -173,24 +185,30 @@ def _ends(module: nn.Module, seen: set[int], read: set[int]) -> list[nn.Module]:
     if isinstance(module, nn.ModuleList | nn.ModuleDict):
         return _apart(dict(module.named_children()), seen, read)
     uses = uses_of(module)
-    if uses is None:
-        return []
+    if uses is None or not uses.called:
+        return _apart(dict(module.named_children()), seen, read) if _has_no_forward(module) else []
     found: list[nn.Module] = []
     solids = {path for path in uses.called if any(has_matrices(m) for m in at(module, path))}
-    consumed = {a for a, b in uses.feeds if b in solids and a != b and not _inside(a, b)}
-    for path in sorted(consumed | uses.added):
+    consumed = {a for a, b in uses.feeds if (b in solids or b.startswith("<")) and a != b and not _inside(a, b)}
+    added = uses.added - uses.corrects if root else uses.added
+    for path in sorted(consumed | added):
         _mark(at(module, path), read)
-    for path in sorted(solids - consumed - uses.added):
-        if uses.leaves and path not in uses.leaves:
+    for path in sorted(solids - consumed - added):
+        if uses.leaves and path not in uses.leaves | uses.outside:
             continue
-        chosen = at(module, path)
-        if (path, path) in uses.feeds:  # a chain: only its last element's output leaves
-            chosen = chosen[-1:]
-        for child in chosen:
-            found += _ends(child, seen, read)
+        chain = at(module, path)
+        for i, child in enumerate(chain):
+            ends = _ends(child, seen, read)
+            if (path, path) in uses.feeds and i < len(chain) - 1:  # the next element reads it, if it fits
+                ends = [layer for layer in ends if not _fits(layer, chain[i + 1])]
+            found += ends
     called = {path.split(".")[0] for path in uses.called}
     apart = {n: c for n, c in module.named_children() if n not in called and _AGENT.search(n)}
     return found + _apart(apart, seen, read)
+
+
+def _has_no_forward(module: nn.Module) -> bool:
+    return type(module).forward is nn.Module.forward
 
 
 def _mark(modules: list[nn.Module], read: set[int]) -> None:
@@ -212,6 +230,23 @@ def _apart(children: dict[str, nn.Module], seen: set[int], read: set[int]) -> li
             if _AGENT.search(name) or not any(w == width for n, w in widths.items() if n != name):
                 found.append(layer)
     return found
+
+
+def _fits(layer: nn.Module, reader: nn.Module) -> bool:
+    """Whether a module could read this layer's output by its size, flattened, joined to its like or cut."""
+    made, taken = _output_width(layer), _input_width(reader)
+    return made is None or taken is None or made % taken == 0 or taken % made == 0
+
+
+def keeps_width(block: nn.Module, layer: nn.Module | None = None) -> bool:
+    """Whether this last layer of a block makes vectors as wide as the block takes, as the middle of a network does.
+
+    >>> keeps_width(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))), keeps_width(nn.Linear(4, 3))
+    (True, False)
+    """
+    last = layer if layer is not None else list(layers_in(block))[-1]
+    made, taken = _output_width(last), _input_width(block)
+    return made is None or taken is None or made == taken
 
 
 def _narrows(layer: nn.Module) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from typing import TypeGuard
 
 from torch import nn
 
@@ -24,9 +25,9 @@ _ATTENTION_ROLES = (
     ),
 )
 _MLP_ROLES = (
-    ("mlp-out", {"down", "fc2", "c_proj", "wo", "lin2", "linear2", "w2", "out_proj", "dense2"}),
+    ("mlp-out", {"down", "fc_out", "fc2", "c_proj", "wo", "lin2", "linear2", "w2", "out_proj", "dense2"}),
     ("mlp-gate", {"gate", "wi_0", "w1", "linear_gate", "fc1_g"}),
-    ("mlp-in", {"up", "fc1", "fc1_x", "wi", "wi_1", "lin1", "linear1", "w3", "in_proj", "dense", "dense1"}),
+    ("mlp-in", {"up", "fc_in", "fc1", "fc1_x", "wi", "wi_1", "lin1", "linear1", "w3", "in_proj", "dense", "dense1"}),
 )
 
 # Names that mean one thing wherever they stand; the others need an attention or MLP module above them.
@@ -35,9 +36,9 @@ _ANYWHERE = {
     **dict.fromkeys(("k_proj", "key", "to_k", "wk", "k_lin", "k_proj_weight"), "key"),
     **dict.fromkeys(("v_proj", "value", "to_v", "wv", "v_lin", "v_proj_weight"), "value"),
     **dict.fromkeys(("o_proj", "out_lin"), "attention-output"),
-    **dict.fromkeys(("up_proj", "c_fc", "dense_h_to_4h", "fc_in"), "mlp-in"),
+    **dict.fromkeys(("up_proj", "c_fc", "dense_h_to_4h"), "mlp-in"),
     "gate_proj": "mlp-gate",
-    **dict.fromkeys(("down_proj", "dense_4h_to_h", "fc_out"), "mlp-out"),
+    **dict.fromkeys(("down_proj", "dense_4h_to_h"), "mlp-out"),
 }
 
 _ATTENTION = re.compile(r"att(n|ention)|^mha$", re.IGNORECASE)
@@ -46,6 +47,7 @@ _MLP = re.compile(
 )
 _ROUTER = re.compile(r"router|topk.*gate|gating$", re.IGNORECASE)
 _ROUTER_NAME = re.compile(r"(^|_)router(_|$)|^shared_expert_gate$")
+_GATE = re.compile(r"gates?|wg|gat(e|ing)_(network|layer|net)|gating|selector")
 _ADAPTERS = ("lora_", "ia3_", "hada_", "vera_", "oft_", "boft_")
 
 
@@ -121,30 +123,51 @@ def is_router(place: Location) -> bool:
         return True
     if any(_ROUTER.search(type(m).__name__) and not _holds_experts(m) for m in place.modules):
         return True
-    if not place.names or len(place.modules) < 2:
+    steps = zip(place.names, place.modules, place.modules[1:], strict=False)
+    return any(_scores_experts(name, parent, child) for name, parent, child in steps)
+
+
+def _scores_experts(name: str, parent: nn.Module, child: nn.Module) -> bool:
+    """Whether this child of a module chooses among its experts, or among as many branches as the child has outputs."""
+    if not parent._modules or _is_list(parent) or any(_holds_experts(m) for m in child.modules()):
         return False
-    leaf, parent = place.names[-1], place.modules[-2]
-    if _chooses_among(place.owner, parent):
-        uses = uses_of(parent)
-        if uses is not None and leaf in uses.scores:
-            return True  # whatever the branches are called: there are as many scores as branches
-    if not _holds_experts(parent):
-        return False
-    if leaf in ("gate", "wg", "gate_network"):
+    beside = _holds_experts(parent)
+    if beside and not _is_experts(name) and _GATE.fullmatch(name):
         return True
+    if _is_experts(name) or not (beside or _chooses_among(child, parent)):
+        return False
     uses = uses_of(parent)
-    return uses is not None and leaf in uses.scores
+    path = f"{name}.*" if _is_list(child) else name
+    if not beside and (uses is None or path in uses.returns):
+        return False  # probabilities that leave are an output, however many branches there are
+    return (uses is not None and path in uses.scores) or (not _is_list(child) and _ends_in_scores(child))
+
+
+def _ends_in_scores(module: nn.Module) -> bool:
+    """Whether the module itself turns what it returns into scores."""
+    if isinstance(module, nn.Sequential):
+        return len(module) > 0 and isinstance(module[-1], nn.Softmax | nn.Sigmoid | nn.LogSoftmax)
+    uses = uses_of(module) if module._modules else None
+    return uses is not None and bool(uses.scores & uses.returns)
 
 
 def _chooses_among(layer: nn.Module, parent: nn.Module) -> bool:
     """Whether the layer has one output per element of a list of like modules beside it."""
-    width = getattr(layer, "out_features", None)
-    lists = [m for m in parent._modules.values() if isinstance(m, nn.ModuleList | nn.ModuleDict)]
-    return any(len(m) == width and width > 1 and len({type(c) for c in m.children()}) == 1 for m in lists)
+    widths = [m.out_features for m in layer.modules() if isinstance(m, nn.Linear)]
+    lists = [m for m in parent._modules.values() if _is_list(m) and m is not layer]
+    return any(len(m) == widths[-1] > 1 and len({type(c) for c in m.children()}) == 1 for m in lists if widths)
+
+
+def _is_list(module: nn.Module | None) -> TypeGuard[nn.ModuleList | nn.ModuleDict]:
+    return isinstance(module, nn.ModuleList | nn.ModuleDict)
+
+
+def _is_experts(name: str) -> bool:
+    return "expert" in name
 
 
 def _holds_experts(module: nn.Module) -> bool:
-    return any("expert" in name for name in module._modules)
+    return any(map(_is_experts, module._modules))
 
 
 def _context(above: Sequence[str]) -> str:

@@ -1,66 +1,32 @@
 """Running the methods of one class on stand-ins for tensors, to see what becomes of its submodules' outputs.
 
-`Reader` walks the syntax tree; a `Value` says of one expression which submodules' outputs it holds. Assignments,
-branches (both), loops (twice), calls of the class's own methods and `super()` are followed; any other function is
-assumed to mix its arguments.
+`Reader` walks the syntax tree: assignments, branches (both), loops (twice), calls of the class's own methods and
+`super()` are followed. What an expression holds is in `expressions`.
 """
 
 from __future__ import annotations
 
 import ast
 from dataclasses import replace
-from typing import Any
 
-from torch import nn
+from rekindle.consumers.expressions import SPLITS, Expressions
+from rekindle.consumers.values import EMPTY, INPUT, OWN, Cut, Split, Uses, Value, has_matrices
 
-from rekindle.consumers.values import EMPTY, INPUT, OWN, Cut, Split, Uses, Value, at, has_matrices
-
-_SPLITS = {"chunk", "split", "unbind", "tensor_split", "split_with_sizes", "hsplit", "dsplit"}
-_VIEWS = {"view", "reshape", "unflatten", "rearrange", "permute", "unfold"}
-_SCORES = {"softmax", "log_softmax", "topk", "sigmoid", "argmax", "logsigmoid", "one_hot", "gumbel_softmax"}
-_JOINS = {"cat", "concat", "concatenate", "hstack"}
-_MIXES = {"matmul", "bmm", "einsum", "scaled_dot_product_attention", "baddbmm", "gather", "embedding", "mm", "outer"}
-_NUMBERS = {
-    "shape",
-    "dtype",
-    "device",
-    "ndim",
-    "is_cuda",
-    "requires_grad",
-    "training",
-    "size",
-    "dim",
-    "numel",
-    "ndimension",
-}
-_WEIGHTED = {"linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d"}
 _DEPTH, _STEPS = 6, 20_000
-_NONE: frozenset[Any] = frozenset()
 
 
 class TooLong(Exception):
     """The methods are longer than is worth reading."""
 
 
-class Reader:
+class Reader(Expressions):
     """Runs the methods of one class on `Value`s instead of tensors."""
-
-    def __init__(self, module: nn.Module, methods: dict[str, list[ast.FunctionDef]]) -> None:
-        self.module, self.methods = module, methods
-        self.uses = Uses()
-        self.cuts: dict[Any, Cut] = {}
-        self.given: dict[str, frozenset[int]] = {}
-        self.inputs: set[int] = set()
-        self.attributes: dict[str, Value] = {}
-        self.reached: set[str] = set()
-        self.next, self.steps = 0, 0
-        self.stack: list[tuple[str, int]] = []
-        self.plain: dict[str, bool] = {}
 
     def run(self) -> None:
         """Read `forward`, then other methods that call submodules which it does not."""
         if "forward" in self.methods:
             self._enter("forward")
+        called, feeds = set(self.uses.called), set(self.uses.feeds)
         for name, definitions in self.methods.items():
             if name.startswith("__") or name in self.reached:
                 continue
@@ -71,6 +37,10 @@ class Reader:
             }
             if missing and any(isinstance(n, ast.Attribute) and n.attr in missing for n in ast.walk(definitions[0])):
                 self._enter(name)
+        if "forward" in self.methods:
+            # A generator's images leave by `forward`, whatever a training step has a discriminator say of them.
+            self.uses.outside = self.uses.called - called
+            self.uses.feeds = {(a, b) for a, b in self.uses.feeds if (a, b) in feeds or a not in self.uses.leaves}
 
     def _enter(self, name: str) -> None:
         node = self.methods[name][0]
@@ -88,6 +58,8 @@ class Reader:
 
     def finish(self) -> Uses:
         """What was found."""
+        if self.uses.leaves:  # what is kept on the module is for others to read
+            self.uses.leaves |= frozenset().union(*(self._flat(v).near for v in self.attributes.values()))
         for cut in self.cuts.values():
             if cut.harmless:
                 continue
@@ -101,49 +73,6 @@ class Reader:
                     self.uses.splits.setdefault(path, how)
         self.uses.feeds = {(a, b) for a, b in self.uses.feeds if a != INPUT}
         return self.uses
-
-    # Values
-
-    def _fresh(self, *sources: Value, **known: Any) -> Value:
-        """A new value computed from these."""
-        self.next += 1
-        me = frozenset({self.next})
-        value = Value(
-            ids=me,
-            ancestors=me.union(*(s.ancestors for s in sources)),
-            near=_NONE.union(*(s.near for s in sources)),
-            taint=_NONE.union(*(s.taint for s in sources)),
-            parts=_NONE.union(*(s.parts for s in sources)),
-        )
-        return replace(value, **known)
-
-    @staticmethod
-    def _merged(*values: Value) -> Value:
-        """One of these, it is not known which."""
-        present = [v for v in values if v != EMPTY]
-        if len(present) < 2:
-            return present[0] if present else EMPTY
-        first = present[0]
-        items = None
-        if all(v.items is not None and len(v.items) == len(first.items or ()) for v in present):
-            items = tuple(Reader._merged(*each) for each in zip(*(v.items or () for v in present), strict=True))
-        sets = {
-            name: _NONE.union(*(getattr(v, name) for v in present))
-            for name in ("ids", "ancestors", "direct", "near", "taint", "parts")
-        }
-        return Value(
-            **sets,  # type: ignore[arg-type]
-            viewed=any(v.viewed for v in present),
-            split=next((v.split for v in present if v.split is not None), None),
-            module=next((v.module for v in present if v.module is not None), None),
-            items=items,
-        )
-
-    def _flat(self, value: Value) -> Value:
-        """A tuple or list as one value."""
-        if not value.items:
-            return value
-        return replace(self._merged(value, *(self._flat(v) for v in value.items)), module=None, items=None)
 
     # Statements
 
@@ -175,7 +104,7 @@ class Reader:
         if isinstance(node, ast.Assign):
             value = self._value(node.value, scope)
             for target in node.targets:
-                if isinstance(target, ast.Tuple) and value.items is None and self._gives_several(node.value):
+                if isinstance(target, ast.Tuple) and value.items is None and self._gives_several(node.value, scope):
                     each = Value(items=(value,) * len(target.elts))  # one value per name: nothing is cut
                     self._assign(target, each, scope)
                     continue
@@ -183,7 +112,8 @@ class Reader:
         elif isinstance(node, ast.AnnAssign) and node.value is not None:
             self._assign(node.target, self._value(node.value, scope), scope)
         elif isinstance(node, ast.AugAssign):
-            now, other = self._value(node.target, scope), self._value(node.value, scope)
+            whole = node.target.value if isinstance(node.target, ast.Subscript) else node.target  # written, not cut
+            now, other = self._value(whole, scope), self._value(node.value, scope)
             self._assign(node.target, self._combine(now, other, isinstance(node.op, ast.Add | ast.Sub)), scope)
         elif isinstance(node, ast.Return):
             if node.value is not None:
@@ -197,8 +127,12 @@ class Reader:
                 scope[name] = self._merged(branches[0].get(name, EMPTY), branches[1].get(name, EMPTY))
         elif isinstance(node, ast.For):
             for _ in range(2):  # twice: what the body makes is what it reads the next time
-                self._assign(node.target, self._element(self._value(node.iter, scope)), scope)
-                self._body(node.body, scope, returned)
+                elements = self._elements(self._value(node.iter, scope))
+                for element in elements:
+                    self._assign(node.target, element, scope)
+                    self._body(node.body, scope, returned)
+                if len(elements) > 1:
+                    break
             self._body(node.orelse, scope, returned)
         elif isinstance(node, ast.While):
             for _ in range(2):
@@ -213,15 +147,36 @@ class Reader:
             self._body(node.finalbody, scope, returned)
         elif isinstance(node, ast.Expr):
             self._value(node.value, scope)
+            self._mutate(node.value, scope)
 
-    def _gives_several(self, node: ast.expr) -> bool:
+    def _mutate(self, node: ast.expr, scope: dict[str, Value]) -> None:
+        """A method whose result nobody takes changes its receiver: `outputs.append(x)`, `sums.index_add_(0, i, x)`."""
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+            return
+        holder = node.func.value
+        while isinstance(holder, ast.Subscript):
+            holder = holder.value
+        held = self._value(holder, scope)
+        if held.module is not None or not isinstance(holder, ast.Name | ast.Attribute):
+            return
+        given = [self._flat(v) for v in self.arguments.get(id(node), ())]
+        changed = self._merged(held, *(v for v in given if v.taint))
+        if node.func.attr.endswith("_"):
+            changed = self._fresh(changed)
+        self._assign(holder, changed, scope)
+
+    def _gives_several(self, node: ast.expr, scope: dict[str, Value]) -> bool:
         """Whether an expression makes several values itself: a comprehension, a call of an own method or submodule."""
         if isinstance(node, ast.GeneratorExp | ast.ListComp):
             return True
         called = node.func if isinstance(node, ast.Call) else None
-        if not isinstance(called, ast.Attribute) or called.attr in _SPLITS:
+        if isinstance(called, ast.Name):
+            return self._value(called, scope).module is not None
+        if not isinstance(called, ast.Attribute) or called.attr in SPLITS:
             return False
-        return called.attr in self.methods or (isinstance(called.value, ast.Name) and called.value.id == "self")
+        return called.attr in self.methods or (
+            isinstance(called.value, ast.Name) and self._value(called.value, scope).module == ""
+        )
 
     def _assign(self, target: ast.expr, value: Value, scope: dict[str, Value]) -> None:
         if isinstance(target, ast.Name):
@@ -255,315 +210,3 @@ class Reader:
         elif isinstance(target, ast.Subscript) and isinstance(target.value, ast.Name):
             held = scope.get(target.value.id, EMPTY)
             scope[target.value.id] = self._merged(held, self._fresh(held, self._flat(value)))
-
-    def _element(self, value: Value) -> Value:
-        """What iterating gives."""
-        if value.module is not None:
-            return Value(module=f"{value.module}.*".lstrip("."))
-        if value.items:
-            return self._merged(*value.items)
-        return self._part(value, "each") if value.split is not None else value
-
-    def _part(self, value: Value, index: str) -> Value:
-        if value.split is None:
-            return value
-        cut = self.cuts[value.split]
-        cut.parts.add(index)
-        return self._fresh(value, parts=value.parts | {(value.split, index)}, viewed=value.viewed)
-
-    # Expressions
-
-    def _value(self, node: ast.expr | None, scope: dict[str, Value]) -> Value:
-        if node is None or isinstance(node, ast.Constant | ast.Compare | ast.JoinedStr | ast.Lambda):
-            return EMPTY
-        if isinstance(node, ast.Name):
-            return scope.get(node.id, EMPTY)
-        if isinstance(node, ast.Attribute):
-            return self._attribute(node, scope)
-        if isinstance(node, ast.Call):
-            return self._call(node, scope)
-        if isinstance(node, ast.Subscript):
-            return self._subscript(node, scope)
-        if isinstance(node, ast.BinOp):
-            left, right = self._value(node.left, scope), self._value(node.right, scope)
-            if left.items is not None and right.items is not None:
-                return Value(items=left.items + right.items)
-            if left.items is not None or right.items is not None:
-                return self._fresh(self._flat(left), self._flat(right))  # (loss,) + outputs joins tuples
-            if isinstance(node.op, ast.Add) and any(_is_outputs(side) for side in (node.left, node.right)):
-                return self._fresh(left, right)  # decoder_outputs + encoder_outputs joins tuples too
-            if isinstance(node.op, ast.MatMult):
-                return self._fresh(self._flat(left), self._flat(right))
-            return self._combine(left, right, isinstance(node.op, ast.Add | ast.Sub))
-        if isinstance(node, ast.UnaryOp):
-            return self._value(node.operand, scope)
-        if isinstance(node, ast.Tuple | ast.List):
-            return Value(items=tuple(self._value(e, scope) for e in node.elts))
-        if isinstance(node, ast.IfExp):
-            return self._merged(self._value(node.body, scope), self._value(node.orelse, scope))
-        if isinstance(node, ast.BoolOp):
-            return self._merged(*(self._value(v, scope) for v in node.values))
-        if isinstance(node, ast.Starred | ast.Await | ast.NamedExpr):
-            value = self._value(node.value, scope)
-            if isinstance(node, ast.NamedExpr):
-                self._assign(node.target, value, scope)
-            return value
-        if isinstance(node, ast.ListComp | ast.GeneratorExp | ast.SetComp | ast.DictComp):
-            inner = dict(scope)
-            for generator in node.generators:
-                self._assign(generator.target, self._element(self._value(generator.iter, inner)), inner)
-            return self._value(node.value if isinstance(node, ast.DictComp) else node.elt, inner)
-        if isinstance(node, ast.Dict):
-            return self._merged(*(self._flat(self._value(v, scope)) for v in node.values))
-        return self._merged(*(self._value(c, scope) for c in ast.iter_child_nodes(node) if isinstance(c, ast.expr)))
-
-    def _attribute(self, node: ast.Attribute, scope: dict[str, Value]) -> Value:
-        value = self._value(node.value, scope)
-        if value.module is None:
-            return EMPTY if node.attr in _NUMBERS else value
-        path = f"{value.module}.{node.attr}".lstrip(".")
-        if at(self.module, path):
-            return Value(module=path)
-        holders = at(self.module, value.module)
-        if holders and holders[0]._parameters.get(node.attr) is not None:
-            source = frozenset({value.module or (OWN if node.attr == "weight" else f"<{node.attr}>")})
-            return self._fresh(direct=source, weight=True)
-        if value.module == "":
-            known = self.attributes.get(node.attr, EMPTY)
-            return replace(known, method=node.attr) if node.attr in self.methods else known
-        return value if node.attr in ("forward", "__call__", "modules", "children", "values", "items") else EMPTY
-
-    def _subscript(self, node: ast.Subscript, scope: dict[str, Value]) -> Value:
-        value = self._value(node.value, scope)
-        if value.module is not None:
-            if isinstance(node.slice, ast.Slice):
-                return value
-            return Value(module=f"{value.module}.*".lstrip("."))
-        index = node.slice
-        if value.items is not None:
-            if (
-                isinstance(index, ast.Constant)
-                and isinstance(index.value, int)
-                and -len(value.items) <= index.value < len(value.items)
-            ):
-                return value.items[index.value]
-            return self._flat(value)
-        if value.split is not None:
-            return self._part(value, ast.unparse(index))
-        if not value.direct or not self._on_features(index, value.viewed):
-            return value
-        key = ("slice", value.direct, value.viewed)
-        cut = self.cuts.setdefault(key, Cut(value.direct, "slices", sliced=True))
-        text = ast.unparse(index)
-        cut.parts.add(text)
-        part = self._fresh(value, parts=value.parts | {(key, text)}, viewed=value.viewed)
-        # x[:, :n] may cut tokens as well: then it is still the whole output.
-        return part if "..." in text else replace(part, direct=value.direct)
-
-    @staticmethod
-    def _on_features(index: ast.expr, viewed: bool) -> bool:
-        """Whether an index cuts the last axis (or, of a reshaped value, any axis) rather than samples or tokens."""
-        parts = index.elts if isinstance(index, ast.Tuple) else [index]
-        last = parts[-1]
-        bounded = isinstance(last, ast.Slice) and (last.lower is not None or last.upper is not None)
-        if viewed and any(isinstance(p, ast.Constant) and type(p.value) is int for p in parts):
-            return True
-        dots = any(isinstance(p, ast.Constant) and p.value is Ellipsis for p in parts)
-        return bounded and (dots or len(parts) > 1)
-
-    def _combine(self, left: Value, right: Value, adds: bool) -> Value:
-        left, right = self._flat(left), self._flat(right)
-        sides = (left, right)
-        if not left.taint or not right.taint:
-            tensor = left if left.taint else right
-            return replace(tensor, module=None, split=None) if tensor.taint else self._fresh(left, right)
-        direct: frozenset[str] = _NONE
-        ids: frozenset[int] = _NONE
-        if adds:
-            residual = False
-            for one, other in (sides, sides[::-1]):
-                for path in one.near - {INPUT}:
-                    if other.ids & self.given.get(path, _NONE) or other.ids & self.inputs:
-                        self.uses.added.add(path)
-                        residual = True
-            direct = _NONE if residual else left.direct | right.direct
-            ids = left.ids | right.ids
-        value = self._fresh(left, right)
-        return replace(value, direct=direct - {INPUT}, ids=value.ids | ids)
-
-    # Calls
-
-    def _call(self, node: ast.Call, scope: dict[str, Value]) -> Value:
-        arguments = [self._value(a, scope) for a in node.args]
-        keywords = {k.arg or "**": self._value(k.value, scope) for k in node.keywords}
-        given = [*arguments, *keywords.values()]
-        function = node.func
-        name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
-        if isinstance(function, ast.Attribute):
-            holder = function.value
-            parent = isinstance(holder, ast.Call) and getattr(holder.func, "id", "") == "super"
-            receiver = EMPTY if parent else self._value(holder, scope)
-            if parent or (receiver.module == "" and name in self.methods and not at(self.module, name)):
-                level = self.stack[-1][1] + 1 if parent and self.stack and self.stack[-1][0] == name else 0
-                return self._method(name, level, arguments, keywords)
-            if receiver.module is not None and name in ("forward", "__call__"):
-                return self._module_call(receiver.module, given)
-            if receiver.module is not None and name in ("values", "items", "children", "modules", "named_children"):
-                held = Value(module=f"{receiver.module}.*".lstrip("."))
-                return Value(items=(EMPTY, held)) if name in ("items", "named_children") else held
-            target = self._value(function, scope)
-            if target.module:
-                return self._module_call(target.module, given)
-            if receiver.taint or receiver.direct:
-                return self._operation(name, [receiver, *arguments], node, keywords, method=True)
-            return self._operation(name, arguments, node, keywords, method=False)
-        held = self._value(function, scope)
-        if held.module:
-            return self._module_call(held.module, given)
-        if name in ("enumerate", "zip", "reversed", "list", "tuple", "sorted", "iter"):
-            return self._iterated(name, arguments)
-        return self._operation(
-            name, arguments, node, keywords, method=False, foreign=name not in _SPLITS | _JOINS | _VIEWS
-        )
-
-    def _iterated(self, name: str, arguments: list[Value]) -> Value:
-        if name in ("reversed", "list", "tuple", "sorted", "iter"):
-            return arguments[0] if arguments else EMPTY
-        each = tuple(self._element(a) for a in arguments)
-        pair = (EMPTY, *each) if name == "enumerate" else each
-        return Value(items=(Value(items=pair),))  # iterating gives this one element
-
-    def _method(self, name: str, level: int, arguments: list[Value], keywords: dict[str, Value]) -> Value:
-        definitions = self.methods.get(name, [])
-        if level >= len(definitions):
-            return self._fresh(*map(self._flat, [*arguments, *keywords.values()]))
-        node = definitions[level]
-        static = any(isinstance(d, ast.Name) and d.id == "staticmethod" for d in node.decorator_list)
-        names = [a.arg for a in [*node.args.posonlyargs, *node.args.args]][0 if static else 1 :]
-        bound = dict(zip(names, arguments, strict=False))
-        bound |= {k: v for k, v in keywords.items() if k != "**"}
-        if node.args.vararg is not None:
-            bound[node.args.vararg.arg] = Value(items=tuple(arguments[len(names) :]))
-        return self._inline(name, level, bound, static)
-
-    def _module_call(self, path: str, given: list[Value]) -> Value:
-        self.uses.called.add(path)
-        flat = [self._flat(v) for v in given]
-        tensors = [v for v in flat if v.taint]
-        for value in tensors:
-            self.uses.feeds |= {(source, path) for source in value.taint}
-            if len(tensors) == 1:
-                self.uses.passes |= {(source, path) for source in value.direct}
-        if path not in self.plain:
-            self.plain[path] = not any(has_matrices(m) for m in at(self.module, path))
-        if self.plain[path]:
-            if len(tensors) == 1:
-                return replace(tensors[0], split=None, module=None, items=None)
-            if len(tensors) > 1:
-                value = tensors[0]
-                for other in tensors[1:]:
-                    value = self._combine(value, other, adds=True)
-                return replace(value, direct=_NONE)
-        here = frozenset({path})
-        value = self._fresh(*tensors, direct=here, near=here)
-        self.given[path] = self.given.get(path, _NONE).union(*(v.ancestors for v in tensors))
-        return replace(value, taint=value.taint | here, parts=_NONE)
-
-    def _operation(
-        self,
-        name: str,
-        arguments: list[Value],
-        node: ast.Call,
-        keywords: dict[str, Value],
-        *,
-        method: bool,
-        foreign: bool = False,
-    ) -> Value:
-        """A tensor method, a torch function, or a function that is not known (`foreign`)."""
-        name = name.rstrip("_")
-        if (method and name in _NUMBERS) or name.startswith("new_") or name.endswith("_like"):
-            return EMPTY
-        bound = next((v.method for v in arguments if v.method), None)
-        if bound is not None:  # and so does apply_chunking_to_forward(self.feed_forward_chunk, …, x)
-            return self._method(bound, 0, [v for v in arguments if v.taint], keywords)
-        held = next((v.module for v in [*arguments, *keywords.values()] if v.module and not v.taint), None)
-        if held is not None:  # checkpoint(self.block, x) calls what it is given
-            return self._module_call(held, [v for v in [*arguments, *keywords.values()] if not v.module])
-        if name in _JOINS and arguments:
-            self._join(arguments[0])
-        values = [self._flat(v) for v in [*arguments, *keywords.values()]]
-        if name in _WEIGHTED and not method:
-            weight = next((v for v in values[1:] if v.weight and v.direct), None)
-            if weight is not None and not next(iter(weight.direct)).startswith("<"):
-                return self._module_call(next(iter(weight.direct)), values[:1])
-        tensors = [v for v in values if v.taint or v.direct]
-        if not tensors:
-            return self._fresh(*values) if values else EMPTY
-        first = tensors[0]
-        if name in _SCORES:
-            self.uses.scores |= first.direct - {INPUT}
-        if name in _SPLITS or name == "glu":
-            return self._cut(name, first, node, method)
-        if name in _VIEWS and first.weight and OWN in first.direct and name != "permute":
-            self.cuts.setdefault(("own", name), Cut(frozenset({OWN}), f"{name} of its weight"))
-        if name in _VIEWS:
-            return replace(first, viewed=True, split=None)
-        if name in ("add", "sub"):
-            return self._combine(first, tensors[1], True) if len(tensors) > 1 else first
-        if len(tensors) == 1 and name not in _MIXES:  # of a function that is not known: soft_cap(x, 15.0)
-            return replace(first, split=None, items=None)
-        return self._fresh(*values)
-
-    def _cut(self, name: str, value: Value, node: ast.Call, method: bool) -> Value:
-        position = 1 if method else 2
-        given = next((k.value for k in node.keywords if k.arg in ("dim", "axis")), None)
-        if name == "unbind":
-            position -= 1
-        if given is None and len(node.args) > position:
-            given = node.args[position]
-        dim: int | None = -1 if name == "glu" else 0
-        if given is not None:
-            dim = _integer(given)
-        size = node.args[position - 1] if len(node.args) > position - 1 and name not in ("unbind", "glu") else None
-        single = name == "split" and size is not None and _integer(size) == 1
-        # Sizes that come from data (`lengths.tolist()`) are sequences of one batch.
-        single = single or any(
-            isinstance(n, ast.ListComp) or (isinstance(n, ast.Attribute) and n.attr == "tolist")
-            for n in ast.walk(size or ast.Constant(0))
-        )
-        if not value.direct or single or (dim == 0 and not value.viewed and not value.weight):
-            return value
-        count = _integer(size) if name == "chunk" and size is not None else None
-        if name.startswith("split") and isinstance(size, ast.List | ast.Tuple):
-            count = len(size.elts)
-        key = (name, node.lineno, node.col_offset, value.direct)
-        equal = count if name == "chunk" and dim == -1 and not value.viewed and not value.weight else None
-        self.cuts.setdefault(key, Cut(value.direct, name, count, equal))
-        return replace(self._fresh(value), split=key, viewed=value.viewed)
-
-    def _join(self, sequence: Value) -> None:
-        """Parts of one cut that are concatenated again are one vector after all (a partial rotary embedding)."""
-        if sequence.items is None:
-            if sequence.split is not None:
-                cut = self.cuts[sequence.split]
-                cut.joined |= cut.parts
-            return
-        held = [{key: {i for k, i in item.parts if k == key} for key, _ in item.parts} for item in sequence.items]
-        for key in {key for each in held for key in each}:
-            apart = [each[key] for each in held if key in each]
-            if len(apart) > 1 and all(len(a) == 1 for a in apart):
-                self.cuts[key].joined |= set().union(*apart)
-
-
-def _is_outputs(node: ast.expr) -> bool:
-    """Whether an expression is what a model calls its outputs, a tuple, or a slice of it."""
-    while isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Slice):
-        node = node.value
-    return isinstance(node, ast.Name) and node.id.endswith("outputs")
-
-
-def _integer(node: ast.expr) -> int | None:
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        value = _integer(node.operand)
-        return None if value is None else -value
-    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, int) else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
@@ -89,7 +90,7 @@ def _is_matrix(parameter: nn.Parameter) -> bool:
 
 
 def at(module: nn.Module, path: str) -> list[nn.Module]:
-    """The modules that a path means, every element for a `*`.
+    """The modules that a path means, every element for a `*`, every name that fits for `head_*`.
 
     >>> net = nn.ModuleDict({"a": nn.Sequential(nn.ReLU(), nn.Tanh())})
     >>> [type(m).__name__ for m in at(net, "a.*")]
@@ -97,8 +98,8 @@ def at(module: nn.Module, path: str) -> list[nn.Module]:
     """
     found = [module]
     for name in filter(None, path.split(".")):
-        if name == "*":
-            found = [child for m in found for child in m.children()]
+        if "*" in name:
+            found = [child for m in found for key, child in m.named_children() if fnmatchcase(key, name)]
         else:
             found = [child for m in found if (child := m._modules.get(name)) is not None]
     return found
@@ -126,7 +127,8 @@ class Uses:
 
     `splits` and `splits_input`: what is cut into parts that do not come together again. `feeds`: (a, b) where b reads
     something computed from a; `passes`: the same with nothing but elementwise functions and reshapes between.
-    `added`: a is added to what it was computed from (a residual connection). `scores`: a's output is turned into
+    `added`: a is added to what it was computed from (a residual connection), `corrects`: to the class's input as it
+    came. `outside`: what only methods that `forward` does not reach call. `scores`: a's output is turned into
     scores (softmax, top-k). `returns`: a's output leaves, unchanged in kind; `leaves`: something computed from it and
     from no later matrix leaves. `own` says how the class cuts its own weight.
     """
@@ -137,6 +139,8 @@ class Uses:
     feeds: set[tuple[str, str]] = field(default_factory=set)
     passes: set[tuple[str, str]] = field(default_factory=set)
     added: set[str] = field(default_factory=set)
+    corrects: set[str] = field(default_factory=set)
+    outside: set[str] = field(default_factory=set)
     scores: set[str] = field(default_factory=set)
     returns: set[str] = field(default_factory=set)
     leaves: set[str] = field(default_factory=set)
@@ -152,7 +156,8 @@ class Value:
 
     `ids` are the values that it is or has as addends, `ancestors` all values it was computed from; `direct` the
     submodules whose output it still is, element by element; `near` those from whose output it was computed without
-    another matrix between; `taint` all of them. `parts` are (split, index) pairs; `split` is a sequence of parts.
+    another matrix between; `taint` all of them. `viewed`: reshaped, `turned`: its axes are in another order. `parts`
+    are (split, index) pairs; `split` is a sequence of parts.
     """
 
     ids: frozenset[int] = _NONE
@@ -162,6 +167,7 @@ class Value:
     taint: frozenset[str] = _NONE
     parts: frozenset[tuple[Any, str]] = _NONE
     viewed: bool = False
+    turned: bool = False
     split: Any = None
     module: str | None = None
     weight: bool = False

@@ -1,0 +1,499 @@
+"""What one expression of a class's source holds: a `Value`, which submodules' outputs it was made of.
+
+Calls of submodules and of the class's own methods are followed; any other function is assumed to mix its arguments.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from rekindle.consumers.values import EMPTY, INPUT, OWN, Cut, Uses, Value, at, has_matrices
+
+SPLITS = {"chunk", "split", "unbind", "tensor_split", "split_with_sizes", "hsplit", "dsplit"}
+_VIEWS = {"view", "reshape", "unflatten", "rearrange", "permute", "unfold"}
+_SCORES = {"softmax", "log_softmax", "topk", "sigmoid", "argmax", "logsigmoid", "one_hot", "gumbel_softmax"}
+_TURNS = {"transpose", "movedim", "moveaxis", "swapaxes", "swapdims"}
+_TAKES = {"narrow", "narrow_copy", "index_select"}
+_JOINS = {"cat", "concat", "concatenate", "hstack"}
+_MIXES = {"matmul", "bmm", "einsum", "scaled_dot_product_attention", "baddbmm", "gather", "embedding", "mm", "outer"}
+_NUMBERS = {
+    "shape",
+    "dtype",
+    "device",
+    "ndim",
+    "is_cuda",
+    "requires_grad",
+    "training",
+    "size",
+    "dim",
+    "numel",
+    "ndimension",
+}
+_WEIGHTED = {"linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d"}
+_NONE: frozenset[Any] = frozenset()
+
+
+class Expressions:
+    """Evaluates expressions on `Value`s instead of tensors."""
+
+    def __init__(self, module: nn.Module, methods: dict[str, list[ast.FunctionDef]]) -> None:
+        self.module, self.methods = module, methods
+        self.uses = Uses()
+        self.cuts: dict[Any, Cut] = {}
+        self.given: dict[str, frozenset[int]] = {}
+        self.inputs: set[int] = set()  # the arguments of the class's methods, as they came
+        self.attributes: dict[str, Value] = {}
+        self.reached: set[str] = set()
+        self.next, self.steps = 0, 0
+        self.stack: list[tuple[str, int]] = []
+        self.plain: dict[str, bool] = {}
+        self.arguments: dict[int, list[Value]] = {}  # of each call, by its node
+
+    def _assign(self, target: ast.expr, value: Value, scope: dict[str, Value]) -> None:
+        """Bind a name; statements are walked by `Reader`."""
+        raise NotImplementedError
+
+    def _inline(self, name: str, level: int, bound: dict[str, Value], static: bool = False) -> Value:
+        """What a method returns; statements are walked by `Reader`."""
+        raise NotImplementedError
+
+    # Values
+
+    def _fresh(self, *sources: Value, **known: Any) -> Value:
+        """A new value computed from these."""
+        self.next += 1
+        me = frozenset({self.next})
+        value = Value(
+            ids=me,
+            ancestors=me.union(*(s.ancestors for s in sources)),
+            near=_NONE.union(*(s.near for s in sources)),
+            taint=_NONE.union(*(s.taint for s in sources)),
+            parts=_NONE.union(*(s.parts for s in sources)),
+        )
+        return replace(value, **known)
+
+    @staticmethod
+    def _merged(*values: Value) -> Value:
+        """One of these, it is not known which."""
+        present = [v for v in values if v != EMPTY]
+        if len(present) < 2:
+            return present[0] if present else EMPTY
+        first = present[0]
+        items = None
+        if all(v.items is not None and len(v.items) == len(first.items or ()) for v in present):
+            items = tuple(Expressions._merged(*each) for each in zip(*(v.items or () for v in present), strict=True))
+        sets = {
+            name: _NONE.union(*(getattr(v, name) for v in present))
+            for name in ("ids", "ancestors", "direct", "near", "taint", "parts")
+        }
+        return Value(
+            **sets,  # type: ignore[arg-type]
+            viewed=any(v.viewed for v in present),
+            turned=any(v.turned for v in present),
+            split=next((v.split for v in present if v.split is not None), None),
+            module=next((v.module for v in present if v.module is not None), None),
+            items=items,
+        )
+
+    def _flat(self, value: Value) -> Value:
+        """A tuple or list as one value."""
+        if not value.items:
+            return value
+        return replace(self._merged(value, *(self._flat(v) for v in value.items)), module=None, items=None)
+
+    def _elements(self, value: Value) -> list[Value]:
+        """What a loop runs over, one after the other where they are modules that are written out."""
+        if value.items and all(item.module for item in value.items):
+            return list(value.items)
+        return [self._element(value)]
+
+    def _element(self, value: Value) -> Value:
+        """What iterating gives."""
+        if value.module is not None:
+            return Value(module=f"{value.module}.*".lstrip("."))
+        if value.items:
+            return self._merged(*value.items)
+        return self._part(value, "each") if value.split is not None else value
+
+    def _part(self, value: Value, index: str) -> Value:
+        if value.split is None:
+            return value
+        cut = self.cuts[value.split]
+        cut.parts.add(index)
+        return self._fresh(value, parts=value.parts | {(value.split, index)}, viewed=value.viewed)
+
+    # Expressions
+
+    def _value(self, node: ast.expr | None, scope: dict[str, Value]) -> Value:
+        if node is None or isinstance(node, ast.Constant | ast.Compare | ast.JoinedStr | ast.Lambda):
+            return EMPTY
+        if isinstance(node, ast.Name):
+            return scope.get(node.id, EMPTY)
+        if isinstance(node, ast.Attribute):
+            return self._attribute(node, scope)
+        if isinstance(node, ast.Call):
+            return self._call(node, scope)
+        if isinstance(node, ast.Subscript):
+            return self._subscript(node, scope)
+        if isinstance(node, ast.BinOp):
+            left, right = self._value(node.left, scope), self._value(node.right, scope)
+            if left.items is not None and right.items is not None:
+                return Value(items=left.items + right.items)
+            if left.items is not None or right.items is not None:
+                return self._fresh(self._flat(left), self._flat(right))  # (loss,) + outputs joins tuples
+            if isinstance(node.op, ast.Add) and any(_is_outputs(side) for side in (node.left, node.right)):
+                return self._fresh(left, right)  # decoder_outputs + encoder_outputs joins tuples too
+            if isinstance(node.op, ast.MatMult):
+                return self._product([self._flat(left), self._flat(right)])
+            return self._combine(left, right, isinstance(node.op, ast.Add | ast.Sub))
+        if isinstance(node, ast.UnaryOp):
+            return self._value(node.operand, scope)
+        if isinstance(node, ast.Tuple | ast.List):
+            return Value(items=tuple(self._value(e, scope) for e in node.elts))
+        if isinstance(node, ast.IfExp):
+            return self._merged(self._value(node.body, scope), self._value(node.orelse, scope))
+        if isinstance(node, ast.BoolOp):
+            return self._merged(*(self._value(v, scope) for v in node.values))
+        if isinstance(node, ast.Starred | ast.Await | ast.NamedExpr):
+            value = self._value(node.value, scope)
+            if isinstance(node, ast.NamedExpr):
+                self._assign(node.target, value, scope)
+            return value
+        if isinstance(node, ast.ListComp | ast.GeneratorExp | ast.SetComp | ast.DictComp):
+            made = node.value if isinstance(node, ast.DictComp) else node.elt
+            inner, found = dict(scope), []
+            for generator in node.generators[:-1]:
+                self._assign(generator.target, self._element(self._value(generator.iter, inner)), inner)
+            last = node.generators[-1]
+            for element in self._elements(self._value(last.iter, inner)):
+                self._assign(last.target, element, inner)
+                found.append(self._value(made, inner))
+            return self._merged(*found)
+        if isinstance(node, ast.Dict):
+            return self._merged(*(self._flat(self._value(v, scope)) for v in node.values))
+        return self._merged(*(self._value(c, scope) for c in ast.iter_child_nodes(node) if isinstance(c, ast.expr)))
+
+    def _attribute(self, node: ast.Attribute, scope: dict[str, Value]) -> Value:
+        value = self._value(node.value, scope)
+        if value.module is None:
+            return EMPTY if node.attr in _NUMBERS else value
+        path = f"{value.module}.{node.attr}".lstrip(".")
+        if at(self.module, path):
+            return Value(module=path)
+        holders = at(self.module, value.module)
+        if holders and holders[0]._parameters.get(node.attr) is not None:
+            source = frozenset({value.module or (OWN if node.attr == "weight" else f"<{node.attr}>")})
+            return self._fresh(direct=source, weight=True)
+        if value.module == "":
+            known = self.attributes.get(node.attr, EMPTY)
+            return replace(known, method=node.attr) if node.attr in self.methods else known
+        return value if node.attr in ("forward", "__call__", "modules", "children", "values", "items") else EMPTY
+
+    def _subscript(self, node: ast.Subscript, scope: dict[str, Value]) -> Value:
+        value = self._value(node.value, scope)
+        if value.module is not None:
+            if isinstance(node.slice, ast.Slice):
+                return value
+            return Value(module=f"{value.module}.{self._key(value.module, node.slice)}".lstrip("."))
+        index = node.slice
+        if value.items is not None:
+            if (
+                isinstance(index, ast.Constant)
+                and isinstance(index.value, int)
+                and -len(value.items) <= index.value < len(value.items)
+            ):
+                return value.items[index.value]
+            return self._flat(value)
+        if value.split is not None:
+            return self._part(value, ast.unparse(index))
+        if not value.direct or not self._on_features(index, value):
+            return value
+        return self._slice(value, ast.unparse(index))
+
+    def _slice(self, value: Value, text: str) -> Value:
+        key = ("slice", value.direct, value.viewed)
+        cut = self.cuts.setdefault(key, Cut(value.direct, "slices", sliced=True))
+        cut.parts.add(text)
+        part = self._fresh(value, parts=value.parts | {(key, text)}, viewed=value.viewed)
+        # x[:, :n] may cut tokens as well: then it is still the whole output.
+        return part if "..." in text else replace(part, direct=value.direct)
+
+    def _key(self, path: str, index: ast.expr) -> str:
+        """Which child a constant index means; `*` for any other index."""
+        held = at(self.module, path)
+        names = list(held[0]._modules) if held else []
+        if isinstance(index, ast.Constant) and isinstance(index.value, str):
+            return index.value if index.value in names else "*"
+        number = _integer(index)
+        return names[number] if number is not None and -len(names) <= number < len(names) else "*"
+
+    def _on_features(self, index: ast.expr, value: Value) -> bool:
+        """Whether an index cuts the axis of features (of a reshaped value, any axis) rather than samples or tokens."""
+        parts = index.elts if isinstance(index, ast.Tuple) else [index]
+        if value.viewed and any(isinstance(p, ast.Constant) and type(p.value) is int for p in parts):
+            return True
+        dots = any(isinstance(p, ast.Constant) and p.value is Ellipsis for p in parts)
+        if self._convolved(value):
+            return not dots and len(parts) > 1 and _bounded(parts[1])
+        return _bounded(parts[-1]) and (dots or len(parts) > 1)
+
+    def _convolved(self, value: Value) -> bool:
+        """Whether a convolution has made this and its axes are as they were: features are the second one."""
+        kinds = (nn.Linear, nn.modules.conv._ConvNd)
+        made = [[i for i in m.modules() if isinstance(i, kinds)][-1:] for p in value.direct for m in at(self.module, p)]
+        convolves = [isinstance(layer, nn.modules.conv._ConvNd) for layers in made for layer in layers]
+        return not value.viewed and not value.turned and bool(convolves) and all(convolves)
+
+    def _product(self, values: list[Value]) -> Value:
+        """A matrix product: what meets a parameter of the class has been read by a matrix."""
+        mixed = self._fresh(*values)
+        for name in {n for v in values if v.weight for n in v.direct if n.startswith("<")}:
+            parameter = self.module._parameters.get(name.strip("<>"))
+            if parameter is not None and parameter.dim() > 1:
+                self.uses.feeds |= {(path, name) for path in mixed.near}
+                mixed = replace(mixed, near=_NONE)
+        return mixed
+
+    def _combine(self, left: Value, right: Value, adds: bool) -> Value:
+        left, right = self._flat(left), self._flat(right)
+        sides = (left, right)
+        if not left.taint or not right.taint:
+            tensor = left if left.taint else right
+            return replace(tensor, module=None, split=None) if tensor.taint else self._fresh(left, right)
+        direct: frozenset[str] = _NONE
+        ids: frozenset[int] = _NONE
+        if adds:
+            residual = False
+            for one, other in (sides, sides[::-1]):
+                for path in one.near - {INPUT}:
+                    if other.ids & self.given.get(path, _NONE) or other.ids & self.inputs:
+                        self.uses.added.add(path)
+                        residual = True
+                        if other.ids & self.inputs:
+                            self.uses.corrects.add(path)
+            direct = _NONE if residual else left.direct | right.direct
+            ids = left.ids | right.ids
+        value = self._fresh(left, right)
+        return replace(value, direct=direct - {INPUT}, ids=value.ids | ids)
+
+    # Calls
+
+    def _call(self, node: ast.Call, scope: dict[str, Value]) -> Value:
+        arguments = [self._value(a, scope) for a in node.args]
+        keywords = {k.arg or "**": self._value(k.value, scope) for k in node.keywords}
+        given = self.arguments[id(node)] = [*arguments, *keywords.values()]
+        function = node.func
+        name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+        if isinstance(function, ast.Attribute):
+            holder = function.value
+            parent = isinstance(holder, ast.Call) and getattr(holder.func, "id", "") == "super"
+            receiver = EMPTY if parent else self._value(holder, scope)
+            if parent or (receiver.module == "" and name in self.methods and not at(self.module, name)):
+                level = self.stack[-1][1] + 1 if parent and self.stack and self.stack[-1][0] == name else 0
+                return self._method(name, level, arguments, keywords)
+            if receiver.module is not None and name in ("forward", "__call__"):
+                return self._module_call(receiver.module, given)
+            if receiver.module is not None and name in ("values", "items", "children", "modules", "named_children"):
+                held = Value(module=f"{receiver.module}.*".lstrip("."))
+                return Value(items=(EMPTY, held)) if name in ("items", "named_children") else held
+            target = self._value(function, scope)
+            if target.module:
+                return self._module_call(target.module, given)
+            if receiver.taint or receiver.direct:
+                return self._operation(name, [receiver, *arguments], node, keywords, method=True)
+            return self._operation(name, arguments, node, keywords, method=False)
+        held = self._value(function, scope)
+        if held.module:
+            return self._module_call(held.module, given)
+        if held.module == "" and "forward" in self.methods:
+            return self._method("forward", 0, arguments, keywords)
+        if name == "getattr" and len(node.args) > 1 and arguments[0].module is not None:
+            path = f"{arguments[0].module}.{_glob(node.args[1])}".lstrip(".")
+            return Value(module=path) if at(self.module, path) else EMPTY
+        if name in ("enumerate", "zip", "reversed", "list", "tuple", "sorted", "iter"):
+            return self._iterated(name, arguments)
+        return self._operation(
+            name, arguments, node, keywords, method=False, foreign=name not in SPLITS | _JOINS | _VIEWS
+        )
+
+    def _iterated(self, name: str, arguments: list[Value]) -> Value:
+        if name in ("reversed", "list", "tuple", "sorted", "iter"):
+            return arguments[0] if arguments else EMPTY
+        each = tuple(self._element(a) for a in arguments)
+        pair = (EMPTY, *each) if name == "enumerate" else each
+        return Value(items=(Value(items=pair),))  # iterating gives this one element
+
+    def _method(self, name: str, level: int, arguments: list[Value], keywords: dict[str, Value]) -> Value:
+        definitions = self.methods.get(name, [])
+        if level >= len(definitions):
+            return self._fresh(*map(self._flat, [*arguments, *keywords.values()]))
+        node = definitions[level]
+        static = any(isinstance(d, ast.Name) and d.id == "staticmethod" for d in node.decorator_list)
+        names = [a.arg for a in [*node.args.posonlyargs, *node.args.args]][0 if static else 1 :]
+        bound = dict(zip(names, arguments, strict=False))
+        bound |= {k: v for k, v in keywords.items() if k != "**"}
+        if node.args.vararg is not None:
+            bound[node.args.vararg.arg] = Value(items=tuple(arguments[len(names) :]))
+        return self._inline(name, level, bound, static)
+
+    def _module_call(self, path: str, given: list[Value]) -> Value:
+        if all(isinstance(m, nn.ModuleList | nn.ModuleDict) for m in at(self.module, path)):
+            path = f"{path}.*"  # a function that is given a list of modules calls each
+        self.uses.called.add(path)
+        flat = [self._flat(v) for v in given]
+        tensors = [v for v in flat if v.taint]
+        for value in tensors:
+            self.uses.feeds |= {(source, path) for source in value.taint}
+            if len(tensors) == 1:
+                self.uses.passes |= {(source, path) for source in value.direct}
+        if path not in self.plain:
+            self.plain[path] = not any(has_matrices(m) for m in at(self.module, path))
+        if self.plain[path]:
+            if len(tensors) == 1 and all(isinstance(m, nn.Embedding | nn.EmbeddingBag) for m in at(self.module, path)):
+                return self._fresh(tensors[0])  # vectors that are looked up are no longer the input
+            if len(tensors) == 1:
+                return replace(tensors[0], split=None, module=None, items=None)
+            if len(tensors) > 1:
+                value = tensors[0]
+                for other in tensors[1:]:
+                    value = self._combine(value, other, adds=True)
+                return replace(value, direct=_NONE)
+        here = frozenset({path})
+        value = self._fresh(*tensors, direct=here, near=here)
+        self.given[path] = self.given.get(path, _NONE).union(*(v.ancestors for v in tensors))
+        return replace(value, taint=value.taint | here, parts=_NONE)
+
+    def _operation(
+        self,
+        name: str,
+        arguments: list[Value],
+        node: ast.Call,
+        keywords: dict[str, Value],
+        *,
+        method: bool,
+        foreign: bool = False,
+    ) -> Value:
+        """A tensor method, a torch function, or a function that is not known (`foreign`)."""
+        name = name.rstrip("_")
+        if (method and name in _NUMBERS) or name.startswith("new_") or name.endswith("_like"):
+            return EMPTY
+        bound = next((v.method for v in arguments if v.method), None)
+        if bound is not None:  # and so does apply_chunking_to_forward(self.feed_forward_chunk, …, x)
+            return self._method(bound, 0, [v for v in arguments if v.taint], keywords)
+        held = next((v.module for v in [*arguments, *keywords.values()] if v.module and not v.taint), None)
+        if held is not None:  # checkpoint(self.block, x) calls what it is given
+            return self._module_call(held, [v for v in [*arguments, *keywords.values()] if not v.module])
+        if name in _JOINS and arguments:
+            self._join(arguments[0])
+        values = [self._flat(v) for v in [*arguments, *keywords.values()]]
+        if name in _WEIGHTED and not method:
+            weight = next((v for v in values[1:] if v.weight and v.direct), None)
+            if weight is not None and not next(iter(weight.direct)).startswith("<"):
+                return self._module_call(next(iter(weight.direct)), values[:1])
+            if weight is None and len(values) > 1 and values[1].near:  # a weight that another layer has made
+                return replace(self._fresh(*values), near=values[1].near)
+        tensors = [v for v in values if v.taint or v.direct]
+        if not tensors:
+            return self._fresh(*values) if values else EMPTY
+        first = tensors[0]
+        if name in _SCORES:
+            self.uses.scores |= first.direct - {INPUT}
+        if name in SPLITS or name == "glu":
+            return self._cut(name, first, node, method)
+        if name in _TAKES and first.direct:
+            axis = node.args[0 if method else 1] if len(node.args) > (0 if method else 1) else None
+            return first if axis is None or _integer(axis) == 0 else self._slice(first, ast.unparse(node))
+        if name in _VIEWS and first.weight and OWN in first.direct and name != "permute":
+            self.cuts.setdefault(("own", name), Cut(frozenset({OWN}), f"{name} of its weight"))
+        if name in _VIEWS:
+            return replace(first, viewed=True, split=None)
+        if name in _TURNS:
+            return replace(first, turned=True, split=None)
+        if name in ("add", "sub"):
+            return self._combine(first, tensors[1], True) if len(tensors) > 1 else first
+        if len(tensors) == 1 and name not in _MIXES:  # of a function that is not known: soft_cap(x, 15.0)
+            return replace(first, split=None, items=None)
+        return self._product(values) if name in _MIXES or name in _WEIGHTED else self._fresh(*values)
+
+    def _cut(self, name: str, value: Value, node: ast.Call, method: bool) -> Value:
+        position = 1 if method else 2
+        given = next((k.value for k in node.keywords if k.arg in ("dim", "axis")), None)
+        if name == "unbind":
+            position -= 1
+        if given is None and len(node.args) > position:
+            given = node.args[position]
+        dim: int | None = -1 if name == "glu" else 0
+        if given is not None:
+            dim = _integer(given)
+        size = node.args[position - 1] if len(node.args) > position - 1 and name not in ("unbind", "glu") else None
+        single = name == "split" and size is not None and _integer(size) == 1
+        # Sizes that come from data (`lengths.tolist()`) are sequences of one batch.
+        single = single or any(
+            isinstance(n, ast.ListComp) or (isinstance(n, ast.Attribute) and n.attr == "tolist")
+            for n in ast.walk(size or ast.Constant(0))
+        )
+        if not value.direct or single or (dim == 0 and not value.viewed and not value.weight):
+            return value
+        count = _integer(size) if name == "chunk" and size is not None else None
+        if name.startswith("split") and isinstance(size, ast.List | ast.Tuple):
+            count = len(size.elts)
+        key = (name, node.lineno, node.col_offset, value.direct)
+        equal = count if name == "chunk" and dim == -1 and not value.viewed and not value.weight else None
+        self.cuts.setdefault(key, Cut(value.direct, name, count, equal))
+        return replace(self._fresh(value), split=key, viewed=value.viewed)
+
+    def _join(self, sequence: Value) -> None:
+        """Parts of one cut that are concatenated again are one vector after all (a partial rotary embedding)."""
+        if sequence.items is None:
+            if sequence.split is not None:
+                cut = self.cuts[sequence.split]
+                cut.joined |= cut.parts
+            return
+        held = [{key: {i for k, i in item.parts if k == key} for key, _ in item.parts} for item in sequence.items]
+        for key in {key for each in held for key in each}:
+            apart = [each[key] for each in held if key in each]
+            if len(apart) > 1 and all(len(a) == 1 for a in apart):
+                self.cuts[key].joined |= set().union(*apart)
+
+
+def _is_outputs(node: ast.expr) -> bool:
+    """Whether an expression is what a model calls its outputs, a tuple, or a slice of it."""
+    while isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Slice):
+        node = node.value
+    return isinstance(node, ast.Name) and node.id.endswith("outputs")
+
+
+def _bounded(node: ast.expr) -> bool:
+    """Whether an index is a slice that leaves something out."""
+    return isinstance(node, ast.Slice) and any(end is not None for end in (node.lower, node.upper, node.step))
+
+
+def _glob(node: ast.expr) -> str:
+    """The name that an expression spells, with `*` for what is not known before it runs.
+
+    >>> [_glob(ast.parse(text, mode="eval").body) for text in ("f'head_{i}'", "'conv%d' % i", "'fc' + str(n)", "name")]
+    ['head_*', 'conv*', 'fc*', '*']
+    """
+    if isinstance(node, ast.Constant):
+        return str(node.value)
+    if isinstance(node, ast.JoinedStr):
+        return "".join(_glob(part) for part in node.values)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return _glob(node.left) + _glob(node.right)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod):
+        return re.sub(r"%[ds]", "*", _glob(node.left))
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "format":
+        return re.sub(r"\{[^}]*\}", "*", _glob(node.func.value))
+    return "*"
+
+
+def _integer(node: ast.expr) -> int | None:
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        value = _integer(node.operand)
+        return None if value is None else -value
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, int) else None
