@@ -1,7 +1,7 @@
 """The verdict on networks that lose plasticity: on states made by hand, and on streams that take it away.
 
 The streams are those of `benchmarks/verdict.py`, shorter. Training is chaotic, and another CPU rounds otherwise: what
-is asserted of it is true of most of several seeds, with room. Ten seeds are in `docs/evidence/verdict.md`.
+is asserted of it is true of most of several seeds, with room. Full runs are in `docs/evidence/verdict.md`.
 """
 
 import importlib.util
