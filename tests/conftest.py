@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
 
 from rekindle.engine import cpu
 
@@ -16,6 +18,9 @@ import torch
 hypothesis.settings.register_profile("rekindle", deadline=None, derandomize=True, max_examples=25)
 hypothesis.settings.load_profile("rekindle")
 torch.set_num_threads(1)
+# A shell that starts the tests in the background has them ignore Ctrl-C, and so would every command they start.
+if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Files whose tests train networks: `.ci/run` runs them under a second arithmetic too, in which roundings differ, so
 # that no test passes because of one CPU's last bits.

@@ -46,6 +46,9 @@ def main() -> None:
     except BrokenPipeError:
         raise SystemExit(0) from None
     finally:
+        # Python remembers an interrupt that left an exec() of text (a dataclass that is being made) as one that nobody
+        # caught, and would end by the signal instead of our exit code; the next such exec() makes it forget.
+        exec("")
         _flush()
         if heeded:
             signal.signal(signal.SIGINT, signal.default_int_handler)
