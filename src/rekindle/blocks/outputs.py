@@ -185,8 +185,10 @@ def _ends(module: nn.Module, seen: set[int], read: set[int], root: bool = False)
     if isinstance(module, nn.ModuleList | nn.ModuleDict):
         return _apart(dict(module.named_children()), seen, read)
     uses = uses_of(module)
-    if uses is None or not uses.called:
-        return _apart(dict(module.named_children()), seen, read) if _has_no_forward(module) else []
+    if _has_no_forward(module) and (uses is None or not uses.called):
+        return _apart(dict(module.named_children()), seen, read)
+    if uses is None:
+        return []
     found: list[nn.Module] = []
     solids = {path for path in uses.called if any(has_matrices(m) for m in at(module, path))}
     consumed = {a for a, b in uses.feeds if (b in solids or b.startswith("<")) and a != b and not _inside(a, b)}
