@@ -29,7 +29,7 @@ from rekindle.monitoring.guard import Guard
 from rekindle.monitoring.monitor import Monitor
 from rekindle.monitoring.schedules import Schedule
 from rekindle.monitoring.sinks import Sink, send
-from rekindle.monitoring.triggers import Flat, Metrics, Trigger, VerdictIs
+from rekindle.monitoring.triggers import Metrics, Trigger, VerdictIs
 from rekindle.projection.method import Method
 from rekindle.projection.receipt import Receipt
 
@@ -125,25 +125,12 @@ class Keeper(Schedule):
         return self.trigger.log
 
     def bind(self, model: nn.Module, optimizer: Any) -> None:
-        """Tell which model is trained and by what; `step` does so itself."""
+        """What is trained, and by what: the keeper tries things on copies of it."""
         self.trigger.bind(model, optimizer)
 
     def close(self) -> None:
         """Stop what runs in the background, and the monitor."""
         self.trigger.close()
-
-    def step(
-        self,
-        model: nn.Module,
-        optimizer: Any,
-        metrics: Metrics | Flat | Monitor,
-        *,
-        batches: Iterable[Batch] | None = None,
-        loss: Loss | None = None,
-    ) -> Receipt | None:
-        """One optimizer step was taken: ask if it is time, and apply what was chosen."""
-        self.bind(model, optimizer)
-        return super().step(model, optimizer, metrics, batches=batches, loss=loss)
 
 
 @dataclass

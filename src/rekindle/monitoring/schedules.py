@@ -48,6 +48,9 @@ class Schedule:
         self._sample: Any = None
         self._missing = dict.fromkeys(trigger.reads(), True)  # not seen yet, and nothing said about it
 
+    def bind(self, model: nn.Module, optimizer: Any) -> None:
+        """What is trained, and by what; for schedules that look at it themselves. Each `step` says so anew."""
+
     def step(
         self,
         model: nn.Module,
@@ -61,6 +64,7 @@ class Schedule:
 
         metrics: a dict, a Health, a monitor's sample, or the Monitor itself, of which each sample is looked at once.
         """
+        self.bind(model, optimizer)
         given = self._given(metrics)
         if given is not None:
             self._warn_of_missing(given)
