@@ -317,6 +317,7 @@ def test_wandb_gets_the_receipts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     wandb = pytest.importorskip("wandb")
     for key, value in {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), "WANDB_SILENT": "true"}.items():
         monkeypatch.setenv(key, value)
+    wandb.teardown()  # it reads its settings once per process, and another test may have been first
     try:
         callback = RekindleCallback("fire", at=5, monitor=4)
         trainer(tmp_path, callback, report_to="wandb", logging_strategy="steps", logging_steps=4).train()

@@ -129,7 +129,7 @@ def is_router(place: Location) -> bool:
 
 def _scores_experts(name: str, parent: nn.Module, child: nn.Module) -> bool:
     """Whether this child of a module chooses among its experts, or among as many branches as the child has outputs."""
-    if not parent._modules or _is_list(parent) or any(_holds_experts(m) for m in child.modules()):
+    if not parent._modules or isinstance(parent, nn.ModuleList) or any(_holds_experts(m) for m in child.modules()):
         return False
     beside = _holds_experts(parent)
     if beside and not _is_experts(name) and _GATE.fullmatch(name):
