@@ -258,3 +258,17 @@ def test_each_repaired_matrix_adds_a_constant() -> None:
         for i in range(3):
             model.layers[i].weight[0] = 0
     assert waited(lambda: rekindle.fire(model.to(NAME))) <= 12 + 3 * 25
+
+
+def test_advise_and_guard() -> None:
+    model, _, optimizer, batch = moved("mlp")
+    given = {"nothing": None, "fire": rekindle.methods.FIRE()}
+    advice = rekindle.advise(
+        model, [batch], loss=zoo_models.loss, optimizer=optimizer, candidates=given, steps=20, seeds=1, workers=1
+    )
+    assert str(advice) and all(row.error is None for row in advice.rows)
+    guard = rekindle.Guard([batch], zoo_models.loss, max_rise=-1e9)  # whatever happens is too much
+    before = [p.detach().cpu().clone() for p in model.parameters()]
+    assert rekindle.fire(model, optimizer, guard=guard).rolled_back
+    stays(model)
+    assert all(torch.equal(p.detach().cpu(), old) for p, old in zip(model.parameters(), before, strict=True))
