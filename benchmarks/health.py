@@ -27,8 +27,7 @@ from torch import Tensor, nn
 from rekindle.blocks.finding import find
 from rekindle.diagnosis.examination import health
 from rekindle.lab.networks import network
-from rekindle.measures.spectra import eigenvalues, gram
-from rekindle.measures.threads import one_blas_thread
+from rekindle.measures.spectra import eigenvalues, gram, one_blas_thread
 from rekindle.monitoring.monitor import Monitor
 
 EVERY = 100

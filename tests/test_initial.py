@@ -5,7 +5,8 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
-from rekindle.initial import UnknownStart, check_start, draw, forked_rng, snapshot, tensors_of
+from rekindle.initial import UnknownStart, check_start, draw, snapshot, tensors_of
+from rekindle.isolation import forked_rng
 
 
 def gen(seed=0):

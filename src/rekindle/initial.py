@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from rekindle.blocks.names import cleaner, named_buffers, named_parameters
+from rekindle.isolation import forked_rng
 
 
 class UnknownStart(ValueError):
@@ -54,27 +54,6 @@ def check_start(model: nn.Module, start: Mapping[str, Tensor], names: Collection
             raise UnknownStart(f"the stored start has {name!r} in shape {found}, the model in {wanted}")
         if not bool(torch.isfinite(start[name]).all()):
             raise UnknownStart(f"the stored start has NaN or Inf in {name!r}")
-
-
-@contextmanager
-def forked_rng(generator: torch.Generator, model: nn.Module | None = None) -> Iterator[None]:
-    """Seed torch's global random state from `generator` inside the block and restore it after.
-
-    >>> before = torch.get_rng_state()
-    >>> with forked_rng(torch.Generator().manual_seed(0)):
-    ...     first = torch.rand(2)
-    >>> with forked_rng(torch.Generator().manual_seed(0)):
-    ...     torch.equal(first, torch.rand(2))
-    True
-    >>> torch.equal(before, torch.get_rng_state())
-    True
-    """
-    tensors = [] if model is None else [*model.parameters(), *model.buffers()]
-    devices = sorted({t.device.index or 0 for t in tensors if t.device.type == "cuda"})
-    seed = int(torch.randint(2**62, (), generator=generator, device=generator.device))
-    with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(seed)
-        yield
 
 
 def draw(

@@ -203,6 +203,27 @@ def random_states_kept() -> Iterator[None]:
                 numpy.random.set_state(numbers)
 
 
+@contextmanager
+def forked_rng(generator: torch.Generator, model: nn.Module | None = None) -> Iterator[None]:
+    """Seed torch's global random state from `generator` inside the block and restore it after.
+
+    >>> before = torch.get_rng_state()
+    >>> with forked_rng(torch.Generator().manual_seed(0)):
+    ...     first = torch.rand(2)
+    >>> with forked_rng(torch.Generator().manual_seed(0)):
+    ...     torch.equal(first, torch.rand(2))
+    True
+    >>> torch.equal(before, torch.get_rng_state())
+    True
+    """
+    tensors = [] if model is None else [*model.parameters(), *model.buffers()]
+    devices = sorted({t.device.index or 0 for t in tensors if t.device.type == "cuda"})
+    seed = int(torch.randint(2**62, (), generator=generator, device=generator.device))
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(seed)
+        yield
+
+
 def _moved(value: Any, device: torch.device | None) -> Any:
     return value.to(device) if device is not None and isinstance(value, Tensor) else value
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from known_units import DEAD, draw, kill
 from rekindle.diagnosis.activity import activity
-from rekindle.diagnosis.attention import entropy, entropy_share
+from rekindle.diagnosis.hooks import entropy, entropy_share
 from rekindle.diagnosis.units import gini
 
 # What a unit needs as input so that its output is 0 whatever the data: "off" is far negative, "zero" is 0 itself.

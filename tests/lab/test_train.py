@@ -19,9 +19,8 @@ from rekindle.engine import cpu
 from rekindle.lab import networks, streams
 from rekindle.lab.arms import ARMS, Arm
 from rekindle.lab.evaluation import drift_of, evaluate, look
-from rekindle.lab.randomness import derive, generator
 from rekindle.lab.settings import Setting
-from rekindle.lab.sources import Examples, Stream, Task, Text
+from rekindle.lab.sources import Examples, Stream, Task, Text, derive, generator
 from rekindle.lab.train import Learner, Row, Run, execute
 
 DIGITS: dict[str, Any] = {"data": "digits", "count": 96, "tasks": 3, "epochs": 2}

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from rekindle import health
-from rekindle.measures import threads as cores
-from rekindle.measures.threads import one_blas_thread, side_by_side, workers_for
+from rekindle.measures import spectra
+from rekindle.measures.spectra import one_blas_thread, side_by_side, workers_for
 
 
 @pytest.fixture
@@ -17,7 +17,7 @@ def two_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Two threads, and every model large enough for them."""
     before = torch.get_num_threads()
     torch.set_num_threads(2)
-    monkeypatch.setattr(cores, "WORTH", 0)
+    monkeypatch.setattr(spectra, "WORTH", 0)
     yield
     torch.set_num_threads(before)
 
@@ -56,7 +56,7 @@ def test_an_error_is_raised_where_its_result_is_asked_for() -> None:
 
 def test_small_models_get_no_threads(two_threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
     assert workers_for(1) == 2
-    monkeypatch.setattr(cores, "WORTH", 100)
+    monkeypatch.setattr(spectra, "WORTH", 100)
     assert workers_for(99) == 1
 
 
@@ -67,7 +67,7 @@ def test_health_is_the_same_side_by_side(two_threads: None, monkeypatch: pytest.
     with torch.no_grad():
         model[1].weight[0, 0] = torch.nan
     many = health(model, mode=mode).to_dict()  # type: ignore[arg-type]
-    monkeypatch.setattr(cores, "WORTH", 10**9)
+    monkeypatch.setattr(spectra, "WORTH", 10**9)
     alone = health(model, mode=mode).to_dict()  # type: ignore[arg-type]
     assert many["broken"] == alone["broken"] == {"1.weight": "the weight holds NaN or Inf"}
     assert list(many["weights"]) == list(alone["weights"])

@@ -32,7 +32,7 @@ from rekindle import initial
 from rekindle.advice.intervals import Interval, mean_interval
 from rekindle.advice.tasks import Prepared, Task, prepare
 from rekindle.blocks.names import cleaner, unwrapped
-from rekindle.isolation import Batch, Loss, isolated
+from rekindle.isolation import Batch, Loss, forked_rng, isolated
 from rekindle.optimizers import unwrap
 
 GAIN = 0.2
@@ -232,7 +232,7 @@ class _Learner:
     def run(self, steps: int, until: float = float("inf")) -> None:
         """Take `steps` more steps, or fewer if the clock passes `until`; at least one."""
         pending: list[Tensor] = []
-        with initial.forked_rng(self._noise, self._module):
+        with forked_rng(self._noise, self._module):
             for _ in range(steps):
                 if not self._queue:
                     self._queue = torch.randperm(len(self._batches), generator=self._order).tolist()

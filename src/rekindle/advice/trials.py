@@ -20,12 +20,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from rekindle import initial
 from rekindle.advice.candidates import Candidate
 from rekindle.advice.tasks import output
 from rekindle.blocks.names import unwrapped
 from rekindle.extras import require
-from rekindle.isolation import Loss, isolated
+from rekindle.isolation import Loss, forked_rng, isolated
 from rekindle.optimizers import unwrap
 
 _LOOKED_AT = 8  # batches for the loss before and after
@@ -107,7 +106,7 @@ class Trial:
     def advance(self, steps: int) -> Trace:
         """Train `steps` more steps, then look at the held-out and the old data."""
         if self.trace.error is None:
-            with initial.forked_rng(self._noise, self._model):
+            with forked_rng(self._noise, self._model):
                 self.trace.losses += [self._step() for _ in range(steps)]
             self.trace.old_end = _mean(self._losses(self._question.old))
             if self._question.held_out:

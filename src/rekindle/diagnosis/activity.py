@@ -23,8 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from rekindle.blocks.names import cleaner, is_sharded
-from rekindle.diagnosis.attention import HeadEntropy, entropy, entropy_share
-from rekindle.diagnosis.hooks import Activated, Attended, Watch
+from rekindle.diagnosis.hooks import Activated, Attended, HeadEntropy, Watch, entropy, entropy_share
 from rekindle.diagnosis.units import UnitActivity, UnitSums, rows_of
 from rekindle.engine.devices import full_precision
 from rekindle.isolation import Batch, Loss, call, isolated, padding_mask

@@ -13,8 +13,10 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Protocol
+from dataclasses import fields, replace
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from rekindle.blocks import parametrized
@@ -23,16 +25,16 @@ from rekindle.blocks.names import is_sharded, locate
 from rekindle.diagnosis.activity import Activity, Unmeasured, activity
 from rekindle.diagnosis.curvature import Curvature, hessian_eigenvalue
 from rekindle.diagnosis.results import Comparison, Health
-from rekindle.diagnosis.shards import measure_shards
 from rekindle.diagnosis.units import UnitActivity
 from rekindle.diagnosis.verdict import Thresholds, Verdict
 from rekindle.engine.devices import full_precision
 from rekindle.isolation import Batch, Loss, check_loss
 from rekindle.measures.matrices import Measures, Mode, measure
-from rekindle.measures.spectra import NoSpectrum
-from rekindle.measures.threads import side_by_side, workers_for
+from rekindle.measures.spectra import NoSpectrum, side_by_side, workers_for
 from rekindle.projection.scales import Scale
-from rekindle.sharding.wrappers import refuse_hidden, settle
+from rekindle.sharding.assembly import Assembly, Item
+from rekindle.sharding.units import Part
+from rekindle.sharding.wrappers import distributed, refuse_hidden, settle
 
 # Rows of an embedding are looked up, a depthwise kernel has 1-wide matrices: their spectra say nothing.
 _PASSED_OVER = ("embedding", "depthwise")
@@ -265,3 +267,39 @@ def _weight(model: nn.Module, found: Found) -> Tensor:
 
 def _shape(count: int, out: int, in_: int) -> str:
     return f"{out}×{in_}" if count == 1 else f"{count}·{out}×{in_}"
+
+
+def measure_shards(model: nn.Module, found: Sequence[Found], mode: Mode) -> list[dict[int, Measures]]:
+    """For each weight (all of them DTensors): place of a block → its measures; what is not finite is left out.
+
+    Every process of the model must make the call.
+    """
+    if not found:
+        return []
+    team, spreads = distributed(model, copies=False)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    paper = Scale.parse("paper")
+    items = [Item(f.name, parameters[f.key], spreads[f.key], tuple(b.layout for b in f.blocks)) for f in found]
+
+    @full_precision()
+    def look(number: int, part: Part, box: Tensor) -> Measures | None:
+        with suppress(NoSpectrum):
+            scale = paper.known(found[number].blocks[part.block]) or 1.0
+            return measure(part.layout.read(box), scale=scale, mode=mode)
+        return None
+
+    results: list[dict[int, Measures]] = [{} for _ in found]
+    for (number, block), parts in Assembly(team, items).measure(look).items():
+        known = [each for _, each in parts if each is not None]
+        if len(known) == len(parts):
+            results[number][block] = _joined(known)
+    return results
+
+
+def _joined(parts: Sequence[Measures]) -> Measures:
+    """The measures of a block whose matrices were measured in several places."""
+    if len(parts) == 1:
+        return parts[0]
+    tensors = [field.name for field in fields(Measures) if isinstance(getattr(parts[0], field.name), Tensor)]
+    whole: dict[str, Any] = {name: torch.cat([getattr(part, name) for part in parts]) for name in tensors}
+    return replace(parts[0], **whole)

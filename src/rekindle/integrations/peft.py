@@ -22,8 +22,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from rekindle import initial
 from rekindle.blocks.names import named_modules
+from rekindle.isolation import forked_rng
 from rekindle.measures.matrices import scale_free_deviation
 from rekindle.methods.call import Call
 from rekindle.methods.remedy import Remedy
@@ -156,7 +156,7 @@ class MergedAdapter(Remedy):
         held = 1.0
         if self.into == "base":
             self._changed[name] = weakref.ref(layer.base)
-            with initial.forked_rng(call.generator, call.inner):
+            with forked_rng(call.generator, call.inner):
                 nn.init.kaiming_uniform_(layer.a, a=math.sqrt(5))  # as peft starts it
             layer.b.zero_()
         else:

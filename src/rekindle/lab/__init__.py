@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rekindle.lab.arms import ARMS, GROUPS, Arm
     from rekindle.lab.arms import register as arm
+    from rekindle.lab.execution.local import execute
     from rekindle.lab.networks import register as network
-    from rekindle.lab.performing import execute
     from rekindle.lab.results import Results
     from rekindle.lab.runs import Run
     from rekindle.lab.settings import SETTINGS, Setting, setting
@@ -26,24 +26,24 @@ if TYPE_CHECKING:
     from rekindle.lab.study import Study
 
 _HOME = {
-    "ARMS": "arms",
-    "GROUPS": "arms",
-    "SETTINGS": "settings",
-    "STREAMS": "streams",
-    "Arm": "arms",
-    "Examples": "sources",
-    "Results": "results",
-    "Run": "runs",
-    "Setting": "settings",
-    "Stream": "sources",
-    "Study": "study",
-    "Task": "sources",
-    "Text": "sources",
+    "ARMS": "arms.ARMS",
+    "GROUPS": "arms.GROUPS",
+    "SETTINGS": "settings.SETTINGS",
+    "STREAMS": "streams.STREAMS",
+    "Arm": "arms.Arm",
+    "Examples": "sources.Examples",
+    "Results": "results.Results",
+    "Run": "runs.Run",
+    "Setting": "settings.Setting",
+    "Stream": "sources.Stream",
+    "Study": "study.Study",
+    "Task": "sources.Task",
+    "Text": "sources.Text",
     "arm": "arms.register",
-    "execute": "performing",
+    "execute": "execution.local.execute",
     "network": "networks.register",
-    "replay": "sources",
-    "setting": "settings",
+    "replay": "sources.replay",
+    "setting": "settings.setting",
     "stream": "streams.register",
 }
 __all__ = [
@@ -72,8 +72,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'rekindle.lab' has no attribute {name!r}")
-    home, _, attribute = _HOME[name].partition(".")
-    found = getattr(import_module(f"rekindle.lab.{home}"), attribute or name)
+    home, _, attribute = _HOME[name].rpartition(".")
+    found = getattr(import_module(f"rekindle.lab.{home}"), attribute)
     globals()[name] = found
     return found
 

@@ -19,10 +19,9 @@ from torch import nn
 from rekindle.isolation import Loss, random_states_kept
 from rekindle.lab.arms import ARMS, Arm
 from rekindle.lab.evaluation import loss_of
-from rekindle.lab.randomness import derive, generator
 from rekindle.lab.runs import Run
 from rekindle.lab.settings import Setting, read_source
-from rekindle.lab.sources import Source
+from rekindle.lab.sources import Source, derive, generator
 from rekindle.lab.train import Learner, make_optimizers
 
 _MOST = 256  # batches of the next task

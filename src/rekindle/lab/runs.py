@@ -34,7 +34,7 @@ REVISION = 1
 """Raised by hand when a correction beneath the modules that are hashed (the polar factor, the plan) changes results of
 all runs; one that concerns a single method raises that method's own `revision`."""
 
-_LOOP = ("rekindle.lab.train", "rekindle.lab.evaluation", "rekindle.lab.randomness", "rekindle.lab.sources")
+_LOOP = ("rekindle.lab.train", "rekindle.lab.evaluation", "rekindle.lab.sources")
 _AGENTS = tuple(f"rekindle.lab.agents.{name}" for name in ("learning", "building", "environments", "state"))
 _NOT_OURS = ("builtins", "abc", "typing", "torch")
 

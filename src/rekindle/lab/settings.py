@@ -16,8 +16,7 @@ from torch import nn
 
 from rekindle.lab import networks, protocols, streams
 from rekindle.lab.agents import streams as agent_streams
-from rekindle.lab.randomness import derive
-from rekindle.lab.sources import Stream, replay
+from rekindle.lab.sources import Stream, derive, replay
 
 HEADLINES = ("online_accuracy", "online_loss", "train_accuracy", "train_loss", "test_accuracy", "test_loss")
 RETURNS = ("return", "online_return")

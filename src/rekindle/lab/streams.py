@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from rekindle.lab.data import Images
-from rekindle.lab.randomness import generator
-from rekindle.lab.sources import Examples, Source, Stream, Task, Text, replay
+from rekindle.lab.sources import Examples, Source, Stream, Task, Text, generator, replay
 
 __all__ = [
     "STREAMS",

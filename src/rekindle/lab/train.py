@@ -27,10 +27,9 @@ from torch.optim import Optimizer
 import rekindle
 from rekindle.lab.arms import Arm
 from rekindle.lab.evaluation import Score, Track, average, drift_of, evaluate, log_probabilities, look, loss_of
-from rekindle.lab.randomness import derive, generator, isolated
 from rekindle.lab.runs import Run
 from rekindle.lab.settings import Setting, read_source
-from rekindle.lab.sources import Examples, Stream, Task
+from rekindle.lab.sources import Examples, Stream, Task, derive, generator, isolated
 from rekindle.methods import muon
 from rekindle.methods.remedy import MOMENTS, Moment
 from rekindle.projection.recalibration import recalibrate

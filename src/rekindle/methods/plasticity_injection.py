@@ -13,6 +13,7 @@ from rekindle import initial
 from rekindle.blocks.finding import find
 from rekindle.blocks.names import is_sharded, unwrapped, wrapped
 from rekindle.consumers.values import as_layer
+from rekindle.isolation import forked_rng
 from rekindle.methods.call import Call
 from rekindle.methods.remedy import Remedy
 from rekindle.methods.writing import clear_gradients
@@ -144,7 +145,7 @@ class PlasticityInjection(Remedy):
 
     def _new(self, present: nn.Module, call: Call) -> nn.Module:
         if self._fresh is not None:
-            with initial.forked_rng(call.generator, present):
+            with forked_rng(call.generator, present):
                 new = self._fresh()
             return new
         source = present

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from rekindle.extras import require
 from rekindle.lab.agents.environments import CHANNELS
 from rekindle.lab.arms import Arm
-from rekindle.lab.randomness import derive
 from rekindle.lab.settings import Setting
+from rekindle.lab.sources import derive
 from rekindle.lab.train import Refused
 
 _sb3: Any = require("stable_baselines3", "rl", "an agent in the laboratory")

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, TypeVar
 
-from rekindle.lab.randomness import derive
+from rekindle.lab.sources import derive
 
 GAMES = ("Breakout", "SpaceInvaders", "Freeway", "Asterix", "Seaquest")
 _BUFFERS, _TEMPERATURES = ("empty", "keep"), ("reset", "keep")

@@ -23,9 +23,12 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, TYPE_CHECKING, Any, Protocol
 
 from rekindle.lab.execution.store import Row
+
+if TYPE_CHECKING:
+    from rekindle.lab.runs import Run
 
 ONE_THREAD = dict.fromkeys(
     ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS"), "1"
@@ -62,12 +65,33 @@ class Executor(Protocol):
         """End everything at once."""
 
 
+def execute(run: Run, *, starts: Path | None = None) -> Iterator[Row]:
+    """Do the run; rows come as they are known: a start, progress, one per task, an end.
+
+    `starts` is a folder where states are kept that other runs, or this one after it was killed, may begin with.
+
+    >>> from rekindle.lab import Arm, Run, Setting
+    >>> stream = {"data": "digits", "count": 64, "tasks": 2, "epochs": 1}
+    >>> setting = Setting("tiny", "random-labels", "mlp", stream, {"width": 8}, health=False)
+    >>> [row["kind"] for row in execute(Run(setting, Arm("fire", "FIRE"), seed=0))]
+    ['start', 'task', 'task', 'end']
+    """
+    from rekindle.lab import settings, train
+
+    if run.setting.source is not None:
+        settings.read_source(run.setting.source)  # may register the stream that tells which it is
+    if run.setting.agents:
+        from rekindle.lab.agents import learning
+
+        return learning.execute(run, starts=starts)
+    return train.execute(run, starts=starts)
+
+
 def perform(job: dict[str, Any], starts: Path | None) -> Iterator[Row]:
     """What a worker does with a job: the run in it, row by row."""
-    from rekindle.lab.performing import execute
-    from rekindle.lab.runs import Run
+    from rekindle.lab.runs import Run  # torch is loaded when there is work
 
-    return iter(execute(Run.from_dict(job), starts=starts))
+    return execute(Run.from_dict(job), starts=starts)
 
 
 def rows_of(target: str, job: dict[str, Any], starts: Path | None) -> Iterator[Row]:

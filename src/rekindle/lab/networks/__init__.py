@@ -21,11 +21,10 @@ from torch import nn
 
 from rekindle.blocks import finding as blocks
 from rekindle.blocks.layouts import Recipe
-from rekindle.initial import forked_rng
+from rekindle.isolation import forked_rng
 from rekindle.lab.networks.dawn import DAWN, DAWNConfig, Router
-from rekindle.lab.networks.sizes import at_least_one, context
-from rekindle.lab.networks.transformers import GPT, ViT
-from rekindle.lab.networks.vision import CNN, MLP, VGG16, ResNet18
+from rekindle.lab.networks.transformers import GPT, ViT, context
+from rekindle.lab.networks.vision import CNN, MLP, VGG16, ResNet18, at_least_one
 
 __all__ = ["CNN", "DAWN", "GPT", "MLP", "VGG16", "ResNet18", "ViT", "names", "network", "options", "register"]
 

@@ -33,7 +33,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rekindle.initial import forked_rng
+from rekindle.isolation import forked_rng
 from rekindle.measures.matrices import welch_bound
 from rekindle.methods.diversity import basis_usage_loss, diversity_loss, mean_squared_cosine, orthogonal_
 

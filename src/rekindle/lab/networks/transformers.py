@@ -23,10 +23,36 @@ from torch import Tensor, nn
 
 from rekindle.blocks.finding import matrices, register
 from rekindle.blocks.layouts import Recipe
-from rekindle.lab.networks.sizes import at_least_one, context, image, whole_heads
+from rekindle.lab.networks.vision import at_least_one, image
 
 Pooling = Literal["class", "mean"]
 _STD = 0.02
+
+
+def context(shape: tuple[int, ...]) -> int:
+    """The longest sequence of tokens that a language model of this shape reads.
+
+    >>> context((32,))
+    32
+    >>> context((3, 16, 16))
+    Traceback (most recent call last):
+    ValueError: shape=(3, 16, 16) must be (context,) for a network that reads tokens
+    """
+    if len(shape) != 1 or shape[0] < 1:
+        raise ValueError(f"shape={shape} must be (context,) for a network that reads tokens")
+    return shape[0]
+
+
+def whole_heads(width: int, heads: int) -> None:
+    """An error unless the width splits evenly over the attention heads.
+
+    >>> whole_heads(48, 5)
+    Traceback (most recent call last):
+    ValueError: width=48 must be a multiple of heads=5
+    """
+    at_least_one(width=width, heads=heads)
+    if width % heads:
+        raise ValueError(f"width={width} must be a multiple of heads={heads}")
 
 
 class GPTAttention(nn.Module):

@@ -1,18 +1,70 @@
-"""Networks for images without attention: MLP, CNN, ResNet-18 and VGG-16, each of any width."""
+"""Networks for images without attention: MLP, CNN, ResNet-18 and VGG-16, each of any width.
+
+What a network is asked for (shapes, counts, names of activations) is checked before anything is built.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Literal, get_args
+from typing import Final, Literal, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rekindle.lab.networks.sizes import activation as activation_class
-from rekindle.lab.networks.sizes import at_least_one, image
+ACTIVATIONS: Final[Mapping[str, type[nn.Module]]] = {
+    "relu": nn.ReLU,
+    "leaky_relu": nn.LeakyReLU,
+    "elu": nn.ELU,
+    "gelu": nn.GELU,
+    "silu": nn.SiLU,
+    "tanh": nn.Tanh,
+    "sigmoid": nn.Sigmoid,
+}
+
+
+def image(shape: tuple[int, ...]) -> tuple[int, int, int]:
+    """The shape as (channels, height, width), or an error.
+
+    >>> image((3, 16, 16))
+    (3, 16, 16)
+    >>> image((784,))
+    Traceback (most recent call last):
+    ValueError: shape=(784,) must be (channels, height, width) for a network that looks at images
+    """
+    if len(shape) != 3 or min(shape) < 1:
+        raise ValueError(f"shape={shape} must be (channels, height, width) for a network that looks at images")
+    channels, height, width = shape
+    return channels, height, width
+
+
+def at_least_one(**sizes: int) -> None:
+    """An error that names the first size that is not a positive whole number.
+
+    >>> at_least_one(width=8, layers=0)
+    Traceback (most recent call last):
+    ValueError: layers=0 must be a whole number of at least 1
+    """
+    for name, size in sizes.items():
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise ValueError(f"{name}={size!r} must be a whole number of at least 1")
+
+
+def activation_class(name: str) -> type[nn.Module]:
+    """The class of an activation.
+
+    >>> activation_class("gelu")()
+    GELU(approximate='none')
+    >>> activation_class("relo")
+    Traceback (most recent call last):
+    ValueError: activation='relo' must be one of relu, leaky_relu, elu, gelu, silu, tanh, sigmoid
+    """
+    if name not in ACTIVATIONS:
+        raise ValueError(f"activation={name!r} must be one of {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS[name]
+
 
 Stem = Literal["cifar", "imagenet"]
 
