@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from typing import Any
 
@@ -286,6 +287,30 @@ def test_a_step_that_calls_that_of_its_base_class_is_one_step() -> None:
     assert remedy._monitor is not None and [sample.step for sample in remedy._monitor.history] == [4, 8, 12]
 
 
+def test_an_idle_method_looks_only_when_something_can_be_due() -> None:
+    looked: list[int] = []
+
+    class Looking(Application):
+        def _decide(self, step: int, epoch: int | None) -> Any:
+            looked.append(step)
+            return super()._decide(step, epoch)
+
+    model = network()
+    remedy = Looking("fire", at=[6, 11], every=4)
+    remedy.bind(model, adam(model), counting=False)
+    for step in range(13):
+        if step == 9:
+            remedy.boundary()
+        remedy.begin(step)
+    assert looked == [0, 4, 6, 8, 9, 11, 12]
+    assert [firing.step for firing in remedy.firings] == [4, 6, 8, 9, 11, 12]
+    own = adam(model)
+    remedy.bind(model, own, step=12, counting=False)
+    assert not own._optimizer_step_pre_hooks and not own._optimizer_step_post_hooks  # the trainer counts
+    with rekindle.attach(model, own, every=10**6):
+        assert not own._optimizer_step_pre_hooks and len(own._optimizer_step_post_hooks) == 1
+
+
 def test_a_step_that_breaks_off_leaves_the_learning_rate() -> None:
     class Breaking(torch.optim.SGD):
         broken = False
@@ -355,6 +380,36 @@ def test_an_average_of_the_weights_follows_what_was_changed_and_nothing_else() -
         assert torch.equal(average.module[layer].weight, model[layer].weight)
     assert torch.equal(average.module[4].weight, head) and torch.equal(average.module[0].bias, bias)
     assert not torch.equal(head, model[4].weight)
+
+
+@pytest.mark.parametrize("wrong", ["shape", "name", "other"])
+def test_a_mirror_that_does_not_fit_leaves_everything_as_it_was(wrong: str) -> None:
+    def wider() -> nn.Module:
+        if wrong == "shape":
+            return nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 13), nn.ReLU(), nn.Linear(13, 3))
+        return nn.Sequential(nn.Linear(6, 12), nn.ReLU()) if wrong == "name" else nn.LSTM(2, 2)
+
+    model, fits, mirror = network(), network(), wider()
+    optimizer = adam(model)
+    train(model, optimizer, batches(4)[:3])
+    models, said = (model, fits, mirror), "has none of the" if wrong == "other" else r"mirror 1.*'2\.weight'"
+    with rekindle.attach(model, optimizer, "fire", mirrors=(fits, lambda: mirror)) as remedy:
+        F.cross_entropy(model(batches(4)[0][0]), batches(4)[0][1]).backward()
+        kept = copy.deepcopy([each.state_dict() for each in models]), copy.deepcopy(optimizer.state_dict()["state"])
+        gradients = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+        with pytest.raises(ValueError, match=said):
+            remedy.boundary()
+    for each, before in zip(models, kept[0], strict=True):
+        assert all(torch.equal(value, before[name]) for name, value in each.state_dict().items())
+    for number, slots in optimizer.state_dict()["state"].items():
+        assert slots.keys() == kept[1][number].keys()
+        assert all(torch.equal(value, kept[1][number][name]) for name, value in slots.items())
+    now = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    assert all(torch.equal(a, b) for a, b in zip(gradients, now, strict=True))
+    assert not remedy.receipts and not remedy.firings
+    if wrong != "name":  # whether what it lacks is missed, nobody knows before
+        with pytest.raises(ValueError, match="mirror 0"):
+            rekindle.attach(model, optimizer, "fire", mirrors=mirror)
 
 
 def test_a_compiled_model_goes_on_with_the_new_weights() -> None:

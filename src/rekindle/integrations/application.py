@@ -8,6 +8,7 @@ are out. Nothing is done after the last step, so training never ends on a model 
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -25,7 +26,7 @@ from rekindle.integrations.mirroring import Mirror, Mirrors
 from rekindle.integrations.rounds import Rounds
 from rekindle.methods.call import Call, replicated
 from rekindle.methods.remedy import Remedy
-from rekindle.monitoring.guard import Guard
+from rekindle.monitoring.guard import Guard, keep
 from rekindle.monitoring.monitor import Monitor
 from rekindle.monitoring.schedules import Firing, Schedule
 from rekindle.monitoring.triggers import Trigger
@@ -114,6 +115,7 @@ class Application:
         self._summaries: list[dict[str, Any]] = []
         self.last: Receipt | None = None
         self._considered: int | None = None
+        self._due = 0.0  # before this step nothing can be due
         self._epoch: int | None = None
         self._boundary: str | None = None
         self._stateless = False  # a foreign optimizer, whose slots nobody has seen yet
@@ -141,13 +143,15 @@ class Application:
         log: Log | None = None,
         closures: bool = False,
         alternating: bool = False,
+        counting: bool = True,
     ) -> None:
         """Training starts: find everything that can be wrong before the first step.
 
         step: optimizer steps that were done before. log: where health and receipts go. closures: the trainer calls
         `before_step` itself, because it runs the backward pass inside `optimizer.step(closure)`, where torch's own
         hook would come too early. alternating: each optimizer has a backward pass of its own (actor and critic), so
-        that only the gradients of the one that is about to step are new.
+        that only the gradients of the one that is about to step are new. counting: the number of steps comes from the
+        optimizers (`_rounds.count`), not from the trainer.
         """
         self.finish()
         ranks.refuse(model, optimizer, self.method)
@@ -156,12 +160,14 @@ class Application:
         if step == 0 and self._restored is None:
             self._considered = self._epoch = None  # a new run, maybe after another one
         self._added.clear()
+        self._due = 0.0
         self._stateless = any(type(each).__module__.partition(".")[0] != "torch" for each in opened)
         self._alternating = alternating
         self._model, self._optimizer, self._log = unwrapped(model), optimizer, log
         if isinstance(self._schedule, Keeper):
             self._schedule.bind(self._model, optimizer)
         self._check()
+        self._mirrors.check(self._model)
         if self._guard is not None:
             self._guard.measure(self._model)  # for its errors
         if hasattr(self.method, "remember") and step == 0 and self._restored is None and not _has_start(self.method):
@@ -176,6 +182,7 @@ class Application:
             after=self._after if "step" in self._parts else None,
             rewarm=self._rewarm,
             closures=closures,
+            counting=counting or self._stateless,
         )
         self._watch(model, opened)
         if self._restored is not None:
@@ -187,6 +194,9 @@ class Application:
         Called again with the same number (gradient accumulation, a resumed run) it does nothing.
         """
         if step == self._considered:
+            return None
+        if step < self._due:
+            self._considered, self._epoch = step, epoch if epoch is not None else self._epoch
             return None
         if self._considered is None:
             self._considered = step - 1
@@ -245,6 +255,7 @@ class Application:
     def boundary(self, reason: str = "task boundary") -> None:
         """A task or data set ends here: the method acts before the next optimizer step begins."""
         self._boundary = reason
+        self._due = 0.0
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint needs: position, trigger, the method's generator and statistics, health history."""
@@ -281,6 +292,7 @@ class Application:
             if state.get(key) is not None and hasattr(part, "load_state_dict"):
                 part.load_state_dict(state[key])
         self._restored = dict(state)
+        self._due = 0.0
         if self._rounds is not None:
             self._restore_parts(state)
 
@@ -299,7 +311,15 @@ class Application:
         self._metrics.clear()
         receipt = None if reason is None else self._apply(step, reason)
         self._send()
+        self._due = self._next(step)
         return receipt
+
+    def _next(self, step: int) -> float:
+        """The next step at which anything can be due, so that all before it cost a comparison."""
+        if self._stateless or self._trigger is not None or self._watching is not None or self._every == "epoch":
+            return step + 1
+        multiple = math.inf if self._every is None else (step // self._every + 1) * self._every
+        return min([multiple, *(wanted for wanted in self._at if wanted > step)])
 
     def _check(self) -> None:
         """Errors that would come when the method acts: when training starts, and when the optimizers have slots."""
@@ -389,13 +409,21 @@ class Application:
 
     def _change(self, copies: Sequence[nn.Module]) -> Receipt:
         assert self._model is not None
+        # What a mirror lacks is an error only if the method changes just that, which shows when it has.
+        whole = not copies or self._mirrors.check(self._model, copies)
+        restore = None if whole else keep((self._model, *copies), self._optimizer)
         watch = self._guard.watch(self._model, self._optimizer) if self._guard is not None else None
         mirrored = self._mirrors.before(self._model) if copies else None
         receipt = self._call("event")
         if watch is not None:
             receipt = watch.settle(receipt)
         if mirrored is not None:
-            mirrored(copies)
+            try:
+                mirrored(copies)
+            except ValueError:
+                if restore is not None:
+                    restore()
+                raise
         return receipt
 
     def _after(self) -> None:

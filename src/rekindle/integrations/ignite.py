@@ -65,8 +65,9 @@ class RekindleHandler(Application):
 
         engine.add_event_handler(_events.STARTED, start)
         engine.add_event_handler(_events.ITERATION_STARTED, iteration)
-        engine.add_event_handler(_events.ITERATION_COMPLETED, outcome)
-        engine.add_event_handler(_events.EPOCH_COMPLETED, metrics)
+        if self._trigger is not None:
+            engine.add_event_handler(_events.ITERATION_COMPLETED, outcome)
+            engine.add_event_handler(_events.EPOCH_COMPLETED, metrics)
         engine.add_event_handler(_events.COMPLETED, lambda engine: self.finish())
         engine.add_event_handler(_events.EXCEPTION_RAISED, self._stop)
         if evaluator is not None:

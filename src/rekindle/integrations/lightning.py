@@ -37,7 +37,7 @@ class RekindleCallback(Application, _Callback):  # type: ignore[misc]
 
         self._seen: dict[str, Any] = {}
         ranks.refuse(trainer.model, trainer.optimizers, self.method)  # FSDP1 wraps the module from outside
-        self.bind(pl_module, trainer.optimizers, step=trainer.global_step, log=log, closures=True)
+        self.bind(pl_module, trainer.optimizers, step=trainer.global_step, log=log, closures=True, counting=False)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """The place between two optimizer steps; the batches of one accumulation have the same `global_step`."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from rekindle.initial import tensors_of
-from rekindle.sharding.wrappers import local, settle
+from rekindle.sharding.wrappers import distributed, local, settle
 
 Mirror = nn.Module | Callable[[], nn.Module | None]
 
@@ -40,6 +40,27 @@ class Mirrors:
         made = [each if isinstance(each, nn.Module) else each() for each in self._given]
         return tuple(each for each in made if each is not None)
 
+    def check(self, model: nn.Module, mirrors: Sequence[nn.Module] | None = None) -> bool:
+        """Raise if a mirror has a tensor of the model in another shape, or none of them; whether each has all of them.
+
+        mirrors: what `found()` gave; without it those that were given as modules, which are there from the start.
+        """
+        complete = True
+        chosen = [each for each in self._given if isinstance(each, nn.Module)] if mirrors is None else mirrors
+        team, _ = distributed(model, copies=False)
+        with team.together():
+            wanted = _own(model)
+            for number, mirror in enumerate(chosen):
+                own = _own(mirror)
+                shared = [name for name in wanted if name in own]
+                if not shared:
+                    raise ValueError(f"mirror {number} ({type(mirror).__name__}) has none of the model's tensors")
+                for name in shared:
+                    if own[name].shape != wanted[name].shape:
+                        raise ValueError(_unlike(number, mirror, name, own[name], wanted[name]))
+                complete = complete and len(shared) == len(wanted)
+        return complete
+
     def before(self, model: nn.Module) -> Callable[[Sequence[nn.Module]], None]:
         """Remember the model as it is; calling the result copies what has changed since into mirrors."""
         kept = {name: tensor.clone() for name, tensor in _own(model).items()}
@@ -56,10 +77,16 @@ class Mirrors:
                 own = _own(mirror)
                 for name, (where, tensor) in changed.items():
                     if name not in own or own[name].shape != tensor.shape:
-                        raise ValueError(f"mirror {number} ({type(mirror).__name__}) has no {name!r} of this shape")
+                        raise ValueError(_unlike(number, mirror, name, own.get(name), tensor))
                     own[name].copy_(torch.where(where.to(own[name].device), tensor.to(own[name]), own[name]))
 
         return follow
+
+
+def _unlike(number: int, mirror: nn.Module, name: str, found: Tensor | None, wanted: Tensor) -> str:
+    has = "no such tensor" if found is None else f"one of shape {tuple(found.shape)}"
+    shape = tuple(wanted.shape)
+    return f"mirror {number} ({type(mirror).__name__}): the model has {name!r} of shape {shape}, the mirror {has}"
 
 
 def _own(model: nn.Module) -> dict[str, Tensor]:

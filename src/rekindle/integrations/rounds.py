@@ -6,10 +6,12 @@ The hooks are torch's own on the bare optimizers. They run inside every wrapper 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from rekindle.optimizers.steps import Steps
@@ -22,6 +24,8 @@ class Rounds:
     stepped in this round yet. `after` is called once per round, after the steps. After `rewarm()` the learning rate of
     the next n rounds is lr·1/(n+1), lr·2/(n+1), …; it is changed only between gradients and step, so that closures,
     schedulers, loggers and checkpoints always see their own value.
+
+    counting=False: the trainer counts steps itself. Without anything to do at a step there is then no hook at all.
 
     >>> import torch
     >>> weight = torch.nn.Parameter(torch.zeros(1))
@@ -43,6 +47,7 @@ class Rounds:
         after: Callable[[], None] | None = None,
         rewarm: int = 0,
         closures: bool = False,
+        counting: bool = True,
     ) -> None:
         self.optimizers = tuple(optimizers)
         self.count = 0
@@ -53,13 +58,12 @@ class Rounds:
         self._steps = Steps()
         self._rates: dict[int, list[Any]] = {}
         self._handles: list[RemovableHandle] = []
+        self._acting = before is not None or after is not None or rewarm > 0
         for optimizer in self.optimizers:
-            if not hasattr(optimizer, "register_step_pre_hook"):
-                if before is None and after is None and not rewarm:
-                    continue
+            if hasattr(optimizer, "register_step_pre_hook"):
+                self._listen(optimizer, counting)
+            elif self._acting:
                 raise TypeError(f"{type(optimizer).__name__} is no torch optimizer: it has no hooks around its steps")
-            self._handles.append(optimizer.register_step_pre_hook(self._pre))
-            self._handles.append(optimizer.register_step_post_hook(self._post))
 
     @property
     def watched(self) -> bool:
@@ -70,6 +74,8 @@ class Rounds:
         """The backward pass is done and this optimizer is about to step."""
         if id(optimizer) in self._stepped:
             self.close()
+        if not self._acting:
+            return
         if self._before is not None:
             self._before(optimizer, not self._stepped)
         self._ready.add(id(optimizer))
@@ -105,6 +111,19 @@ class Rounds:
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Go on from there."""
         self.count, self._left = state["count"], state["left"]
+
+    def _listen(self, optimizer: Any, counting: bool) -> None:
+        """Put on the hooks that are needed: every step pays for them."""
+        if not self._acting and not counting:
+            return
+        if not self._acting and len(self.optimizers) == 1 and not _nests(optimizer):
+            self._handles.append(optimizer.register_step_post_hook(self._count))
+            return
+        self._handles.append(optimizer.register_step_pre_hook(self._pre))
+        self._handles.append(optimizer.register_step_post_hook(self._post))
+
+    def _count(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self.count += 1
 
     def _pre(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if not self._steps.begins(optimizer):
@@ -146,6 +165,12 @@ class Rounds:
                 group["lr"].copy_(rate)
             else:
                 group["lr"] = rate
+
+
+def _nests(optimizer: Any) -> bool:
+    """Whether `step()` may call that of a base class, for which torch calls the hooks again."""
+    kinds = [kind for kind in type(optimizer).__mro__ if kind is not Optimizer and "step" in vars(kind)]
+    return len({inspect.unwrap(vars(kind)["step"]) for kind in kinds}) > 1
 
 
 def _scaled(group: dict[str, Any], factor: float) -> Any:

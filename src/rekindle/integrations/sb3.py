@@ -105,7 +105,14 @@ class RekindleCallback(Application, _callbacks.BaseCallback):  # type: ignore[mi
         if self._considered is not None and self._considered > self.num_timesteps:
             self._considered = None  # another training, whose steps are counted from 0 again
         resumed = self._considered is not None
-        self.bind(module, opened, step=self.num_timesteps if resumed else 0, log=self._record, alternating=True)
+        self.bind(
+            module,
+            opened,
+            step=self.num_timesteps if resumed else 0,
+            log=self._record,
+            alternating=True,
+            counting=False,
+        )
         if hasattr(self.method, "update"):
             self._average(opened)
         if not resumed:

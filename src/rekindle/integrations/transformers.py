@@ -75,7 +75,7 @@ class RekindleCallback(Application, _TrainerCallback, _ExportableState):  # type
                     part.callbacks = callbacks
                     part.on_log(args, state, copy.copy(control), dict(given))
 
-        self.bind(given["model"], given["optimizer"], step=state.global_step, log=log)
+        self.bind(given["model"], given["optimizer"], step=state.global_step, log=log, counting=False)
         if "loss" in self._parts:
             trainer = _caller(require("transformers", "transformers", "RekindleCallback").Trainer, lambda trainer: True)
             self._unwrap = _after_backward(trainer.accelerator, self.before_clipping) if trainer is not None else None
