@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -277,3 +278,38 @@ def test_packed_and_8_bit_tensors_pass_through(tmp_path: Path) -> None:
     assert "quantised" in receipt.skipped["q.weight"]
     new = load_file(tmp_path / "out.safetensors")["q.weight"]
     assert torch.equal(new.view(torch.uint8), tensors["q.weight"].view(torch.uint8))
+
+
+@pytest.mark.parametrize("kind", ["linear", "attention", "gates"])
+def test_biases_are_zeroed_as_in_the_live_model(kind: str, tmp_path: Path) -> None:
+    """Also those of a part of a fused weight, and their optimizer state starts again with them."""
+    torch.manual_seed(0)
+    made: dict[str, Callable[[], nn.Module]] = {
+        "linear": lambda: nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3)),
+        "attention": lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True),
+        "gates": lambda: nn.LSTM(4, 6),
+    }
+    targets = "attention.qk" if kind == "attention" else "auto"
+    model = made[kind]()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1)
+    optimizer = torch.optim.Adam(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    torch.save({"state_dict": model.state_dict(), "optimizer_states": [optimizer.state_dict()]}, tmp_path / "in.ckpt")
+    planned = rekindle.plan(model, targets=targets)
+    told = fire_file(tmp_path / "in.ckpt", tmp_path / "out.ckpt", plan=planned, biases="zero")
+    live = rekindle.fire(model, optimizer, targets=targets, biases="zero")
+    assert told.biases_zeroed == live.biases_zeroed > 0
+    assert told.settings["biases"] == "zero"
+    assert told.skipped.keys() == live.skipped.keys()
+    out = torch.load(tmp_path / "out.ckpt", weights_only=True)
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(out["state_dict"][name], value, rtol=1e-4, atol=1e-5)
+    kept = optimizer.state_dict()["state"]
+    for number, slots in out["optimizer_states"][0]["state"].items():
+        assert {slot: float(value.sum()) for slot, value in slots.items()} == {
+            slot: float(value.sum()) for slot, value in kept[number].items()
+        }

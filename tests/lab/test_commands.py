@@ -185,6 +185,7 @@ def test_ctrl_c_says_how_to_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         (("run", "random-lables"), "did you mean 'random-labels'?"),
         (("run", "digits", "-m", "fier"), "did you mean 'fire'?"),
         (("run", "digits", "-n", "many"), "--seeds 'many'"),
+        (("run", "digits", "-n", "7,,8"), "--seeds '7,,8'"),
         (("run", "digits", "--set", "lr"), "write FIELD=VALUE"),
         (("run", "digits", "--set", "learning=1"), "write FIELD=VALUE"),
         (("run", "digits", "--set", "stream_options=1"), "is a group of options"),
@@ -200,6 +201,13 @@ def test_bad_input_is_one_line(arguments: tuple[str, ...], expected: str, tmp_pa
     more = ("--folder", tmp_path / "x") if arguments[0] == "run" else ()
     assert expected in one_line(run("lab", *arguments, *more))
     assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize(("words", "seeds"), [("2", [0, 1]), ("7,", [7]), ("0,3,7", [0, 3, 7]), ("3,4,", [3, 4])])
+def test_seeds_are_a_count_or_a_list_also_of_one(words: str, seeds: list[int], tmp_path: Path) -> None:
+    from rekindle.cli.studies import loaded
+
+    assert loaded(["digits"], "nothing", words, None, tmp_path, None, ()).seeds == seeds
 
 
 def test_a_missing_data_set_is_told_before_anything_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -474,3 +475,17 @@ mine = Setting("mine", "noisy-stream", "mlp")
     entry = made.run(on=Inline("rekindle.lab.execution.local:perform")).entries[0]
     assert entry.reason == "OverflowError: too large (mine.py, line 9)"
     assert "mine · nothing · seed 0: building True" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Study("digits", ["nothing"]), "Study.load('digits', ['nothing', 'fire'], seeds=5)"),
+        (lambda: Study(["digits"], ["nothing"], 3), "a study needs its name, settings and arms"),
+        (lambda: Study("x", ["digits"], ["nothing"], "3"), "as in [0, 3, 7]"),
+        (lambda: Study("x", ["digits"], ["nothing"], [0.5]), "as in [0, 3, 7]"),
+    ],
+)
+def test_a_study_that_lacks_something_says_what_to_pass(make: Callable[[], Study], words: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)):
+        make()

@@ -28,8 +28,10 @@ from rekindle.optimizers import StateReset
 from rekindle.projection.firing import check_finite, execute
 from rekindle.projection.planning import Entry, Plan
 from rekindle.projection.receipt import Meter, Receipt
+from rekindle.projection.stores import bias_entries, bias_names
 
 Progress = Callable[[int, int, str], None]
+Biases = dict[str, tuple[str, Any]]
 
 # Numbers solved before the journal may note them. Batches are fixed by the plan alone, so that a resumed job computes
 # what an uninterrupted one does, bit for bit.
@@ -56,6 +58,7 @@ def fire_file(
     conv: Literal["taps", "flat"] = "taps",
     split_heads: bool = False,
     config: Any = None,
+    biases: Literal["keep", "zero"] = "keep",
     optimizer_state: str = "fresh",
     force: bool = False,
     in_place: bool = False,
@@ -69,6 +72,7 @@ def fire_file(
 
     dtype: store every floating tensor of the model in this dtype instead of its own.
     config: a transformers config (or a model on the meta device); without it, the config.json beside the weights.
+    biases: "zero" also zeroes the biases beside the projected weights (a ReLU that is dead by its bias survives FIRE).
     optimizer_state: what becomes of the states inside, see `rekindle.optimizers.reset`; "none" leaves them.
     force: replace an existing output. in_place: replace the input.
     resume: go on where a killed job with the same input and settings stopped, and keep what is done if this one is
@@ -89,6 +93,7 @@ def fire_file(
         strength=strength,
         solving={"solver": solver, "tol": tol, "steps": steps},
         dtype=_dtype(dtype),
+        biases=biases,
         policy=optimizer_state,
         resume=resume,
         progress=progress,
@@ -100,6 +105,8 @@ def fire_file(
             raise CheckpointError(
                 f"strength={strength} is outside (0, 1]: 1 is the isometry, smaller keeps a share of W"
             )
+        if biases not in ("keep", "zero"):
+            raise CheckpointError(f"biases={biases!r} is neither 'keep' nor 'zero'")
         solve([], **job.solving)  # raises on options that do not go together
         checkpoint = stack.enter_context(open_checkpoint(source))
         if target is None and not in_place:
@@ -145,37 +152,44 @@ class _Job:
     strength: float
     solving: dict[str, Any]
     dtype: torch.dtype | None
+    biases: str
     policy: str
     resume: bool
     progress: Progress | None
 
     def run(self, source: Checkpoint, plan: Plan, goal: Path) -> Receipt:
-        changed = frozenset(entry.key for entry in plan.selected)
+        weights = frozenset(entry.key for entry in plan.selected)
+        biases = _biases(source, plan.selected) if self.biases == "zero" else {}
+        changed = weights | {key for key, _ in biases.values()}
         state = training_state.prepare(source, changed, self.policy)
         _check_finite(source, plan.selected)
         staging = Staging(goal)
         settings = {"strength": self.strength, **self.solving, "dtype": _name(self.dtype)}
-        settings |= {"optimizer_state": self.policy}
+        settings |= {"biases": self.biases, "optimizer_state": self.policy}
         name = identify(source.files(), plan.to_dict(), settings, _version(), torch.get_num_threads())
         try:
             staging.lock()
             journal = Journal.resume(staging.journal, name) if self.resume else None
             if journal is not None and journal.published(goal):  # killed after the renaming: only tidying is left
-                receipt = self._receipt(plan, journal, source, state)
+                receipt = self._receipt(plan, journal, source, state, biases)
                 staging.clear()
                 return receipt
             if journal is None or not (journal.staged and staging.partial.exists()):
                 staging.clear(journal=False)
                 check_space(goal.parent, staged_size(source, self.dtype))
                 journal = Journal.start(staging.journal, name)
-                assemble(source, staging.partial, changed, self.dtype)
+                assemble(source, staging.partial, weights, self.dtype)
                 journal.mark_staged()
             else:
                 check_space(goal.parent, staged_size(source, self.dtype), allocated(staging.partial))
             with open_checkpoint(staging.partial, writable=True) as output:
                 self._carry_out(source, output, plan, journal)
+                for key, outputs in _zeroed(journal, biases).values():
+                    value = output.read(key)
+                    value[outputs] = 0
+                    output.write(key, value)
                 training_state.reset(output, changed, self.policy)
-                receipt = self._receipt(plan, journal, source, state)
+                receipt = self._receipt(plan, journal, source, state, biases)
                 provenance = _provenance(plan, receipt, name, settings)
                 for part in output.parts:
                     part.finish(provenance)
@@ -214,11 +228,16 @@ class _Job:
                     journal.add(index, receipt)
                 pending, synced = {}, time.monotonic()
 
-    def _receipt(self, plan: Plan, journal: Journal, source: Checkpoint, state: StateReset | None) -> Receipt:
+    def _receipt(
+        self, plan: Plan, journal: Journal, source: Checkpoint, state: StateReset | None, biases: Biases
+    ) -> Receipt:
         parts = [journal.done[number] for number in sorted(journal.done)]
         skipped = {entry.name: entry.reason for entry in plan.skipped if entry.reason is not None}
         for part in parts:
             skipped |= part.skipped
+        zeroed = {key for key, _ in _zeroed(journal, biases).values()}
+        keys = {entry.name: entry.key for entry in plan.entries}
+        skipped = {name: why for name, why in skipped.items() if keys.get(name) not in zeroed}
         notes = [note for part in parts for note in part.notes]
         notes += [source.config_note] if source.config_note else []
         left = source.companions()[1]
@@ -230,10 +249,31 @@ class _Job:
             "strength": self.strength,
             **self.solving,
             "dtype": _name(self.dtype),
+            "biases": self.biases,
             "optimizer_state": self.policy,
         }
         records = tuple(record for part in parts for record in part.records)
-        return Receipt("fire", records, skipped, settings, optimizer=state, notes=tuple(dict.fromkeys(notes)))
+        told = tuple(dict.fromkeys(notes))
+        return Receipt("fire", records, skipped, settings, optimizer=state, biases_zeroed=len(zeroed), notes=told)
+
+
+def _biases(source: Checkpoint, entries: Iterable[Entry]) -> Biases:
+    """The biases of these weights that the file has beside them, by the weights' names: key and entries."""
+    found: Biases = {}
+    for entry in entries:
+        prefix, dot, tensor = entry.key.rpartition(".")
+        keys = (f"{prefix}{dot}{name}" for name in bias_names(tensor))
+        key = next((key for key in keys if key in source.names), None)
+        if key is not None:
+            size = torch.Size(source.meta(key).shape).numel()
+            found[entry.name] = key, bias_entries(tensor, entry.blocks, source.read(entry.key), size)
+    return found
+
+
+def _zeroed(journal: Journal, biases: Biases) -> Biases:
+    """Those of the biases whose weights were changed."""
+    changed = {name for receipt in journal.done.values() for name in receipt.changed}
+    return {name: bias for name, bias in biases.items() if name in changed}
 
 
 def batches(entries: Iterable[Entry]) -> list[tuple[Entry, ...]]:

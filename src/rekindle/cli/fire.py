@@ -156,6 +156,10 @@ def fire(
         str | None,
         typer.Option(help="Store every floating-point tensor as float32, bfloat16, …", show_default="as they are"),
     ] = None,
+    biases: Annotated[
+        Literal["keep", "zero"],
+        typer.Option(help="zero: also those of projected layers (a ReLU that is dead by its bias survives FIRE)."),
+    ] = "keep",
     optimizer_state: Annotated[
         Literal["fresh", "moments", "step", "none"],
         typer.Option(help="What becomes of optimizer state in a training checkpoint."),
@@ -196,7 +200,13 @@ def fire(
         before, facts = examined(path, described_by, planned)
         facts |= {"health": before.health.to_dict(), "plan": planned.to_dict()}
     how = {"strength": strength, "solver": solver, "tol": tol, "steps": steps, "dtype": dtype, "config": described_by}
-    how |= {"optimizer_state": optimizer_state, "force": force, "in_place": in_place, "resume": resume}
+    how |= {
+        "biases": biases,
+        "optimizer_state": optimizer_state,
+        "force": force,
+        "in_place": in_place,
+        "resume": resume,
+    }
     receipt = _run(path, None if in_place else target, plan=planned, **asked, **how)
     if answered is not None:
         receipt = replace(receipt, outputs_moved=moved_by(answered, answers(target, model, data)))

@@ -194,7 +194,8 @@ def _next(path: Path, health: Health, model: str | None, data: str | None) -> st
     if "broken values" in signs:
         return "restore an earlier checkpoint"
     if signs == {"dormancy"}:  # a projection of weights alone leaves neurons dead that are dead by their bias
-        return "in Python: rekindle.fire(model, optimizer, biases='zero') or rekindle.methods.ReDo()"
+        output = shlex.quote(str(path.with_name(f"{path.stem}-rekindled{path.suffix}")))
+        return f"rekindle fire {file}{more} -o {output} --biases zero"
     if health.verdict in ("watch", "act"):
         return f"rekindle plan {file}{more}"
     if data is None:

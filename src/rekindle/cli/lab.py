@@ -35,7 +35,10 @@ Methods = Annotated[
     ),
 ]
 Seeds = Annotated[
-    str | None, typer.Option("--seeds", "-n", help="How many, or which, as in 0,3,7.", show_default="5, or the file's")
+    str | None,
+    typer.Option(
+        "--seeds", "-n", help="How many, or which, as in 0,3,7 (7, is the one seed 7).", show_default="5, or the file's"
+    ),
 ]
 Tune = Annotated[bool, typer.Option("--tune", help="Also show every arm tuned by the same small budget.")]
 On = Annotated[str, typer.Option("--on", help="local, ray (of this machine), or the address of a Ray cluster.")]

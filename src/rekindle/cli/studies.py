@@ -176,7 +176,7 @@ def _seeds(words: str | None) -> int | list[int] | None:
     if words is None:
         return None
     try:
-        numbers = [int(part) for part in words.split(",")]
+        numbers = [int(part) for part in words.removesuffix(",").split(",")]  # "7," is the one seed 7
     except ValueError:
-        raise ValueError(f"--seeds {words!r}: give a count, as in 5, or seeds with commas, as in 0,3,7") from None
+        raise ValueError(f"--seeds {words!r}: give a count, as in 5, or seeds with commas, as in 0,3,7 or 7,") from None
     return numbers[0] if len(numbers) == 1 and "," not in words else numbers

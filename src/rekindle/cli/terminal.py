@@ -37,10 +37,10 @@ _AS_OPTIONS = {
     "pass reference= an earlier Health or a fresh model": "give --reference, an earlier checkpoint",
     "pass the model on the meta device as config= instead": "give --model instead",
     "include=… asks for them by name": "--include asks for them by name",
-    "FIRE with biases='zero'": "rekindle.fire(model, biases='zero') in Python",
+    "FIRE with biases='zero'": "rekindle fire --biases zero",
 }
 
-_OPTIONS = "targets|include|exclude|heads|scale|conv|split_heads|dtype|solver|optimizer_state"
+_OPTIONS = "targets|include|exclude|heads|scale|conv|split_heads|dtype|solver|biases|optimizer_state"
 _ARGUMENT = re.compile(rf"\b({_OPTIONS})='([^']*)'")
 _ARGUMENT_ALONE = re.compile(rf"\b({_OPTIONS}|config|plan)=(?=\s)")
 

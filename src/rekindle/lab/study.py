@@ -9,6 +9,7 @@ Killed at any moment, `study.run()` goes on where it was: finished runs are foun
 from __future__ import annotations
 
 import importlib.util
+import operator
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -49,14 +50,19 @@ class Study:
     """
 
     name: str
-    settings: list[Setting]
-    arms: list[Arm]
-    seeds: list[int]
+    settings: list[Setting] = field(default_factory=list)
+    arms: list[Arm] = field(default_factory=list)
+    seeds: list[int] = field(default_factory=lambda: seed_list(SEEDS))
     folder: Path = UNNAMED
     tune: bool = False
     last: Outcome | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        if not (isinstance(self.name, str) and self.settings and self.arms):
+            raise ValueError(
+                "a study needs its name, settings and arms: Study('mine', ['digits'], ['nothing', 'fire'], seeds=5); "
+                "Study.load('digits', ['nothing', 'fire'], seeds=5) is the study of a named setting or file"
+            )
         self.settings = [named_setting(each) if isinstance(each, str) else each for each in _listed(self.settings)]
         self.arms = [arm for each in _listed(self.arms) for arm in (arms(each) if isinstance(each, str) else [each])]
         self.seeds = seed_list(self.seeds)
@@ -64,8 +70,6 @@ class Study:
             twice = sorted({name for name in names if names.count(name) > 1})
             if twice:
                 raise ValueError(f"study {self.name!r} has the {what} {twice[0]!r} twice; give one another name")
-            if not names:
-                raise ValueError(f"study {self.name!r} has no {what}")
         if not self.seeds or len(set(self.seeds)) != len(self.seeds):
             raise ValueError(f"study {self.name!r}: seeds must be different numbers, at least one; got {self.seeds}")
         if self.tune and set(self.seeds) & set(tuning.SEEDS):
@@ -297,7 +301,10 @@ def seed_list(seeds: int | Iterable[int]) -> list[int]:
         if seeds < 1:
             raise ValueError(f"seeds={seeds}: at least one is needed")
         return list(range(seeds))
-    return [int(seed) for seed in seeds]
+    try:
+        return [operator.index(seed) for seed in seeds]
+    except TypeError:
+        raise ValueError(f"seeds={seeds!r}: give a count, as in 5, or whole numbers, as in [0, 3, 7]") from None
 
 
 def _found(cls: type[Study], what: str | Path | Sequence[str]) -> Study:

@@ -85,27 +85,37 @@ class Weight:
 
     def bias(self) -> Parameter | None:
         """The bias that is added to this weight's output, if there is one."""
-        packed = self.tensor in _PACKED
-        names = [self.tensor.replace("weight", "bias")] if "weight" in self.tensor else []
-        for name in [*names, f"{self.tensor}_bias", *(["in_proj_bias"] if packed else [])]:
-            bias = self.owner._parameters.get(name)
-            if bias is not None:
-                return bias
-        return None
+        held = (self.owner._parameters.get(name) for name in bias_names(self.tensor))
+        return next((bias for bias in held if bias is not None), None)
 
     def outputs(self, blocks: tuple[Block, ...]) -> Any:
         """An index to the entries of the bias that belong to these blocks of the weight."""
-        bias, value = self.bias(), self.read()
+        bias = self.bias()
         assert bias is not None
-        if self.tensor in _PACKED:
-            each = bias.numel() // 3
-            return slice(_PACKED.index(self.tensor) * each, (_PACKED.index(self.tensor) + 1) * each)
-        if sum(block.count * block.out * block.in_ for block in blocks) == value.numel():
-            return slice(None)
-        return torch.cat([_outputs(block, value, bias.numel()) for block in blocks])
+        return bias_entries(self.tensor, blocks, self.read(), bias.numel())
 
 
 _PACKED = ("q_proj_weight", "k_proj_weight", "v_proj_weight")  # of MultiheadAttention, which has one bias for all
+
+
+def bias_names(tensor: str) -> list[str]:
+    """How the bias that belongs to a weight of this name may be called, beside it.
+
+    >>> bias_names("weight_ih_l0")
+    ['bias_ih_l0', 'weight_ih_l0_bias']
+    """
+    names = [tensor.replace("weight", "bias")] if "weight" in tensor else []
+    return [*names, f"{tensor}_bias", *(["in_proj_bias"] if tensor in _PACKED else [])]
+
+
+def bias_entries(tensor: str, blocks: tuple[Block, ...], weight: Tensor, size: int) -> Any:
+    """An index to the entries of a bias of this size that belong to these blocks of a weight."""
+    if tensor in _PACKED:
+        each = size // 3
+        return slice(_PACKED.index(tensor) * each, (_PACKED.index(tensor) + 1) * each)
+    if sum(block.count * block.out * block.in_ for block in blocks) == weight.numel():
+        return slice(None)
+    return torch.cat([_outputs(block, weight, size) for block in blocks])
 
 
 class LiveStore:
