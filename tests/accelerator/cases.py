@@ -251,13 +251,33 @@ def test_the_waits_of_fire_do_not_grow_with_the_number_of_matrices(with_optimize
     assert found[12] == found[2] <= 12, found
 
 
-def test_each_repaired_matrix_adds_a_constant() -> None:
-    """A direction that is missing is rebuilt matrix by matrix: only those that need it make the host wait."""
-    model = Many(12)
-    with torch.no_grad():
-        for i in range(3):
-            model.layers[i].weight[0] = 0
-    assert waited(lambda: rekindle.fire(model.to(NAME))) <= 12 + 3 * 25
+@pytest.mark.parametrize("shape", [(96, 96), (96, 160), (96, 260)])
+def test_the_waits_of_repairs_do_not_grow_with_the_number_of_matrices(shape: tuple[int, int]) -> None:
+    """A missing direction is rebuilt for all matrices of a shape at once: dead rows, twins, small and no directions."""
+    found = {}
+    for count in (2, 10):
+        w = torch.randn(count, *shape, generator=torch.Generator().manual_seed(0))
+        w[0, :40] = 0
+        w[1::2, 0] = 0
+        w[1::4, 1:3] = w[1::4, 3:5]
+        w[2::4, 0] *= 1e-5
+        on_host = rekindle.polar(w)
+        found[count] = waited(lambda w=w: rekindle.polar(w.to(NAME), certificate=True))
+        factors, checked = rekindle.polar(w.to(NAME), certificate=True)
+        assert bool(checked.converged.all())
+        torch.testing.assert_close(factors.cpu(), on_host, atol=3e-3, rtol=0)
+    assert found[10] <= found[2] + 8 and found[10] <= 60, found
+
+
+def test_a_worn_model_makes_the_host_wait_no_more_often_with_more_layers() -> None:
+    found = {}
+    for count in (3, 12):
+        model = Many(count)
+        with torch.no_grad():
+            for layer in model.layers:
+                layer.weight[:2] = 0
+        found[count] = waited(lambda model=model: rekindle.fire(model.to(NAME)))
+    assert found[12] == found[3] <= 60, found
 
 
 def test_advise_and_guard() -> None:

@@ -14,6 +14,7 @@ import rekindle
 from matrices import ZOO, build
 from rekindle.engine import isometry, schedules
 from rekindle.engine import routes as solvers
+from rekindle.engine.completion import Rebuilt
 from rekindle.engine.isometry import Source, polar, solve
 
 
@@ -301,7 +302,8 @@ class TestSolvers:
 
         monkeypatch.setattr(solvers, "by_products", spoiled)
         monkeypatch.setattr(solvers, "by_halley", spoiled)
-        monkeypatch.setattr(solvers, "rebuild", lambda *_, **__: None)
+        failed = torch.ones(1, dtype=torch.bool)
+        monkeypatch.setattr(solvers, "rebuild", lambda x, *_, **__: Rebuilt(x, failed.int(), failed))
         w = torch.randn(40, 40)
         q, proof = polar(w, certificate=True)
         assert bool(proof.converged) and dfi(q) <= 1e-6 and overlap(q, w) >= 1 - 5e-4

@@ -6,8 +6,10 @@ matrix W. Where W is zero along them too, any orthonormal filling is equally nea
 fixed random matrix drawn in the *ambient* space, because coordinates inside the null space change with the thread
 count while the null space itself does not.
 
-Everything here works on one matrix at a time and costs thin products only, a few percent of a solve for a few
-directions.
+Everything here works on a batch (batch, n, m) and costs thin products only, a few percent of a solve for a few
+directions. The matrices of a batch share one number of directions, the largest; rows of zeros stand for those that a
+matrix does not lack. A CPU therefore gives one matrix at a time and wastes nothing, an accelerator all of a shape and
+waits for none of them alone.
 """
 
 from __future__ import annotations
@@ -24,91 +26,110 @@ MARGIN = 6  # probes beyond the expected number of directions
 
 @dataclass(frozen=True)
 class Rebuilt:
-    """The repaired matrix, and in how many directions W is zero."""
+    """The repaired matrices, in how many directions each W is zero, and which lack too much to be repaired."""
 
     x: Tensor
-    null: int
+    null: Tensor
+    failed: Tensor
 
 
 def rebuild(
-    x: Tensor, w: Tensor, *, sigma: float, expected: int, most: int, threshold: float, seed: int, complete: bool
-) -> Rebuilt | None:
+    x: Tensor, w: Tensor, *, sigma: Tensor, expected: int, most: int, threshold: float, seeds: Tensor, complete: bool
+) -> Rebuilt:
     """Repair the directions in which XXᵀ differs from I by more than `threshold`.
 
-    `sigma` is σ_max of `w`, `expected` a guess at the number of such directions. None if there are more than `most`:
-    then X is not an isometry with gaps, and another route is cheaper.
+    `sigma` is σ_max of each matrix of `w`, `expected` a guess at the number of such directions. A matrix has failed if
+    there are more than `most`: then X is not an isometry with gaps, and another route is cheaper.
     """
-    n = x.shape[0]
+    n = x.shape[1]
     size = min(n, int(1.3 * expected) + MARGIN)
     while True:
-        left = _short_directions(x, size, threshold, seed)
-        if left.shape[0] < size or size == n:
+        left, count = _short_directions(x, size, threshold, seeds)
+        largest = int(count.max())
+        if largest < size or size == n or size > most:
             break
-        if size > most:
-            return None
         size = min(n, 2 * size)
-    if not left.shape[0]:
-        return Rebuilt(x, 0)
+    failed = (count >= size) & (size < n)
+    null = torch.zeros_like(count, dtype=torch.int32)
+    if not largest or (largest == size < n and x.shape[0] == 1):
+        return Rebuilt(x, null, failed)
+    left = left[:, :largest]
 
     rows = left.to(x.dtype)
-    kept = torch.addmm(x, rows.mT, rows @ x, alpha=-1)
+    kept = torch.baddbmm(x, rows.mT, rows @ x, alpha=-1)
     exact = kept
+    absent = torch.arange(largest, device=x.device) >= count[:, None]
+    limit = sigma.double()[:, None]
     # Rows of left·W are as small as the singular values that were missed. Rounding puts about 1e-8 of σ_max into each
     # of them, so float32 settles those that are well above it, at a third of the cost; float64 the others.
     for dtype in dict.fromkeys((x.dtype, torch.float64)):
         exact = kept.to(dtype)
         q, c = torch.linalg.qr(_off_rows(left.to(dtype) @ w.to(dtype), exact).double().mT)
+        c.diagonal(0, 1, 2).add_(
+            absent * (10 * limit)
+        )  # rows that stand for nothing: first in the order, far from null
         u, s, vh = torch.linalg.svd(c.mT)
-        if float(s.min()) > SINGLE * sigma:
+        if bool((s[:, -1:] > SINGLE * limit).all()):
             break
-    found = s > NULL * sigma
-    rebuilt = u[:, found] @ (vh[found] @ q.mT)
-    null = int((~found).sum())
-    if null and complete:
-        inner = u[:, ~found]
-        rebuilt += inner @ _invent(inner.mT @ left, exact, vh[found] @ q.mT, seed)
-    return Rebuilt(kept.addmm_(rows.mT, rebuilt.to(x.dtype)), null)
+    zero = s <= NULL * limit
+    found = ~zero & (torch.arange(largest, device=x.device) >= largest - count[:, None])
+    beside = found[:, :, None] * (vh @ q.mT)
+    rebuilt = u @ beside
+    null = zero.sum(1, dtype=torch.int32)
+    lacking = int(null.max()) if complete else 0
+    if lacking:
+        inner = u[:, :, -lacking:] * zero[:, None, -lacking:]
+        rebuilt += inner @ _invent(inner.mT @ left, null, exact, beside, seeds)
+    return Rebuilt(kept.baddbmm_(rows.mT, rebuilt.to(x.dtype)), null, failed)
 
 
-def fill(x: Tensor, left: Tensor, seed: int) -> Tensor:
-    """Complete a partial isometry x (n × m) that lacks the orthonormal directions `left` (k × n).
+def fill(x: Tensor, left: Tensor, count: Tensor, seeds: Tensor) -> Tensor:
+    """Complete partial isometries x (batch, n, m) that lack the orthonormal directions `left` (batch, k, n).
 
-    >>> x = torch.eye(4, 6, dtype=torch.float64)
-    >>> x[1] = 0
-    >>> full = fill(x, torch.eye(4, dtype=torch.float64)[1:2], seed=0)
+    Of a matrix that lacks fewer than k, `count` says how many, and its other rows of `left` are zero.
+
+    >>> x = torch.eye(4, 6, dtype=torch.float64)[None].clone()
+    >>> x[0, 1] = 0
+    >>> left = torch.eye(4, dtype=torch.float64)[None, 1:2]
+    >>> full = fill(x, left, torch.tensor([1]), seeds=torch.tensor([0]))
     >>> torch.allclose(full @ full.mT, torch.eye(4, dtype=torch.float64))
     True
     """
-    return x + (left.mT @ _invent(left, x.double(), left.new_zeros(0, x.shape[1]), seed)).to(x.dtype)
+    nothing = left.new_zeros(left.shape[0], 1, x.shape[2])
+    return x + (left.mT @ _invent(left, count, x.double(), nothing, seeds)).to(x.dtype)
 
 
-def _short_directions(x: Tensor, size: int, threshold: float, seed: int) -> Tensor:
-    """Orthonormal rows, in float64, that span the directions where |I − XXᵀ| exceeds the threshold."""
-    n = x.shape[0]
+def _short_directions(x: Tensor, size: int, threshold: float, seeds: Tensor) -> tuple[Tensor, Tensor]:
+    """Orthonormal rows, in float64, that span the directions where |I − XXᵀ| exceeds the threshold, and their number.
+
+    The worst directions come first; rows beyond a matrix's number are zero.
+    """
+    batch, n, _ = x.shape
     if size == n:
-        wide = x.double()
-        values, vectors = torch.linalg.eigh(torch.eye(n, dtype=torch.float64, device=x.device) - wide @ wide.mT)
-        left: Tensor = vectors[:, values.abs() > threshold].mT.contiguous()
-        return left
-    rows = _normal((size, n), seed, x)
-    for _ in range(2):  # twice: the bulk stands at 5e-4 against the threshold, and is to vanish beside it
-        rows = rows - (rows @ x) @ x.mT
-    basis = torch.linalg.qr(rows.double().mT)[0].mT
-    seen = basis.to(x.dtype) @ x
+        seen, basis = x.double(), None
+    else:
+        rows = _normal((size, n), seeds, x)
+        for _ in range(2):  # twice: the bulk stands at 5e-4 against the threshold, and is to vanish beside it
+            rows = rows - (rows @ x) @ x.mT
+        basis = torch.linalg.qr(rows.double().mT)[0].mT
+        seen = basis.to(x.dtype) @ x
     values, vectors = torch.linalg.eigh(torch.eye(size, dtype=seen.dtype, device=x.device) - seen @ seen.mT)
-    left = vectors[:, values.abs() > threshold].double().mT @ basis
-    return left
+    values, order = values.abs().sort(1, descending=True)
+    short = values > threshold
+    left = vectors.double().gather(2, order[:, None].expand(batch, size, size)).mT * short[:, :, None]
+    return left if basis is None else left @ basis, short.sum(1)
 
 
-def _invent(left: Tensor, kept: Tensor, beside: Tensor, seed: int) -> Tensor:
+def _invent(left: Tensor, count: Tensor, kept: Tensor, beside: Tensor, seeds: Tensor) -> Tensor:
     """Orthonormal rows for the null directions `left`, orthogonal to the rows of `kept` and of `beside`."""
-    ambient = _normal((left.shape[1], kept.shape[1]), seed + 1, kept)
+    ambient = _normal((left.shape[2], kept.shape[2]), seeds + 1, kept)
     rows = left @ ambient.double()
     for _ in range(2):  # once leaves what rounding put back
         rows = _off_rows(rows - (rows @ beside.mT) @ beside, kept)
     q, c = torch.linalg.qr(rows.mT)
     u, _, vh = torch.linalg.svd(c.mT)
-    filled: Tensor = u @ (vh @ q.mT)
+    wanted = torch.arange(left.shape[1], device=left.device) < count[:, None]
+    filled: Tensor = (u * wanted[:, None]) @ (vh @ q.mT)
     return filled
 
 
@@ -118,16 +139,16 @@ def _off_rows(rows: Tensor, isometry: Tensor) -> Tensor:
     The isometry is good to 5e-4, so each pass leaves 5e-4 of what lay inside. A row that was (nearly) all inside needs
     several, until what is left no longer shrinks.
     """
-    length = torch.linalg.vector_norm(rows, dim=1)
+    length = torch.linalg.vector_norm(rows, dim=2)
     for _ in range(5):
-        rows = torch.addmm(rows, rows @ isometry.mT, isometry, alpha=-1)
-        before, length = length, torch.linalg.vector_norm(rows, dim=1)
+        rows = torch.baddbmm(rows, rows @ isometry.mT, isometry, alpha=-1)
+        before, length = length, torch.linalg.vector_norm(rows, dim=2)
         if bool((length >= 0.9 * before).all()):
             break
     return rows
 
 
-def _normal(shape: tuple[int, int], seed: int, like: Tensor) -> Tensor:
-    """Normal numbers that depend on the seed alone: drawn on the CPU, whatever the device."""
-    drawn = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32)
-    return drawn.to(like.device, like.dtype)
+def _normal(shape: tuple[int, int], seeds: Tensor, like: Tensor) -> Tensor:
+    """Normal numbers for each matrix that depend on its seed alone: drawn on the CPU, whatever the device."""
+    drawn = [torch.randn(shape, generator=torch.Generator().manual_seed(seed)) for seed in seeds.tolist()]
+    return torch.stack(drawn).to(like.device, like.dtype)

@@ -258,13 +258,12 @@ def by_eigh(w: Tensor) -> Solved:
     One float64 Gram matrix resolves singular values down to 3e-6 of the largest; `settle` rebuilds what is below.
     """
     x = torch.empty_like(w)
-    for one, out in zip(w, x, strict=True):  # one at a time: float64 copies of a whole chunk would double the memory
-        a = gram(one[None].double(), mirror=True)[0]
-        values, vectors = torch.linalg.eigh(a)
-        weight = torch.where(values > 1e-11 * values[-1], values.clamp_min(1e-300).rsqrt(), 0.0)
-        out.copy_(
-            ((vectors * weight) @ vectors.mT) @ one.double()
-        )  # in float32 small directions would be lost in rounding
+    for one, out in zip(_lots(w), _lots(x), strict=True):
+        some = one.double()
+        values, vectors = torch.linalg.eigh(gram(some, mirror=True))
+        weight = torch.where(values > 1e-11 * values[:, -1:], values.clamp_min(1e-300).rsqrt(), 0.0)
+        # In float32 small directions would be lost in rounding.
+        out.copy_(((vectors * weight[:, None]) @ vectors.mT) @ some)
     return Solved.new(x, 1)
 
 
@@ -273,10 +272,13 @@ def by_svd(w: Tensor, *, complete: bool, seeds: Tensor) -> Solved:
     u, s, vh = torch.linalg.svd(w.double(), full_matrices=False)
     small = s <= s[:, :1] * (torch.finfo(torch.float64).eps * w.shape[2])
     x = (u * ~small[:, None]) @ vh
-    for i in small.any(1).nonzero().flatten().tolist() if complete else ():
-        x[i] = fill(x[i], u[i][:, small[i]].mT, int(seeds[i]))
+    count = small.sum(1, dtype=torch.int32)
+    for index in _lots(count.nonzero().flatten()) if complete else ():
+        lacking = int(count[index].max())
+        left = (u[index, :, -lacking:] * small[index, None, -lacking:]).mT
+        x[index] = fill(x[index], left, count[index], seeds[index.cpu()])
     solved = Solved.new(x.to(w.dtype), 1)
-    solved.null = small.sum(1, dtype=torch.int32)
+    solved.null = count
     measure(solved, complete=complete)
     return solved
 
@@ -324,8 +326,8 @@ def settle(
     short = watched & (0.75 * solved.deficit.square() > allowed) & ~solved.hard
     expected = torch.zeros_like(solved.steps)
     for attempt in range(2):
-        for i in short.nonzero().flatten().tolist() if n > resolve_up_to else ():
-            _repair(i, w, solved, sigma2, int(expected[i]), complete, int(seeds[i]), n if last else n // 4)
+        for some in _lots(short.nonzero().flatten()) if n > resolve_up_to else ():
+            _repair(some, w, solved, sigma2, expected, complete, seeds, n if last else n // 4)
         if not exact and n >= WATCHED_FROM and tol >= CLOSE and bool(watched.all()):
             solved.residual = torch.zeros_like(solved.residual)
             return
@@ -357,26 +359,41 @@ def near_enough(w: Tensor, solved: Solved, norm2: Tensor, tol: float) -> Tensor:
     return torch.where(norm2 > 0, bound, torch.inf)
 
 
+def _lots(several: Tensor) -> tuple[Tensor, ...]:
+    """What is worked on together: one matrix on a CPU, where memory counts; all on an accelerator, where waits do."""
+    return torch.split(several, 1 if several.device.type == "cpu" else len(several)) if len(several) else ()
+
+
 def _repair(
-    i: int, w: Tensor, solved: Solved, sigma2: Tensor, expected: int, complete: bool, seed: int, most: int
+    index: Tensor,
+    w: Tensor,
+    solved: Solved,
+    sigma2: Tensor,
+    expected: Tensor,
+    complete: bool,
+    seeds: Tensor,
+    most: int,
 ) -> None:
-    """Rebuild the missing directions of one matrix, or mark it as hard if there are more than `most`."""
-    repaired = None
-    if expected <= most:
-        repaired = rebuild(
-            solved.x[i],
-            w[i],
-            sigma=float(sigma2[i].sqrt()),
-            expected=expected,
-            most=most,
-            threshold=2e-3,
-            seed=seed,
-            complete=complete,
-        )
-    if repaired is None:
-        solved.hard[i] = True
-    else:
-        solved.x[i], solved.null[i] = repaired.x, repaired.null
+    """Rebuild the missing directions of the matrices at `index`; those with more than `most` are marked as hard."""
+    many = expected[index] > most
+    solved.hard[index[many]] = True
+    index = index[~many]
+    if not len(index):
+        return
+    repaired = rebuild(
+        solved.x[index],
+        w[index],
+        sigma=sigma2[index].sqrt(),
+        expected=int(expected[index].max()),
+        most=most,
+        threshold=2e-3,
+        seeds=seeds[index.cpu()],
+        complete=complete,
+    )
+    keep = repaired.failed
+    solved.hard[index] = keep
+    solved.x[index] = torch.where(keep[:, None, None], solved.x[index], repaired.x)
+    solved.null[index] = torch.where(keep, solved.null[index], repaired.null)
 
 
 def polish(solved: Solved, tol: float | Tensor, *, complete: bool = True) -> None:
