@@ -76,3 +76,14 @@ def test_controls_touch_what_fire_touches_and_leave_zero_matrices(make):
     parts = [r.part for r in receipt.records if "c_attn" in r.name]
     assert parts == ["query", "key", "value"] * 2
     assert all(f.role != "embedding" for f in find(model) if f.name in receipt.changed)
+
+
+def test_rescaling_to_a_part_of_the_old_norm_leaves_directions_alone() -> None:
+    """The control of remedies that shrink weights in front of a normalisation: the norm and nothing else."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4, 2))
+    before = model[0].weight.detach().clone()
+    x = torch.randn(8, 3, 3, 3)
+    was = model(x)
+    Rescale(scale="norm:0.1")(model)
+    torch.testing.assert_close(model[0].weight.detach(), before * 0.1)
+    torch.testing.assert_close(model(x), was, atol=5e-3, rtol=0)

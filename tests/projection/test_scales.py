@@ -137,6 +137,8 @@ def test_a_split_per_head_keeps_its_parents_scale() -> None:
         "reference",
         "fan_in",
         "fan_in:0.5",
+        "paper:0.3",
+        "norm:0.1",
         "init:kaiming",
         "init:normal(0.02)",
         "init:normal(0.02)/depth(12)",
@@ -154,7 +156,17 @@ def test_a_scale_prints_as_what_it_is_parsed_from(spec: str) -> None:
 @pytest.mark.parametrize(
     "spec",
     [
-        *("papers", "init", "init:he", "init:normal", "fan_in:x", "paper:2", "nearest/depth(3)", "init:normal(-1)"),
+        *(
+            "papers",
+            "init",
+            "init:he",
+            "init:normal",
+            "fan_in:x",
+            "paper:x",
+            "norm:-1",
+            "nearest/depth(3)",
+            "init:normal(-1)",
+        ),
         *("", "0", "paper/depth(0)", "nan", 0, -1.0, math.nan, math.inf),
     ],
 )
@@ -171,3 +183,15 @@ def test_other_types_and_missing_measures_are_errors() -> None:
         Scale.parse("reference").values(linear(2, 2))
     with pytest.raises(ValueError, match="one number per matrix"):
         Scale.parse("norm").values(linear(2, 2), norm=torch.ones(2))
+
+
+@pytest.mark.parametrize("rule", ["paper", "nearest", "norm", "reference", "fan_in"])
+def test_a_factor_multiplies_the_rule(rule: str) -> None:
+    block, w = linear(6, 4), torch.randn(1, 6, 4, dtype=torch.float64)
+    given = {
+        "norm": torch.linalg.matrix_norm(w),
+        "nuclear": torch.linalg.svdvals(w).sum(1),
+        "reference": torch.tensor([2.0], dtype=torch.float64),
+    }
+    plain, tenth = (Scale.parse(spec).values(block, **given) for spec in (rule, f"{rule}:0.1"))
+    torch.testing.assert_close(tenth, plain / 10)

@@ -127,7 +127,7 @@ def restored(model: nn.Module) -> Iterator[None]:
                 for name, value in buffers.items():
                     buffer = module._buffers[name]
                     assert buffer is not None
-                    if not torch.equal(buffer, value):
+                    if not buffer.is_meta and not torch.equal(buffer, value):
                         buffer.copy_(value)
 
 

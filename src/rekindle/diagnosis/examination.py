@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 from rekindle.blocks import parametrized
 from rekindle.blocks.finding import Block, Found, find
-from rekindle.blocks.names import is_sharded, locate
+from rekindle.blocks.names import is_sharded, locate, unwrapped
+from rekindle.consumers.invariance import norms_behind
 from rekindle.diagnosis.activity import Activity, Unmeasured, activity
 from rekindle.diagnosis.curvature import Curvature, hessian_eigenvalue
 from rekindle.diagnosis.results import Comparison, Health
@@ -52,11 +53,14 @@ def health(
     curvature: bool = False,
     max_batches: int | None = None,
     thresholds: Thresholds | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
 ) -> Health:
     """Measure a model, and judge it: against `reference`, an earlier Health or another model (a fresh one), if given.
 
     Without batches only weights are measured, without a `loss(model, batch)` no gradients. `curvature` adds the
     largest Hessian eigenvalue (up to 100 Hessian-vector products). Cheap mode finds no eigenvalue of a weight.
+    Weights with a normalisation behind them are named (`about[…]["norm"]`): their scale does not change the function;
+    with the `optimizer` each has its effective learning rate lr/‖W‖².
     The model is left as it was: weights, `.grad`, buffers, modes, hooks and random numbers. On a model with DTensor
     parameters every process must make the call; weights are measured whole, units on each rank's own batches.
 
@@ -87,6 +91,7 @@ def health(
     start = time.perf_counter()
     reading = HealthBuilder(mode=mode, tau=limits.tau)
     reading.read_weights(model)
+    reading.add_norms(model, optimizer)
     if batches is not None:
         reading.add_activity(activity(model, batches, loss=loss, mode=mode, max_batches=max_batches))
         if curvature and loss is not None:
@@ -187,6 +192,25 @@ class HealthBuilder:
             free = [(w["dfi_scale_free"], w["matrices"]) for w in self.weights.values() if "dfi_scale_free" in w]
             if free:
                 self.whole["dfi_scale_free"] = sum(a * b for a, b in free) / sum(b for _, b in free)
+
+    def add_norms(self, model: nn.Module, optimizer: Any = None) -> None:
+        """Name the weights whose scale a normalisation takes out, and their effective learning rates."""
+        norms = norms_behind(unwrapped(model))
+        rates = {
+            id(parameter): float(group["lr"])
+            for group in (() if optimizer is None else optimizer.param_groups)
+            for parameter in group["params"]
+            if "lr" in group
+        }
+        for name, about in self.about.items():
+            layer, _, last = name.partition("[")[0].rpartition(".")
+            if last != "weight" or layer not in norms:
+                continue
+            self.about[name] = {**about, "norm": norms[layer]}
+            parameter = getattr(unwrapped(model).get_submodule(layer), "weight", None)
+            norm = self.weights.get(name, {}).get("norm", 0.0)
+            if id(parameter) in rates and norm > 0:
+                self.weights[name]["effective_lr"] = rates[id(parameter)] / norm**2
 
     def add_activity(self, found: Activity) -> None:
         """Take over what units and gradients did."""

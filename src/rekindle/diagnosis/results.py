@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 _MAPPINGS = ("weights", "units", "heads", "gradients", "steps", "whole", "about", "broken")
 # heading: measure
 _WEIGHTS = {
-    **{"norm": "norm", "DfI/k": "dfi_per_dimension", "scale-free": "dfi_scale_free", "σ max": "spectral_norm"},
+    **{"norm": "norm", "lr/‖W‖²": "effective_lr", "DfI/k": "dfi_per_dimension"},
+    **{"scale-free": "dfi_scale_free", "σ max": "spectral_norm"},
     **{"cond.": "condition_number", "eff. rank": "effective_rank", "part. rank": "participation_rank"},
     **{"zero rows": "dead_rows", "similar": "similar_pairs"},
 }
@@ -244,8 +245,13 @@ def described(health: Health, width: int, following: str | None = None, worded: 
         return _wrap(worded(text), width)
 
     lines = [f"Health ({health.mode}, {health.seconds:.2g} s)"]
-    lines += _layers("weights", health.weights, health, _WEIGHTS, ("role", "shape"), width)
+    rates = any("effective_lr" in numbers for numbers in health.weights.values())
+    columns = {heading: name for heading, name in _WEIGHTS.items() if name != "effective_lr" or rates}
+    lines += _layers("weights", health.weights, health, columns, ("role", "shape"), width)
     lines += _layers("units", health.units, health, _UNITS, ("kind", "at"), width)
+    free = [name for name, about in health.about.items() if "norm" in about and name in health.weights]
+    if free:
+        lines += ["", *fitted(f"scale-invariant: {_norms(free, len(health.weights))}")]
     whole = [f"{name.replace('_', ' ')} {number(value)}" for name, value in health.whole.items()]
     if whole:
         lines += ["", *fitted("whole model: " + ", ".join(whole))]
@@ -265,6 +271,15 @@ def described(health: Health, width: int, following: str | None = None, worded: 
         lines += fitted(f"  {sign}: {remedy}")
     lines.append(f"next: {following or _following(health)}")  # in one line, to be copied
     return "\n".join(lines)
+
+
+def _norms(free: list[str], total: int) -> str:
+    """Which weights have a normalisation behind them, and what that means."""
+    named = ", ".join(free[:3]) + (", …" if len(free) > 3 else "")
+    return (
+        f"{len(free)} of {total} weights ({named}) have a normalisation right behind them, which takes their scale "
+        "out; their norm sets only how fast they learn, the effective learning rate lr/‖W‖²"
+    )
 
 
 def _following(health: Health) -> str:

@@ -245,8 +245,13 @@ def _options(name: str, *values: Any) -> tuple[Mapping[str, Any], ...]:
     return tuple({"options": {name: value}} for value in values)
 
 
+def _then_shrink(method: str) -> Mapping[str, Any]:
+    return {"methods": [[method, {}], ["Rescale", {"scale": "norm:0.1"}]]}
+
+
 _HALF = {"lr": 0.5}
 _STRONG = _options("coefficient", 1e-4, 1e-2)
+_SHRINKS = _options("scale", "norm:0.03", "norm:0.3", "norm:0.5")
 
 ARMS: dict[str, Arm] = {
     arm.name: arm
@@ -309,6 +314,11 @@ ARMS: dict[str, Arm] = {
         ),
         Arm("optimizer-reset", "OptimizerReset", about="the weights stay, the optimizer starts again"),
         Arm("rescale", "Rescale", about="the old directions at FIRE's norm"),
+        Arm("shrink", "Rescale", {"scale": "norm:0.1"}, tuning=_SHRINKS, about="old directions, a tenth of the norm"),
+        Arm("fire-shrink", "FIRE", {"scale": "norm:0.1"}, tuning=_SHRINKS, about="FIRE at a tenth of the old norm"),
+        Arm("random-isometry-shrink", "RandomIsometry", {"scale": "norm:0.1"}, tuning=_SHRINKS),
+        Arm("full-reset-shrink", "Compose", _then_shrink("FullReset"), about="drawn anew, then a tenth of the norm"),
+        Arm("dash-shrink", "Compose", _then_shrink("DASH"), about="DASH, then a tenth of the norm"),
         Arm("random-isometry", "RandomIsometry", tuning=(_HALF, *_options("scale", "nearest", "norm"))),
         Arm("random-isometry-nearest", "RandomIsometry", {"scale": "nearest"}),
         Arm("fresh-at-norm", "FreshAtNorm", about="new directions at the old norm"),
@@ -335,6 +345,7 @@ ARMS["fire-heads"] = replace(ARMS["fire"].with_heads(), about="the output layer 
 GROUPS: dict[str, list[str]] = {
     "main": ["nothing", "full-reset", "shrink-perturb", "dash", "redo", "l2-init", "fire"],
     "controls": ["optimizer-reset", "rescale", "random-isometry", "fresh-at-norm", "head-reset"],
+    "norms": ["nothing", "shrink", "full-reset-shrink", "fire-shrink", "random-isometry-shrink", "dash-shrink"],
     "solvers": ["fire", "fire-10", "fire-5"],
     "scales": ["fire", "fire-nearest", "fire-norm", "fire-init"],
     "targets": ["fire", "fire-heads", "fire-qk", "fire-attention", "fire-mlp", "fire-all"],

@@ -33,6 +33,8 @@ class Scale:
     >>> block = matrices("out in")((64, 16))[0]
     >>> Scale.parse("paper").known(block), Scale.parse(0.5).known(block), Scale.parse("nearest").known(block)
     (2.0, 0.5, None)
+    >>> Scale.parse("paper:0.3").known(block)
+    0.6
     >>> Scale.parse("init:normal(0.02)/depth(12)")
     Scale(rule='init', scheme='normal', value=0.02, depth=12)
     """
@@ -44,11 +46,11 @@ class Scale:
 
     @classmethod
     def parse(cls, spec: str | float | Scale) -> Scale:
-        """From "paper", "nearest", "norm", "reference", "fan_in[:factor]", "init:scheme[(value)]" or a number.
+        """From "paper", "nearest", "norm", "reference", "fan_in", "init:scheme[(value)]" or a number.
 
-        The schemes are kaiming(gain), xavier(gain), lecun, torch (the library's own default), normal(σ) and
-        orthogonal(gain). A trailing "/depth(L)" gives layers that write to the residual stream (attention-output,
-        mlp-out) the factor 1/√(2L).
+        All but the last two take a factor: "norm:0.1" is a tenth of the old norm. The schemes are kaiming(gain),
+        xavier(gain), lecun, torch (the library's own default), normal(σ) and orthogonal(gain). A trailing "/depth(L)"
+        gives layers that write to the residual stream (attention-output, mlp-out) the factor 1/√(2L).
         """
         if isinstance(spec, Scale):
             return spec
@@ -69,7 +71,7 @@ class Scale:
         if rule == "init":
             if scheme not in _SCHEMES or (scheme == "normal") > (number is not None):
                 raise ValueError(_unknown(spec))
-        elif scheme or rule not in ("paper", "fan_in", *_MEASURED) or (number is not None and rule != "fan_in"):
+        elif scheme or rule not in ("paper", "fan_in", *_MEASURED):
             raise ValueError(_unknown(spec))
         if number is not None and number <= 0:
             raise ValueError(f"scale={spec!r}: the number must be positive")
@@ -110,9 +112,9 @@ class Scale:
             assert self.value is not None
             return self.value
         if self.rule == "paper":
-            scale = math.sqrt(out / in_) / block.taps
+            scale = math.sqrt(out / in_) / block.taps * self._factor
         elif self.rule == "fan_in":
-            scale = math.sqrt(in_ * block.taps) * (1.0 if self.value is None else self.value)
+            scale = math.sqrt(in_ * block.taps) * self._factor
         else:
             scale = self._initial(out, in_, block.taps)
         residual = self.depth is not None and block.role in _RESIDUAL_ROLES
@@ -146,11 +148,15 @@ class Scale:
         if tuple(given.shape) != (block.count,):
             raise ValueError(f"expected one number per matrix ({block.count}), got shape {tuple(given.shape)}")
         divisor = block.smaller if self.rule == "nearest" else math.sqrt(block.smaller)
-        return given / divisor
+        return given * (self._factor / divisor)
+
+    @property
+    def _factor(self) -> float:
+        return 1.0 if self.value is None else self.value
 
     def _initial(self, out: int, in_: int, taps: int) -> float:
         fan_in, fan_out = in_ * taps, out * taps
-        gain = 1.0 if self.value is None else self.value
+        gain = self._factor
         if self.scheme == "orthogonal":
             # torch's orthogonal_ flattens the taps; a tap with the same variance as its slice of that matrix.
             return gain * math.sqrt(max(out, in_) / max(out, in_ * taps))
@@ -180,7 +186,7 @@ def _float(text: str | None, spec: str) -> float | None:
 
 def _unknown(spec: object) -> str:
     return (
-        f'scale={spec!r} is not known. Choose "paper", "nearest", "norm", "reference", "fan_in", "fan_in:0.5", '
-        f'"init:SCHEME" with a scheme of {", ".join(_SCHEMES)} (as "init:normal(0.02)"), or a positive number; '
-        'shape rules take "/depth(L)"'
+        f'scale={spec!r} is not known. Choose "paper", "nearest", "norm", "reference" or "fan_in", with a factor as '
+        f'"paper:0.3", "init:SCHEME" with a scheme of {", ".join(_SCHEMES)} (as "init:normal(0.02)"), or a positive '
+        'number; shape rules take "/depth(L)"'
     )

@@ -1,0 +1,95 @@
+"""Which layers have a normalisation right behind them, so that the scale of their weight does not change the function.
+
+Behind a BatchNorm W and 10·W compute the same. What differs is training: a gradient step turns the direction of W by
+about lr/‖W‖² (the effective learning rate), so that a larger norm learns more slowly. A remedy that changes the norm of
+such a weight changes its learning rate and nothing else.
+"""
+
+from __future__ import annotations
+
+from torch import fx, nn
+
+from rekindle.consumers.graph import (
+    CHANNEL_NORMS,
+    DROPOUTS,
+    POOL_MODULES,
+    POOLS,
+    SHAPE_ONLY,
+    TRANSPARENT,
+    Untraceable,
+    graph_of,
+    operation,
+    restored,
+)
+from rekindle.consumers.values import as_layer
+
+# A bias in front of these is subtracted again; in front of others it would have to be scaled along with the weight.
+_CENTRING = tuple(kind for kind in CHANNEL_NORMS if kind is not nn.GroupNorm)
+_RECTIFIERS = (nn.ReLU, nn.LeakyReLU, nn.RReLU, nn.PReLU)
+_RESHAPES = frozenset({"view", "reshape", "transpose", "permute", "flatten", "unflatten", "movedim", "squeeze"})
+_PASSING = (*DROPOUTS, *(kind for kind in POOL_MODULES if kind is not nn.LPPool2d), nn.Flatten)
+_PASSES = (TRANSPARENT | POOLS | _RESHAPES) - {"lp_pool2d"}
+
+
+def norms_behind(model: nn.Module) -> dict[str, str]:
+    """The layers whose output goes into a normalisation and nowhere else, each with the name of the normalisation.
+
+    Found by tracing every module that holds both; a layer that is not named here may still be one.
+
+    >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU())
+    >>> norms_behind(net)
+    {'0': '1'}
+    """
+    found: dict[str, str] = {}
+    for path, owner in model.named_modules():
+        children = dict(owner.named_children())
+        layers = {name: child for name, child in children.items() if as_layer(name, child) is not None}
+        if not layers or not any(map(is_norm, children.values())):
+            continue
+        try:
+            with restored(owner):
+                graph = graph_of(owner, top=not path, closed=frozenset(children.values()))
+        except Untraceable:
+            continue
+        calls = {str(node.target): node for node in graph.nodes if node.op == "call_module"}
+        times = [str(node.target) for node in graph.nodes if node.op == "call_module"]
+        for name, layer in layers.items():
+            if times.count(name) != 1:
+                continue
+            norm = _norm_behind(calls[name], children, layer.bias is not None)
+            if norm:
+                found[f"{path}.{name}" if path else name] = f"{path}.{norm}" if path else norm
+    return found
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Whether it divides by a size that it measures: torch's own, or a class that is called so and holds vectors only.
+
+    >>> is_norm(nn.BatchNorm2d(3)), is_norm(nn.ReLU())
+    (True, False)
+    """
+    if isinstance(module, (*CHANNEL_NORMS, nn.LayerNorm, nn.RMSNorm)):
+        return True
+    called = type(module).__name__
+    return "Norm" in called and "Frozen" not in called and all(p.ndim <= 1 for p in module.parameters())
+
+
+def _norm_behind(node: fx.Node, children: dict[str, nn.Module], bias: bool, bent: bool = False) -> str:
+    """The normalisation that all users of the node's value lead to, or nothing; `bent` by a rectifier on the way."""
+    found = ""
+    for user in node.users:
+        child = children.get(str(user.target)) if user.op == "call_module" else None
+        if child is not None and is_norm(child):
+            norm = str(user.target) if not bias or (isinstance(child, _CENTRING) and not bent) else ""
+        elif user.op in ("call_function", "call_method") and operation(user) in SHAPE_ONLY:
+            continue
+        elif isinstance(child, _RECTIFIERS) or (child is None and operation(user) in ("relu", "leaky_relu")):
+            norm = _norm_behind(user, children, bias, bent=True)
+        elif isinstance(child, _PASSING) or (child is None and user.op != "output" and operation(user) in _PASSES):
+            norm = _norm_behind(user, children, bias, bent)
+        else:
+            norm = ""
+        if not norm:
+            return ""
+        found = found or norm
+    return found
