@@ -326,13 +326,10 @@ def test_a_transformer_of_transformers_with_padding() -> None:
 
 def test_weights_before_a_normalisation_are_named_with_their_effective_learning_rate() -> None:
     model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 2))
-    slow, fast = (
-        {"params": model[0].parameters(), "lr": 0.5},
-        {"params": [*model[1].parameters(), *model[3].parameters()]},
-    )
-    found = health(model, optimizer=torch.optim.SGD([slow, fast], lr=0.1))
+    groups = [{"params": model[0].parameters(), "lr": 0.5}, {"params": model[1:].parameters()}]
+    found = health(model, optimizer=torch.optim.SGD(groups, lr=0.1))
     assert found.about["0.weight"]["norm"] == "1" and "norm" not in found.about["3.weight"]
-    assert found.weights["0.weight"]["effective_lr"] == pytest.approx(0.5 / float(model[0].weight.detach().square().sum()))
+    assert found.weights["0.weight"]["effective_lr"] == pytest.approx(0.5 / model[0].weight.norm().item() ** 2)
     assert "effective_lr" not in found.weights["3.weight"]
     assert "1 of 2 weights (0.weight) have a normalisation right behind them" in " ".join(str(found).split())
     assert "lr/‖W‖²" in str(found) and "norm" in Health.from_dict(found.to_dict()).about["0.weight"]
