@@ -31,10 +31,19 @@ Rows = Sequence[Row]
 T = TypeVar("T")
 
 FIRE, NOTHING, FRESH, TUNED = "fire", "nothing", "full-reset", " (tuned)"
-REFERENCES = (NOTHING, FRESH, "random-isometry")
+RANDOM, HEADS = "random-isometry", "-heads"
 CURVES = tuple(f"{when}_{what}" for when in ("online", "train", "test", "old") for what in ("accuracy", "loss"))
 CURVES += ("return", "online_return")
 UNEQUAL = "the tasks are not equally hard: what was lost is what a fresh start gains"
+
+
+def references(arm: str) -> tuple[str, str, str]:
+    """What an arm is compared with: the random isometry is the one that touches the output layer if the arm does.
+
+    >>> references("fire")[-1], references("fire-nearest-heads (tuned)")[-1]
+    ('random-isometry', 'random-isometry-heads')
+    """
+    return NOTHING, FRESH, RANDOM + (HEADS if arm.removesuffix(TUNED).endswith(HEADS) else "")
 
 
 @dataclass(frozen=True)
@@ -252,9 +261,9 @@ class ArmComparison:
             "note": interval.note,
             "values": {str(seed): value for seed, value in sorted(values.items())},
         }
-        for reference in REFERENCES:
+        names = ("difference", FRESH.replace("-", "_"), RANDOM.replace("-", "_"))
+        for name, reference in zip(names, references(arm), strict=True):
             difference = self.differences(metric, reference).get(arm)
-            name = "difference" if reference == NOTHING else reference.replace("-", "_")
             for end in ("mean", "low", "high"):
                 value = None if difference is None else getattr(difference, end)
                 line[name if end == "mean" else f"{name}_{end}"] = value
@@ -284,9 +293,9 @@ class ArmComparison:
             "bootstrap": bootstrap_interval(list(values.values())).to_dict() if values else None,
             "differences": {
                 reference: None if (d := self.differences("headline", reference).get(arm)) is None else d.to_dict()
-                for reference in REFERENCES
+                for reference in references(arm)
             },
-            "improvement": {reference: self.improvement(arm, reference) for reference in REFERENCES},
+            "improvement": {reference: self.improvement(arm, reference) for reference in references(arm)},
             **{name: as_dict(self.number(arm, name)) for name in (*NUMBERS, "recovery")},
             "diverged": each.diverged,
             "retained": {

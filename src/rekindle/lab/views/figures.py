@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from rekindle.lab.results.comparison import FIRE, NOTHING, REFERENCES, ArmComparison
+from rekindle.lab.results.comparison import FIRE, HEADS, NOTHING, ArmComparison, references
 from rekindle.lab.results.statistics import SEEDS_FOR_INTERVAL
 from rekindle.lab.results.wording import measure
 from rekindle.lab.settings import RETURNS
@@ -120,25 +120,30 @@ def health(comparison: ArmComparison) -> list[Picture]:
 def over_streams(found: Sequence[ArmComparison]) -> list[Picture]:
     """FIRE minus nothing, minus a full reset and minus a random isometry, a line per stream; wins to the right.
 
+    Where the output layer was projected too, that is compared with the random isometry that touches it as well.
+
     Streams measure different things, so that each difference is a share of what the first task had.
     """
     lines = []
-    for reference in REFERENCES:
+    with_heads = FIRE + HEADS
+    pairs = [*((FIRE, reference) for reference in references(FIRE)), (with_heads, references(with_heads)[-1])]
+    for arm, reference in pairs:
+        name = "FIRE" if arm == FIRE else arm
         for comparison in found:
-            difference, scale = comparison.against(FIRE, reference), _first(comparison)
+            difference, scale = comparison.against(arm, reference), _first(comparison)
             if difference is None or not scale:
                 continue
             sign = 100.0 / scale * (1 if comparison.headline.higher else -1)
             ends = sorted(sign * end for end in (difference.low, difference.high) if end is not None)
             low, high = ends if len(ends) == 2 else (None, None)
             lines.append(
-                Whisker(comparison.name, sign * difference.mean, low, high, f"FIRE minus {reference}", reference)
+                Whisker(comparison.name, sign * difference.mean, low, high, f"{name} minus {reference}", reference)
             )
     if not lines:
         return []
     return [
         forest(
-            "FIRE against three references, stream by stream",
+            "FIRE against its references, stream by stream",
             lines,
             x="paired difference, % of the first task's value; for losses the sign is turned",
             better="FIRE better",

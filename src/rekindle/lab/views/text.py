@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rekindle.lab.arms import Arm
-from rekindle.lab.results.comparison import FIRE, FRESH, NOTHING, ArmComparison, Pair, comparisons
+from rekindle.lab.results.comparison import FIRE, FRESH, HEADS, NOTHING, ArmComparison, Pair, comparisons, references
 from rekindle.lab.results.statistics import SEEDS_FOR_INTERVAL, Difference, Interval, holm
 from rekindle.lab.results.wording import Measure, chance, duration, measure, ordinal
 from rekindle.lab.settings import Setting
@@ -42,11 +42,14 @@ def _sentences(found: ArmComparison) -> Iterator[str]:
         yield _not_won(found, best)
     elif len(found.ranked) > 1:
         yield _win(found, best)
-    for reference, start in (
-        (FRESH, "FIRE instead of a full reset made"),
-        ("random-isometry", "Being the nearest isometry rather than a random one made"),
+    with_heads = FIRE + HEADS
+    nearest = "Being the nearest isometry rather than a random one"
+    for arm, reference, start in (
+        (FIRE, FRESH, "FIRE instead of a full reset made"),
+        (FIRE, references(FIRE)[-1], f"{nearest} made"),
+        (with_heads, references(with_heads)[-1], f"{nearest}, both with the output layer, made"),
     ):
-        difference = found.against(FIRE, reference)
+        difference = found.against(arm, reference)
         if difference is not None:
             yield f"{start} {_told(found, difference)}{', which is within chance' if _even(difference) else ''}."
     if found.chosen:
