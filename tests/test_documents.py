@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -43,19 +42,7 @@ def world() -> dict[str, object]:
         "metrics": {"loss": 1.0, "dormant": 0.7},
         "train": lambda: None,
         "MyAttention": MyAttention,
-        # What the README's lines for trainers take for granted: only the callbacks are real here, tests/integrations
-        # has the trainers.
-        "loader": [(torch.randn(4, 20), torch.randint(5, (4,))) for _ in range(3)],
-        "Trainer": nothing,
-        "args": None,
-        "data": None,
-        "lightning": SimpleNamespace(Trainer=nothing),
-        "agent": SimpleNamespace(learn=nothing),
     }
-
-
-def nothing(*_: object, **__: object) -> None:
-    pass
 
 
 def snippets(page: Path) -> list[str]:
@@ -71,7 +58,10 @@ ELSEWHERE = {
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if p.name not in ALONE], ids=lambda page: page.name)
-def test_the_snippets_run(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_snippets_run(
+    page: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # trainers write beside the program
     names = world()
     for code in snippets(page):
         for there, here in ELSEWHERE.items():
