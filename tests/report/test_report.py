@@ -231,3 +231,24 @@ def test_a_sign_of_neurons_is_counted_as_a_layer() -> None:
     page = render({"command": "inspect", "health": health})
     assert "1 layer shows signs: dormant share ≥ 0.5." in page
     assert "60\N{NO-BREAK SPACE}%" in page
+
+
+def test_a_rule_is_said_of_the_layers_that_it_names() -> None:
+    """A layer to watch is neither counted nor listed under the rule that another layer broke."""
+    found = [
+        {"layer": layer, "level": level, "sign": "dormancy", "text": text, "rule": f"≥ {rule}", "remedy": "recycle"}
+        for layer, level, text, rule in (("0", "act", "60 %", 0.5), ("2", "watch", "25 %", 0.25))
+    ]
+    assert [(each["level"], each["layers"], each["rule"]) for each in view.signs(found)] == [
+        ("act", ["0"], "≥ 0.5"),
+        ("watch", ["2"], "≥ 0.25"),
+    ]
+    health = {"weights": {}, "units": {"0": {}}, "verdict": "act", "rule": "≥ 0.5", "findings": found}
+    assert "1 layer shows signs: ≥ 0.5." in render({"command": "inspect", "health": health})
+
+
+def test_commands_break_between_their_words() -> None:
+    line = "rekindle inspect a.pt --model mine.py:build"
+    made = {"versions": {"rekindle": "0.1.0"}, "line": line, "platform": "Linux", "threads": 1}
+    page = render({"command": "inspect", "made": made})
+    assert "<span>inspect</span> <span>a.pt</span> <span>--model</span> <span>mine.py:build</span>" in page

@@ -256,20 +256,20 @@ def reasons(data: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
 
 
 def signs(findings: Sequence[Numbers]) -> list[dict[str, Any]]:
-    """Findings put together by their sign: what was seen, in how many layers, and what helps, worst first."""
-    grouped: dict[str, list[Numbers]] = {}
+    """Findings put together by their sign and level: what was seen, in which layers, what helps, worst first."""
+    grouped: dict[tuple[str, str], list[Numbers]] = {}
     for finding in findings:
-        grouped.setdefault(finding["sign"], []).append(finding)
+        grouped.setdefault((finding["sign"], finding["level"]), []).append(finding)
     listed = [
         {
             "sign": sign,
-            "level": max((f["level"] for f in group), key=_LEVELS.index),
+            "level": level,
             "layers": [f["layer"] for f in group if f["layer"]],
             "text": group[0]["text"],
             "rule": group[0]["rule"],
             "remedy": group[0]["remedy"],
         }
-        for sign, group in grouped.items()
+        for (sign, level), group in grouped.items()
     ]
     return sorted(listed, key=lambda item: (-_LEVELS.index(item["level"]), -len(item["layers"])))
 
@@ -333,7 +333,9 @@ def _scope(health: Mapping[str, Any]) -> list[str]:
 def _judged(health: Mapping[str, Any], table: Sequence[BlockRow]) -> str:
     count = len(health.get("weights", {}))
     # A sign may be of a layer's neurons ("0"), which is no row of the table of weights ("0.weight").
-    marked = len({finding["layer"] for finding in health.get("findings", ()) if finding.get("layer")})
+    found = [finding for finding in health.get("findings", ()) if finding.get("layer")]
+    worst = max((finding["level"] for finding in found), key=_LEVELS.index, default=None)
+    marked = len({finding["layer"] for finding in found if finding["level"] == worst})
     if health["verdict"] == "unknown":
         return _sentence(health["rule"])
     if health["verdict"] == "healthy":

@@ -278,7 +278,9 @@ def _sides(
     parts = [rule(left, down(value), right, down(value), "grid") for value in marked]
     parts += [label(said, left - 8, down(v) + 4, "end") for v, said in zip(marked, shown, strict=True)]
     parts.append(label(x, (left + right) / 2, size[1] - 6, "middle", "said"))
-    parts.append(label(y, 14, 14 + (size[1] - 58) / 2, "middle", "said", turn=True))
+    middle = 14 + (size[1] - 58) / 2
+    said = y if 6.6 * len(y) / 2 <= middle else y.rpartition(", ")[2]  # the title has the name, the unit is enough
+    parts.append(label(said, 14, middle, "middle", "said", turn=True))
     return joined(parts)
 
 

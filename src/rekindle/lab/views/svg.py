@@ -35,7 +35,8 @@ STYLE = (
     f"@media print{{:root,:root[data-theme]{{{_variables(_LIGHT)}}}}}"
     + "".join(f".k{at}{{--ink:var(--k{at});--dash:{dash}}}" for at, dash in enumerate(_DASHES))
     + ".rest{--ink:var(--dim);--dash:none}"
-    ".pic text{fill:var(--dim);font-size:12px}.pic .name{fill:var(--ink);font-weight:600}"
+    ".pic text{fill:var(--dim);font-size:12px;paint-order:stroke;stroke:var(--card);stroke-width:3px}"
+    ".pic .name{fill:var(--ink);font-weight:600}"
     ".pic .said{fill:var(--text)}.pic .title{fill:var(--text);font-size:15px;font-weight:650}"
     ".pic .grid{stroke:var(--line);stroke-width:1}.pic .zero{stroke:var(--dim);stroke-width:1.2}"
     ".pic .line{fill:none;stroke:var(--ink);stroke-width:2.2;stroke-dasharray:var(--dash);stroke-linejoin:round}"
