@@ -3,6 +3,7 @@
 import html
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -56,7 +57,8 @@ def test_advise_says_what_to_call_and_its_json_makes_the_same_page(mine: Path, t
     assert run("report", tmp_path / "a.json", "-o", tmp_path / "a.html").exit_code == 0
     page = (tmp_path / "a.html").read_text()
     assert "Advice for mine.py" in page and "full-reset" in page
-    assert html.escape(found["advice"]["call"]).replace("&#x27;", "&#39;") in page
+    plain = re.sub("</?span>", "", page)  # between which a long call breaks
+    assert html.escape(found["advice"]["call"]).replace("&#x27;", "&#39;") in plain
 
 
 def test_a_setting_is_learned_up_to_a_boundary_and_asked_there() -> None:

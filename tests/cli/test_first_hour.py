@@ -468,8 +468,14 @@ def test_ctrl_c_that_a_library_catches_is_heard_all_the_same(own: Path) -> None:
     """As transformers does while it is being imported; a file that a user names stands for it."""
     caught = "import os, signal, time\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\n    time.sleep(5)\n"
     (own / "deaf.py").write_text(f"{caught}except KeyboardInterrupt:\n    pass\nfrom mine import build\n")
-    done = as_user("fire", own / "net.pt", "-o", own / "new.pt", "--model", f"{own}/deaf.py:build")
-    assert (done.returncode, done.stdout, done.stderr.strip()) == (130, "", "stopped")
+    (own / "asked.py").write_text("import deaf, mine\nmodel = deaf.build()\nbatches = list(mine.batches())\n")
+    for command in (
+        ("fire", own / "net.pt", "-o", own / "new.pt", "--model", f"{own}/deaf.py:build"),
+        ("probe", own / "asked.py", "--steps", "9", "--seeds", "2"),
+        ("advise", own / "asked.py", "--steps", "9", "--seeds", "2"),
+    ):
+        done = as_user(*command)
+        assert (done.returncode, done.stdout, done.stderr.strip()) == (130, "", "stopped"), command
     assert not (own / "new.pt").exists()
 
 

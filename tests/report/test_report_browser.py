@@ -291,6 +291,34 @@ def test_nothing_is_off_screen(driver: Driver, tmp_path: Path, width: int, schem
     assert code.splitlines() == ['pip install "torch-rekindle[cli]==0.1.0"', "rekindle fire a -o b"]
 
 
+@pytest.mark.parametrize("width", [390, 1280])
+def test_the_answers_of_probe_and_advise_are_on_the_screen(driver: Driver, tmp_path: Path, width: int) -> None:
+    """Every column of the candidates with its interval, and labels of the curves large enough to read."""
+    around = {"rise": 1.2e-4, "old_rise": -0.0123, "old_end": 0.0456, "drift": 3.7e-7, "difference": -0.00388}
+    numbers = around | {f"{name}_interval": [-0.00831, 0.00617] for name in around}
+    curve = [[step, 2.0 / step] for step in range(1, 20)]
+    tried = [
+        {"name": name, "level": 0.4763, "share": share, "ranks": [4, 3, 3], "expected": -1.02, "expected_error": 0.014}
+        | {"error": "", "curve": curve, **numbers}
+        for name, share in (("nothing", 1.0), ("self-normalized-reset", 1.0), ("shrink-perturb-fresh", 0.25))
+    ]
+    answer = {"answer": "cannot tell", "sentence": "Cannot tell.", "judged_on": "new data", "seeds": 3, "steps": 1783}
+    call = "rekindle.methods.ReDo(targets='auto', second_moment='mean', tau=0.025, period=1000)(model, optimizer)"
+    answer |= {"horizon": 1783, "call": call, "rows": tried}
+    (tmp_path / "a.html").write_text(render({"command": "advise", "advice": answer}))
+    size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 700}
+    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    driver.get((tmp_path / "a.html").as_uri())
+    assert driver.execute_script(OFF_SCREEN) == []
+    heights = (
+        "return [...document.querySelectorAll('.lines text')].map(t => t.getBoundingClientRect().height)"
+        ".filter(height => height > 0)"
+    )
+    assert min(driver.execute_script(heights)) > 10
+    names = [each.text for each in driver.find_elements(By.CSS_SELECTOR, ".lines li")]
+    assert names == ["nothing", "self-normalized-reset", "shrink-perturb-fresh"]
+
+
 def test_prints_with_everything_open(page: Driver) -> None:
     printed = page.execute_cdp_cmd("Page.printToPDF", {"printBackground": True})["data"]
     assert len(printed) > 20_000

@@ -11,7 +11,7 @@ import typer
 from rekindle.cli import options
 from rekindle.cli.page import made, write_page
 from rekindle.cli.studies import needing_extras
-from rekindle.cli.terminal import progress, refuse_existing, reported, show_json
+from rekindle.cli.terminal import heed, progress, refuse_existing, reported, show_json
 from rekindle.report.words import printable
 
 if TYPE_CHECKING:
@@ -102,6 +102,7 @@ def probe(
     from rekindle.advice.advising import seconds_of
     from rekindle.advice.probing import probe as measure
 
+    heed()
     found = measure(
         asked.model,
         asked.batches,
@@ -152,6 +153,7 @@ def advise(
     asked = _asked(what, boundary, seed, changed or ())
     from rekindle.advice.advising import advise as ask
 
+    heed()
     found = ask(
         asked.model,
         asked.batches,

@@ -46,15 +46,23 @@ candidate  | a remedy that was tried on copies of the model; all have the same s
 horizon    | how long training goes on; nothing is dropped before a quarter of it.
 """
 STYLE = """
-.lines{width:100%;max-width:860px;height:auto;display:block}
-.lines path{fill:none;stroke-width:1.6;stroke-linejoin:round}
-.lines text{fill:var(--dim);font-size:11px}
+.lines svg{width:100%;height:auto;display:block}
+.lines svg.large{max-width:860px}.lines svg.small{display:none;max-width:430px}
+.lines path{fill:none;stroke-width:1.8;stroke-linejoin:round}
+.lines text{fill:var(--dim);font-size:12px}
 .lines .axis{stroke:var(--line)}
+.lines ul{display:flex;flex-wrap:wrap;gap:2px 18px;list-style:none;margin:6px 0 0;padding:0;font-size:.88rem}
+.lines li{display:flex;align-items:center;gap:6px}.lines li svg{width:18px;height:8px}
 .l0{stroke:var(--before)}.l1{stroke:var(--after)}.l2{stroke:#2d7dd2}.l3{stroke:#3a9e5c}.l4{stroke:#8a56c2}.l5{stroke:#c2407a}
 .l6{stroke:#9a7b0a}.l7{stroke:#1c8f93}
+.tried small{color:var(--dim);white-space:nowrap}.tried th:first-child{min-width:0}
+@media (max-width:1500px){.tried td small{display:block}}
+@media screen and (max-width:760px){.lines svg.large{display:none}.lines svg.small{display:block}
+.tried td small{display:inline}.tried tr{grid-template-columns:1fr}}
 """
 _COLORS = 8
-_WIDE, _HIGH, _LEFT, _KEY = 860, 300, 50, 170
+_FIRST = ("nothing", "fresh")  # in grey: what the others are compared with
+_LEFT = 54
 
 
 def first(data: Mapping[str, Any]) -> Headline:
@@ -103,7 +111,7 @@ def _advised(advice: Mapping[str, Any]) -> dict[str, Any]:
 
 def _cells(row: Mapping[str, Any]) -> list[str]:
     own = row["name"] != "nothing"
-    share = "" if row["share"] >= 1 else f" ({row['share']:.0%})"
+    share = "" if row["share"] >= 1 else f" ({100 * row['share']:.0f} %)"
     ahead = f"{number(row['expected'])} ± {number(row['expected_error'])}" if row["share"] < 1 else ""
     around = [_around(row[name], row[f"{name}_interval"]) for name in ("rise", "old_rise", "old_end", "drift")]
     return [
@@ -128,7 +136,10 @@ def _probed(probe: Mapping[str, Any]) -> dict[str, Any]:
         ),
         (_around(probe["difference"], probe["difference_interval"]), "learned − learned by a fresh one, in loss"),
         (_around(probe["speed"], probe["speed_interval"]), "steps of a fresh network per step of the model"),
-        (f"{probe['gained']:.0%}", f"of its loss the fresh network lost; {probe['gain']:.0%} are needed"),
+        (
+            f"{100 * probe['gained']:.0f} %",
+            f"of its loss the fresh network lost; {100 * probe['gain']:.0f} % are needed",
+        ),
         (number(probe["steps"]), f"steps, {probe['seeds']} seeds"),
     ]
     curves = {}
@@ -158,9 +169,9 @@ def _around(value: float | None, interval: Sequence[float | None]) -> str:
 
 
 def lines(curves: Mapping[str, Sequence[Sequence[float]]]) -> Markup | str:
-    """Curves of (step, loss) with their names at the right; empty where there is nothing to draw.
+    """Curves of (step, loss), for a window and for a phone, with their names below; empty where there are none.
 
-    >>> str(lines({"fresh": [(1, 2.0), (9, 1.0)]})).count("<path")
+    >>> str(lines({"fresh": [(1, 2.0), (9, 1.0)]})).count('class="l0"')
     3
     """
     known = {
@@ -169,27 +180,51 @@ def lines(curves: Mapping[str, Sequence[Sequence[float]]]) -> Markup | str:
     known = {name: curve for name, curve in known.items() if curve}
     if not known:
         return ""
+    others = [name for name in known if name not in _FIRST]
+    ink = {name: f"l{0 if name in _FIRST else 1 + others.index(name) % (_COLORS - 1)}" for name in known}
+    title = "Loss against steps: " + ", ".join(known)
+    sizes = (("large", 860, 300), ("small", 340, 230))
+    drawings = [
+        element(
+            "svg",
+            element("title", title),
+            _curves(known, ink, wide, high),
+            class_=kind,
+            viewBox=f"0 0 {wide} {high}",
+            role="img",
+            aria_label=title,
+        )
+        for kind, wide, high in sizes
+    ]
+    names = [
+        element(
+            "li",
+            element("svg", element("path", class_=ink[name], d="M0,4 h18"), viewBox="0 0 18 8", aria_hidden="true"),
+            name,
+        )
+        for name in known
+    ]
+    return element("div", *drawings, element("ul", *names), class_="lines")
+
+
+def _curves(known: Mapping[str, Sequence[tuple[float, float]]], ink: Mapping[str, str], wide: int, high: int) -> Markup:
     most = max(x for curve in known.values() for x, _ in curve)
     # Remedies may start far above: the picture shows up to twice the middle of all losses.
     losses = sorted(y for curve in known.values() for _, y in curve)
-    low, high = min(0.0, losses[0]), max(min(losses[-1], 2 * losses[len(losses) // 2]), losses[0] + 1e-9)
+    low, top = min(0.0, losses[0]), max(min(losses[-1], 2 * losses[len(losses) // 2]), losses[0] + 1e-9)
 
     def place(x: float, y: float) -> str:
-        across = _LEFT + (x / most) * (_WIDE - _LEFT - _KEY)
-        down = 12 + (1 - (min(y, high) - low) / (high - low)) * (_HIGH - 40)
+        across = _LEFT + (x / most) * (wide - _LEFT - 8)
+        down = 24 + (1 - (min(y, top) - low) / (top - low)) * (high - 52)
         return f"{across:.1f},{down:.1f}"
 
-    frame = f"M{_LEFT},12 L{_LEFT},{_HIGH - 28} L{_WIDE - _KEY},{_HIGH - 28}"
-    drawn = [element("path", class_="axis", d=frame)]
+    drawn = [element("path", class_="axis", d=f"M{_LEFT},24 L{_LEFT},{high - 28} L{wide - 8},{high - 28}")]
     drawn += [
-        element("text", number(value), x=_LEFT - 6, y=16 + share * (_HIGH - 40), text_anchor="end")
-        for value, share in ((high, 0.0), ((low + high) / 2, 0.5), (low, 1.0))
+        element("text", number(value), x=_LEFT - 6, y=28 + share * (high - 52), text_anchor="end")
+        for value, share in ((top, 0.0), ((low + top) / 2, 0.5), (low, 1.0))
     ]
-    drawn.append(element("text", f"{number(most)} steps", x=_WIDE - _KEY, y=_HIGH - 10, text_anchor="end"))
-    for at, (name, curve) in enumerate(known.items()):
-        drawn.append(element("path", class_=f"l{at % _COLORS}", d="M" + " L".join(place(x, y) for x, y in curve)))
-        drawn.append(element("path", class_=f"l{at % _COLORS}", d=f"M{_WIDE - _KEY + 12},{18 + 18 * at} h16"))
-        drawn.append(element("text", name, x=_WIDE - _KEY + 34, y=22 + 18 * at))
-    title = element("title", "Loss against steps: " + ", ".join(known))
-    high_enough = max(_HIGH, 30 + 18 * len(known))
-    return element("svg", title, joined(drawn), class_="lines", viewBox=f"0 0 {_WIDE} {high_enough}", role="img")
+    drawn.append(element("text", "loss", x=_LEFT - 6, y=12, text_anchor="end"))
+    drawn.append(element("text", f"{number(most)} steps", x=wide - 8, y=high - 10, text_anchor="end"))
+    paths = {name: "M" + " L".join(place(x, y) for x, y in curve) for name, curve in known.items()}
+    drawn += [element("path", class_=ink[name], d=path) for name, path in paths.items()]
+    return joined(drawn)
