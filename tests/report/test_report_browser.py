@@ -337,6 +337,7 @@ def test_layers_print_as_a_table(page: Driver) -> None:
     page.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
     try:
         assert page.execute_script(shown) == "table-row"
+        assert page.execute_script("return document.documentElement.scrollWidth") <= 700  # no column beyond the paper
     finally:
         page.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})
 
