@@ -360,7 +360,7 @@ def test_every_known_transformers_class_exists() -> None:
     transformers = pytest.importorskip("transformers")
     from pathlib import Path
 
-    from rekindle.blocks.families import _TRANSFORMERS
+    from rekindle.blocks.known_classes import _TRANSFORMERS
 
     source = Path(transformers.__file__).parent / "models"
     text = "\n".join(p.read_text() for p in source.glob("*/modeling_*.py"))

@@ -1,26 +1,23 @@
-"""Known module classes whose weights hold several matrices, with the layout that their own forward uses.
+"""What the classes and names around a weight say of it: the layout of a known class, and the role that it has.
 
-Classes are recognised by package and class name (subclasses too), so nothing has to be imported. A rule takes the
-module and gives a recipe for each fused weight below it; sizes come from the module's own attributes. What is not
-listed here is not guessed: users add their own with `rekindle.blocks.register`.
+A layout comes from the class of a module (subclasses too): `known_classes`, or what users `register`; a name alone only
+makes a weight suspect (`looks_fused`). A role is a label for choosing targets and for printing; it never decides how
+matrices lie in a tensor, so there a name may speak.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeGuard
 
 from torch import nn
 
+from rekindle.blocks.known_classes import KNOWN, Rule
 from rekindle.blocks.layouts import Recipe, matrices
 from rekindle.blocks.names import Location
 from rekindle.consumers.source import uses_of
 from rekindle.consumers.values import layers_in
-
-Rule = Callable[[Any], Mapping[str, Recipe]]
-
-_QKV = ("query", "key", "value")
 
 FUSED = re.compile(
     r"qkv|query_key_value|c_attn|(^|_)kv(_|$)|gate_up|gate_and_up|^in_proj_\w+$|^att_proj$", re.IGNORECASE
@@ -59,7 +56,7 @@ def recipes(module: nn.Module) -> Mapping[str, Recipe]:
         if cls in _registered:
             return _registered[cls](module)
         places = (cls.__module__, cls.__module__.partition(".")[0])
-        rule = next((_KNOWN[place, cls.__name__] for place in places if (place, cls.__name__) in _KNOWN), None)
+        rule = next((KNOWN[place, cls.__name__] for place in places if (place, cls.__name__) in KNOWN), None)
         if rule is not None:
             return rule(module)
     if _is_expert_stack(module):
@@ -113,108 +110,6 @@ def looks_fused(place: Location, shape: tuple[int, ...]) -> str | None:
     return f"looks fused, but how {kind} splits {leaf} is not known: rekindle.blocks.register({kind}, …)"
 
 
-def _thirds(layer: str, heads: str, out: str = "") -> Rule:
-    """q | k | v, each (head dim): the `reshape(…, 3, heads, dim)` of most vision transformers."""
-
-    def rule(m: Any) -> dict[str, Recipe]:
-        count = int(getattr(m, heads))
-        fused = matrices("(part head dim) in", part=_QKV, head=count, heads="head")
-        return {f"{layer}.weight": fused} | _output(out, count)
-
-    return rule
-
-
-def _per_head(layer: str, heads: str, out: str = "") -> Rule:
-    """q, k, v of head 0, then of head 1, …: the `view(…, heads, 3, dim)` of the Megatron lineage."""
-
-    def rule(m: Any) -> dict[str, Recipe]:
-        count = int(getattr(m, heads))
-        fused = matrices("(head part dim) in", part=_QKV, head=count, heads="head")
-        return {f"{layer}.weight": fused} | _output(out, count)
-
-    return rule
-
-
-def _sections(weight: str, queries: int, keys: int, m: Any, out: str) -> dict[str, Recipe]:
-    """All queries, then all keys, then all values, with fewer key heads than query heads."""
-    part = {"query": queries, "key": keys, "value": keys}
-    fused = matrices("(part dim) in", part=part, dim=int(m.head_dim), heads="part")
-    return {weight: fused} | _output(out, queries)
-
-
-def _output(layer: str, heads: int) -> dict[str, Recipe]:
-    if not layer:
-        return {}
-    recipe = matrices("out (head in)", head=heads, inputs="head in", heads="head", role="attention-output")
-    return {f"{layer}.weight": recipe}
-
-
-def _gpt2(m: Any) -> dict[str, Recipe]:
-    heads = int(m.num_heads if hasattr(m, "num_heads") else m.n_head)
-    parts = _QKV[1:] if getattr(m, "is_cross_attention", False) else _QKV
-    split = {"head": heads, "heads": "head"}
-    return {
-        "c_attn.weight": matrices("in (part head dim)", part=parts, **split),  # type: ignore[arg-type]
-        "q_attn.weight": matrices("in (head dim)", role="query", **split),  # type: ignore[arg-type]
-        "c_proj.weight": matrices("(head in) out", inputs="head in", role="attention-output", **split),  # type: ignore[arg-type]
-    }
-
-
-def _falcon(m: Any) -> dict[str, Recipe]:
-    heads, dim = int(m.num_heads), int(m.head_dim)
-    if m.new_decoder_architecture:
-        groups = int(m.num_kv_heads)
-        part = {"query": heads // groups, "key": 1, "value": 1}
-        fused = matrices("(group part dim) in", part=part, group=groups, dim=dim, heads="group part")
-    elif m.multi_query:
-        fused = matrices("(part dim) in", part={"query": heads, "key": 1, "value": 1}, dim=dim, heads="part")
-    else:
-        fused = matrices("(head part dim) in", part=_QKV, head=heads, heads="head")
-    return {"query_key_value.weight": fused} | _output("dense", heads)
-
-
-def _bigcode(m: Any) -> dict[str, Recipe]:
-    heads, dim = int(m.num_heads), int(m.head_dim)
-    if m.is_cross_attention:
-        return {}
-    if m.multi_query:
-        fused = matrices("(part dim) in", part={"query": heads, "key": 1, "value": 1}, dim=dim, heads="part")
-    else:
-        fused = matrices("(head part dim) in", part=_QKV, head=heads, heads="head")
-    return {"c_attn.weight": fused} | _output("c_proj", heads)
-
-
-def _codegen(m: Any) -> dict[str, Recipe]:
-    # Trained on four TPU cores: each holds the query, value, key (in this order) of a quarter of the heads.
-    cores = 4
-    heads = int(m.num_attention_heads)
-    fused = matrices(
-        "(core part head dim) in",
-        part=("query", "value", "key"),
-        core=cores,
-        head=heads // cores,
-        heads="core head",
-    )
-    return {"qkv_proj.weight": fused} | _output("out_proj", heads)
-
-
-def _multihead(m: nn.MultiheadAttention) -> dict[str, Recipe]:
-    split: dict[str, Any] = {"head": m.num_heads, "heads": "head"}
-    packed = {"in_proj_weight": matrices("(part head dim) in", part=_QKV, **split)}
-    apart = {f"{r[0]}_proj_weight": matrices("(head dim) in", role=r, **split) for r in _QKV}
-    return packed | apart | _output("out_proj", m.num_heads)
-
-
-def _halves(layer: str, first: str, second: str, out: str) -> Rule:
-    def rule(m: Any) -> dict[str, Recipe]:
-        return {
-            f"{layer}.weight": matrices("(part out) in", part=(first, second)),
-            f"{out}.weight": matrices("out in", role="mlp-out"),
-        }
-
-    return rule
-
-
 def _is_expert_stack(module: nn.Module) -> bool:
     # transformers marks these classes with a decorator that sets the orientation on the instance.
     return (
@@ -234,125 +129,169 @@ def _experts(m: Any) -> dict[str, Recipe]:
     }
 
 
-def _llama4_experts(m: Any) -> dict[str, Recipe]:
-    return {
-        "gate_up_proj": matrices("expert in (part out)", count="expert", part=("gate", "up")),
-        "down_proj": matrices("expert in out", count="expert", role="mlp-out"),
-    }
+_ATTENTION_ROLES = (
+    ("query", {"q", "query_proj", "w_q", "linear_q", "q_head"}),
+    ("key", {"k", "key_proj", "w_k", "linear_k", "k_head"}),
+    ("value", {"v", "value_proj", "w_v", "linear_v", "v_head"}),
+    (
+        "attention-output",
+        {"o", "out_proj", "to_out", "linear_out", "wo", "w_o", "c_proj", "proj", "dense", "projection", "out"},
+    ),
+)
+_MLP_ROLES = (
+    ("mlp-out", {"down", "fc_out", "fc2", "c_proj", "wo", "lin2", "linear2", "w2", "out_proj", "dense2"}),
+    ("mlp-gate", {"gate", "wi_0", "w1", "linear_gate", "fc1_g"}),
+    ("mlp-in", {"up", "fc_in", "fc1", "fc1_x", "wi", "wi_1", "lin1", "linear1", "w3", "in_proj", "dense", "dense1"}),
+)
 
-
-def _mamba(m: Any) -> dict[str, Recipe]:
-    sizes = {"dt": int(m.time_step_rank), "B": int(m.ssm_state_size), "C": int(m.ssm_state_size)}
-    return {
-        "in_proj.weight": matrices("(part out) in", part=("x", "z")),
-        "x_proj.weight": matrices("part in", part=sizes),
-        "out_proj.weight": matrices("out in", role="mlp-out"),
-    }
-
-
-def _mamba2(m: Any) -> dict[str, Recipe]:
-    state = int(m.n_groups) * int(m.ssm_state_size)
-    wide = int(m.intermediate_size)
-    sizes = {"z": wide, "x": wide, "B": state, "C": state, "dt": int(m.num_heads)}
-    return {
-        "in_proj.weight": matrices("part in", part=sizes),
-        "out_proj.weight": matrices("out in", role="mlp-out"),
-    }
-
-
-def _gates(m: Any) -> dict[str, Recipe]:
-    gates = {"LSTM": 4, "GRU": 3}.get(str(getattr(m, "mode", type(m).__name__)).removesuffix("Cell"), 1)
-    stacked = matrices("(gate out) in", count="gate", gate=gates)
-    names: list[str] = getattr(m, "_flat_weights_names", ["weight_ih", "weight_hh"])  # a cell has the latter two
-    recurrent = {n: stacked for n in names if n.startswith(("weight_ih", "weight_hh"))}
-    return recurrent | {n: matrices("out in") for n in names if n.startswith("weight_hr")}
-
-
-def _torch_layer(m: Any) -> dict[str, Recipe]:
-    return {
-        "linear1.weight": matrices("out in", role="mlp-in"),
-        "linear2.weight": matrices("out in", role="mlp-out"),
-    }
-
-
-def _latent(m: Any) -> dict[str, Recipe]:
-    """DeepSeek's latent attention: keys and values are expanded per head from one compressed vector."""
-    heads, plain, value = int(m.num_heads), int(m.qk_nope_head_dim), int(m.v_head_dim)
-    expand = matrices("(head part) in", part={"key": plain, "value": value}, head=heads, heads="head")
-    compress = {"latent": int(m.kv_lora_rank), "key": int(m.qk_rope_head_dim)}
-    return {
-        "q_b_proj.weight": matrices("(head dim) in", head=heads, heads="head", role="query"),
-        "kv_a_proj_with_mqa.weight": matrices("part in", part=compress),
-        "kv_b_proj.weight": expand,
-    } | _output("o_proj", heads)
-
-
-def _neox(m: Any) -> dict[str, Recipe]:
-    heads = int(m.config.num_attention_heads)
-    fused = matrices("(head part dim) in", part=_QKV, head=heads, heads="head")
-    return {"query_key_value.weight": fused} | _output("dense", heads)
-
-
-def _modernbert(m: Any) -> dict[str, Recipe]:
-    fused = matrices("(part head dim) in", part=_QKV, dim=int(m.head_dim), heads="head")
-    return {"Wqkv.weight": fused} | _output("Wo", int(m.config.num_attention_heads))
-
-
-def _phi3(m: Any) -> dict[str, Recipe]:
-    return _sections("qkv_proj.weight", int(m.config.num_attention_heads), int(m.num_key_value_heads), m, "o_proj")
-
-
-def _dbrx(m: Any) -> dict[str, Recipe]:
-    return _sections("Wqkv.weight", int(m.num_heads), int(m.num_key_value_heads), m, "out_proj")
-
-
-_KNOWN: dict[tuple[str, str], Rule] = {
-    ("torch", "MultiheadAttention"): _multihead,
-    ("torch", "RNNBase"): _gates,
-    ("torch", "RNNCellBase"): _gates,
-    ("torch", "TransformerEncoderLayer"): _torch_layer,
-    ("torch", "TransformerDecoderLayer"): _torch_layer,
-    ("torch", "Bilinear"): lambda m: {"weight": matrices("count out in", count="count")},
-    ("torchvision", "ShiftedWindowAttention"): _thirds("qkv", "num_heads", "proj"),
-    # These packages have many classes called Attention, some fused per head: only where it is known to be thirds.
-    ("timm.models.vision_transformer", "Attention"): _thirds("qkv", "num_heads", "proj"),
-    ("timm.layers.attention", "Attention"): _thirds("qkv", "num_heads", "proj"),
-    ("timm.models.swin_transformer", "WindowAttention"): _thirds("qkv", "num_heads", "proj"),
-    ("vit_pytorch.vit", "Attention"): _thirds("to_qkv", "heads"),
-    ("vit_pytorch.simple_vit", "Attention"): _thirds("to_qkv", "heads"),
+# Names that mean one thing wherever they stand; the others need an attention or MLP module above them.
+_ANYWHERE = {
+    **dict.fromkeys(("q_proj", "query", "to_q", "wq", "q_lin", "q_attn", "q_proj_weight"), "query"),
+    **dict.fromkeys(("k_proj", "key", "to_k", "wk", "k_lin", "k_proj_weight"), "key"),
+    **dict.fromkeys(("v_proj", "value", "to_v", "wv", "v_lin", "v_proj_weight"), "value"),
+    **dict.fromkeys(("o_proj", "out_lin"), "attention-output"),
+    **dict.fromkeys(("up_proj", "c_fc", "dense_h_to_4h"), "mlp-in"),
+    "gate_proj": "mlp-gate",
+    **dict.fromkeys(("down_proj", "dense_4h_to_h"), "mlp-out"),
 }
 
-# Each line was read off the forward of the class in transformers 5.22; tests hold the commonest against it.
-_TRANSFORMERS: tuple[tuple[Rule, str], ...] = (
-    (_gpt2, "GPT2Attention DecisionTransformerGPT2Attention ImageGPTAttention"),
-    (_neox, "GPTNeoXAttention"),
-    (_per_head("query_key_value", "num_heads", "dense"), "BloomAttention PersimmonAttention"),
-    (_per_head("query_key_value", "num_attention_heads", "dense"), "GPTNeoXJapaneseAttention"),
-    (_per_head("in_proj", "num_attention_heads"), "DisentangledSelfAttention"),
-    (_falcon, "FalconAttention"),
-    (_bigcode, "GPTBigCodeAttention"),
-    (_codegen, "CodeGenAttention"),
-    (_phi3, "Phi3Attention Phi4MultimodalAttention"),
-    (_dbrx, "DbrxAttention"),
-    (_modernbert, "ModernBertAttention"),
-    (_latent, "DeepseekV2Attention DeepseekV3Attention"),
-    (_thirds("Wqkv", "n_heads", "out_proj"), "MptAttention"),
-    (_thirds("att_proj", "num_heads", "out_proj"), "BarkSelfAttention"),
-    (_thirds("qkv_linear", "num_attention_heads"), "LayoutLMv2SelfAttention"),
-    (_thirds("qkv", "num_heads"), "TimesformerSelfAttention"),
-    (_thirds("qkv", "num_heads", "proj"), "VitDetAttention HieraMaskUnitAttention MgpstrAttention VisionAttention"),
-    (_thirds("qkv", "num_heads", "proj"), "Qwen2_5_VLVisionAttention Qwen3VLVisionAttention Glm4vVisionAttention"),
-    (_thirds("qkv", "num_heads", "proj"), "Florence2VisionWindowAttention"),
-    (_thirds("qkv", "num_attention_heads", "proj"), "SamVisionAttention SegGptAttention Sam2MultiScaleAttention"),
-    (_thirds("qkv", "num_heads", "projection"), "BlipAttention Blip2Attention InstructBlipAttention"),
-    (
-        _halves("gate_up_proj", "gate", "up", "down_proj"),
-        "Phi3MLP Phi4MultimodalMLP GlmMLP Glm4MLP Glm4vTextMLP DiaMLP",
-    ),
-    (_halves("Wi", "up", "gate", "Wo"), "ModernBertMLP ModernBertDecoderMLP"),
-    (_halves("input_linear", "gate", "up", "output_linear"), "GraniteMoeSharedMLP GraniteMoeHybridMLP"),
-    (_llama4_experts, "Llama4TextExperts"),
-    (_mamba, "MambaMixer FalconMambaMixer JambaMambaMixer"),
-    (_mamba2, "Mamba2Mixer BambaMixer FalconH1Mixer Zamba2MambaMixer GraniteMoeHybridMambaLayer NemotronHMamba2Mixer"),
+_ATTENTION = re.compile(r"att(n|ention)|^mha$", re.IGNORECASE)
+_MLP = re.compile(
+    r"mlp|ffn|feed_?forward|densereludense|densegated|denseact|expert|intermediate|^ff(_layer)?$", re.IGNORECASE
 )
-_KNOWN |= {("transformers", name): rule for rule, names in _TRANSFORMERS for name in names.split()}
+_ROUTER = re.compile(r"router|topk.*gate|gating$", re.IGNORECASE)
+_ROUTER_NAME = re.compile(r"(^|_)router(_|$)|^shared_expert_gate$")
+_GATE = re.compile(r"gates?|wg|gat(e|ing)_(network|layer|net)|gating|selector")
+_ADAPTERS = ("lora_", "ia3_", "hada_", "vera_", "oft_", "boft_")
+
+
+def role(place: Location) -> str:
+    """The role that names and classes above the parameter suggest, "other" if none does.
+
+    >>> attention = nn.ModuleDict({"c_proj": nn.Linear(4, 4)})
+    >>> model = nn.ModuleDict({"attn": attention})
+    >>> role(Location(("attn", "c_proj"), (model, attention, attention["c_proj"]), "weight"))
+    'attention-output'
+    """
+    if is_adapter(place):
+        return "adapter"
+    if is_router(place):
+        return "router"
+    # `to_out.0` and `dense.base_layer` are named by the module above; a bare parameter names itself.
+    steps = [(n, type(m).__name__) for n, m in zip(place.names, place.modules[1:], strict=True)]
+    steps = [(n, c) for n, c in steps if not n.isdigit() and n != "base_layer"]
+    leaf = place.tensor
+    if leaf == "weight" and steps:
+        leaf, _ = steps.pop()
+    root = type(place.modules[0]).__name__
+    above = [root] if _ATTENTION.search(root) and len(place.modules) > 1 else []
+    return named_role(leaf.lower(), [*above, *(word for step in steps for word in step)])
+
+
+def roles(places: Iterable[Location]) -> dict[str, str]:
+    """The role of each of these parameters, by its clean name."""
+    return {place.name: role(place) for place in places}
+
+
+def named_role(leaf: str, above: Sequence[str]) -> str:
+    """The role of a layer called `leaf` under layers of these names and classes, outermost first.
+
+    >>> named_role("wo", ["layers", "0", "attention"]), named_role("wo", ["DenseReluDense"])
+    ('attention-output', 'mlp-out')
+    >>> named_role("fc1", []), named_role("q_proj", [])
+    ('other', 'query')
+    """
+    if leaf in _ANYWHERE:
+        return _ANYWHERE[leaf]
+    context = _context(above)
+    tables = _ATTENTION_ROLES if context == "attention" else _MLP_ROLES if context == "mlp" else ()
+    for name, leaves in tables:
+        if leaf in leaves:
+            return name
+    if not context and leaf == "dense" and "output" in above[-2:]:
+        return "mlp-out"  # BERT's layer.N.output.dense; its twin in the attention has the attention above it
+    return "other"
+
+
+def is_adapter(place: Location) -> bool:
+    """Whether the parameter belongs to a LoRA-like adapter rather than to the layer that it adapts."""
+    if any(
+        name.startswith(("lora_", "ia3_", "hada_", "vera_", "oft_", "boft_")) for name in (*place.names, place.tensor)
+    ):
+        return True
+    tuned = [i for i, m in enumerate(place.modules) if _is_tuner(m)]
+    if not tuned:
+        return False
+    below = place.names[tuned[-1] :]
+    return bool(below) and below[0] not in ("base_layer", "modules_to_save", "original_module")
+
+
+def is_router(place: Location) -> bool:
+    """Whether the parameter scores experts: inside a router, a gate beside experts, or by what becomes of its output.
+
+    >>> moe = nn.ModuleDict({"gate": nn.Linear(4, 2), "experts": nn.ModuleList([nn.Linear(4, 4)])})
+    >>> is_router(Location(("gate",), (moe, moe["gate"]), "weight"))
+    True
+    """
+    if any(_ROUTER_NAME.search(name) for name in place.names):
+        return True
+    if any(_ROUTER.search(type(m).__name__) and not _holds_experts(m) for m in place.modules):
+        return True
+    steps = zip(place.names, place.modules, place.modules[1:], strict=False)
+    return any(_scores_experts(name, parent, child) for name, parent, child in steps)
+
+
+def _scores_experts(name: str, parent: nn.Module, child: nn.Module) -> bool:
+    """Whether this child of a module chooses among its experts, or among as many branches as the child has outputs."""
+    if not parent._modules or isinstance(parent, nn.ModuleList) or any(_holds_experts(m) for m in child.modules()):
+        return False
+    beside = _holds_experts(parent)
+    if beside and not _is_experts(name) and _GATE.fullmatch(name):
+        return True
+    if _is_experts(name) or not (beside or _chooses_among(child, parent)):
+        return False
+    uses = uses_of(parent)
+    path = f"{name}.*" if _is_list(child) else name
+    if not beside and (uses is None or path in uses.returns):
+        return False  # probabilities that leave are an output, however many branches there are
+    return (uses is not None and path in uses.scores) or (not _is_list(child) and _ends_in_scores(child))
+
+
+def _ends_in_scores(module: nn.Module) -> bool:
+    """Whether the module itself turns what it returns into scores."""
+    if isinstance(module, nn.Sequential):
+        return len(module) > 0 and isinstance(module[-1], nn.Softmax | nn.Sigmoid | nn.LogSoftmax)
+    uses = uses_of(module) if module._modules else None
+    return uses is not None and bool(uses.scores & uses.returns)
+
+
+def _chooses_among(layer: nn.Module, parent: nn.Module) -> bool:
+    """Whether the layer has one output per element of a list of like modules beside it."""
+    widths = [m.out_features for m in layer.modules() if isinstance(m, nn.Linear)]
+    lists = [m for m in parent._modules.values() if _is_list(m) and m is not layer]
+    return any(len(m) == widths[-1] > 1 and len({type(c) for c in m.children()}) == 1 for m in lists if widths)
+
+
+def _is_list(module: nn.Module | None) -> TypeGuard[nn.ModuleList | nn.ModuleDict]:
+    return isinstance(module, nn.ModuleList | nn.ModuleDict)
+
+
+def _is_experts(name: str) -> bool:
+    return "expert" in name
+
+
+def _holds_experts(module: nn.Module) -> bool:
+    return any(map(_is_experts, module._modules))
+
+
+def _context(above: Sequence[str]) -> str:
+    for word in reversed(above):
+        if _ATTENTION.search(word):
+            return "attention"
+        if _MLP.search(word):
+            return "mlp"
+    return ""
+
+
+def _is_tuner(module: nn.Module) -> bool:
+    return any(c.__module__.split(".")[0] == "peft" and c.__name__ == "BaseTunerLayer" for c in type(module).__mro__)

@@ -18,11 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from rekindle.blocks import parametrized
-from rekindle.blocks.families import looks_fused, recipes_of, register
+from rekindle.blocks.families import looks_fused, recipes_of, register, roles
 from rekindle.blocks.layouts import ROLES, Block, LayoutError, Recipe, convolution, matrices
 from rekindle.blocks.names import Location, cleaner, locations, packed_weights, storage_of
 from rekindle.blocks.outputs import cut_layers, find_heads, is_backbone, keeps_width, root_of
-from rekindle.blocks.roles import roles
 
 __all__ = ["ROLES", "Block", "Conv", "Found", "LayoutError", "find", "matrices", "register"]
 

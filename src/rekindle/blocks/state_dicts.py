@@ -18,12 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from rekindle.blocks.conversions import Converted, converted
-from rekindle.blocks.families import FUSED
+from rekindle.blocks.families import FUSED, named_role
 from rekindle.blocks.finding import Found, find, mark_heads, named_heads
 from rekindle.blocks.layouts import Block, convolution, matrices
 from rekindle.blocks.names import state_cleaner, unusable
 from rekindle.blocks.outputs import ANYWHERE, USUALLY
-from rekindle.blocks.roles import named_role
 from rekindle.extras import install
 
 _UNSURE = "a state dict alone does not show {}; pass config= or a plan saved from the live model"

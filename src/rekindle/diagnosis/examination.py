@@ -34,8 +34,8 @@ from rekindle.measures.matrices import Measures, Mode, measure
 from rekindle.measures.spectra import NoSpectrum, side_by_side, workers_for
 from rekindle.projection.scales import Scale
 from rekindle.sharding.assembly import Assembly, Item
+from rekindle.sharding.team import distributed, refuse_hidden, settle
 from rekindle.sharding.units import Part
-from rekindle.sharding.wrappers import distributed, refuse_hidden, settle
 
 # Rows of an embedding are looked up, a depthwise kernel has 1-wide matrices: their spectra say nothing.
 _PASSED_OVER = ("embedding", "depthwise")

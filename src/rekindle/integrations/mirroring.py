@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from rekindle.initial import tensors_of
-from rekindle.sharding.wrappers import distributed, local, settle
+from rekindle.sharding.team import distributed, local, settle
 
 Mirror = nn.Module | Callable[[], nn.Module | None]
 

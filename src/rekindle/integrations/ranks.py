@@ -19,7 +19,7 @@ from rekindle.blocks.names import is_sharded
 from rekindle.methods.remedy import Remedy
 from rekindle.optimizers import unwrap
 from rekindle.projection.receipt import Receipt
-from rekindle.sharding.wrappers import refuse_hidden, refuse_shards, settle
+from rekindle.sharding.team import refuse_hidden, refuse_shards, settle
 
 
 def world() -> int:

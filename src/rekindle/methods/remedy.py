@@ -25,7 +25,7 @@ from rekindle.engine.devices import full_precision
 from rekindle.methods.call import Call
 from rekindle.projection.method import Batch, Loss
 from rekindle.projection.receipt import Meter, Receipt
-from rekindle.sharding.wrappers import refuse_hidden, refuse_shards, settle
+from rekindle.sharding.team import refuse_hidden, refuse_shards, settle
 
 Moment = Literal["event", "step", "backward", "loss"]
 Batches = Literal["none", "any", "all"]

@@ -19,8 +19,7 @@ from rekindle.isolation import Batch, Loss, call, isolated
 from rekindle.optimizers import unwrap
 from rekindle.projection.method import Method
 from rekindle.projection.receipt import Receipt
-from rekindle.sharding.team import SOLO
-from rekindle.sharding.wrappers import distributed, settle
+from rekindle.sharding.team import SOLO, distributed, settle
 
 
 class Guard:

@@ -36,7 +36,7 @@ from rekindle.measures.matrices import Mode
 from rekindle.monitoring.sinks import Sink, send
 from rekindle.optimizers.steps import Steps
 from rekindle.sharding.norms import norms
-from rekindle.sharding.wrappers import refuse_hidden, settle
+from rekindle.sharding.team import refuse_hidden, settle
 
 
 @dataclass(frozen=True)

@@ -31,8 +31,7 @@ from rekindle.projection.recalibration import recalibrated, training_layers
 from rekindle.projection.receipt import Measuring, Meter, Receipt, Written, records
 from rekindle.projection.sharded import Numbers, ShardedFire
 from rekindle.projection.stores import LiveStore, Store
-from rekindle.sharding.team import SOLO
-from rekindle.sharding.wrappers import distributed, refuse_hidden, settle
+from rekindle.sharding.team import SOLO, distributed, refuse_hidden, settle
 
 __all__ = ["LiveStore", "Store", "check", "check_finite", "execute", "fire"]
 

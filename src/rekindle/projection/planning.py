@@ -30,8 +30,7 @@ from rekindle.measures.spectra import real
 from rekindle.projection.measuring import Look, Reader, look, looks
 from rekindle.projection.scales import Scale
 from rekindle.projection.targets import Choice, Targets, choose, describe, preset_layouts, terms
-from rekindle.sharding.team import SOLO
-from rekindle.sharding.wrappers import distributed, refuse_hidden, settle
+from rekindle.sharding.team import SOLO, distributed, refuse_hidden, settle
 
 if TYPE_CHECKING:
     import pandas

@@ -23,9 +23,8 @@ from rekindle.sharding.assembly import Assembly, Item, Work, inside
 from rekindle.sharding.gram import factor
 from rekindle.sharding.owners import Parcel
 from rekindle.sharding.spread import Spread
-from rekindle.sharding.team import LostRank, Team
+from rekindle.sharding.team import LostRank, Team, local
 from rekindle.sharding.units import interleaved
-from rekindle.sharding.wrappers import local
 
 Numbers = Sequence[tuple[int, int]]
 Execute = Callable[..., Receipt]

@@ -21,7 +21,7 @@ from rekindle.blocks.finding import Block, find
 from rekindle.blocks.names import is_sharded, locate
 from rekindle.projection.planning import Entry
 from rekindle.sharding.spread import Spread
-from rekindle.sharding.wrappers import local
+from rekindle.sharding.team import local
 
 
 class Store(Protocol):

@@ -19,9 +19,8 @@ from rekindle.sharding.gram import pays
 from rekindle.sharding.norms import square_sums
 from rekindle.sharding.owners import Parcel, assign
 from rekindle.sharding.spread import Piece, Spread
-from rekindle.sharding.team import Team
+from rekindle.sharding.team import Team, local
 from rekindle.sharding.units import Part, units
-from rekindle.sharding.wrappers import local
 
 Work = Sequence[tuple[int, Parcel, Tensor]]
 """What an owner gets: the item's number, the parcel, and its tensor (a box of the parameter, or a Gram matrix)."""

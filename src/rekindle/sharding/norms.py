@@ -11,9 +11,8 @@ from torch import Tensor
 from rekindle.blocks.layouts import Layout
 from rekindle.blocks.names import is_sharded
 from rekindle.sharding.spread import LayoutNotSupported, Range, Spread
-from rekindle.sharding.team import Team
+from rekindle.sharding.team import Team, device_of, local
 from rekindle.sharding.units import factors, sizes
-from rekindle.sharding.wrappers import device_of, local
 
 _AT_ONCE = 1 << 18  # elements converted to float64 at a time
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from rekindle.blocks.names import is_sharded
 from rekindle.sharding.spread import Spread
-from rekindle.sharding.wrappers import local, settle
+from rekindle.sharding.team import local, settle
 
 
 @contextmanager
