@@ -1,5 +1,5 @@
-"""The public name of `rekindle.projection.scales`."""
+"""The public name of `rekindle.projection.targets`."""
 
-from rekindle.projection.scales import Scale
+from rekindle.projection.targets import Scale
 
 __all__ = ["Scale"]

@@ -10,8 +10,7 @@ pytest.importorskip("sklearn", reason='pip install "torch-rekindle[lab]"')
 from rekindle.lab.arms import ARMS
 from rekindle.lab.boundaries import reach
 from rekindle.lab.execution.local import execute
-from rekindle.lab.runs import Run
-from rekindle.lab.settings import Setting
+from rekindle.lab.settings import Run, Setting
 
 STREAM = {"data": "digits", "count": 96, "tasks": 4, "epochs": 2}
 TINY = Setting("tiny", "random-labels", "mlp", STREAM, {"width": [16, 16]}, batch=16, health=False)

@@ -22,8 +22,7 @@ from rekindle.lab.arms import Arm
 from rekindle.lab.execution import MOST_LOSSES, Durations, Event, Running, described, time_left
 from rekindle.lab.execution.local import Pool
 from rekindle.lab.execution.store import RunStore
-from rekindle.lab.runs import _source
-from rekindle.lab.settings import Setting
+from rekindle.lab.settings import Setting, _source
 from rekindle.lab.study import Study
 from rekindle.lab.train import Run, execute
 from rekindle.methods import FIRE
@@ -210,7 +209,7 @@ def test_a_users_file_is_known_to_workers_and_training_there_gives_what_it_gives
     path.write_text(
         """
 from rekindle.lab.arms import register
-from rekindle.lab.runs import _source
+from rekindle.lab.settings import _source
 from rekindle.lab.settings import Setting
 from rekindle.methods import FullReset
 

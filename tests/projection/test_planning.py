@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import rekindle
 from rekindle.projection.planning import Entry, Plan, plan
-from rekindle.projection.scales import Scale
+from rekindle.projection.targets import Scale
 from zoo_models import NAMES, build
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from rekindle.blocks.finding import find
 from rekindle.blocks.layouts import Block, convolution, matrices
-from rekindle.projection.scales import Scale
+from rekindle.projection.targets import Scale
 
 SIDE = st.integers(1, 40)
 

@@ -32,7 +32,7 @@ from rekindle.engine.devices import full_precision
 from rekindle.isolation import Batch, Loss, check_loss
 from rekindle.measures.matrices import Measures, Mode, measure
 from rekindle.measures.spectra import NoSpectrum, side_by_side, workers_for
-from rekindle.projection.scales import Scale
+from rekindle.projection.targets import Scale
 from rekindle.sharding.assembly import Assembly, Item
 from rekindle.sharding.team import distributed, refuse_hidden, settle
 from rekindle.sharding.units import Part

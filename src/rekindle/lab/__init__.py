@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from rekindle.lab.execution.local import execute
     from rekindle.lab.networks import register as network
     from rekindle.lab.results import Results
-    from rekindle.lab.runs import Run
-    from rekindle.lab.settings import SETTINGS, Setting, setting
+    from rekindle.lab.settings import SETTINGS, Run, Setting, setting
     from rekindle.lab.sources import Examples, Stream, Task, Text, replay
     from rekindle.lab.streams import STREAMS
     from rekindle.lab.streams import register as stream

@@ -11,10 +11,9 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from rekindle import methods
-from rekindle.lab.settings import Setting
 
 Factory = Callable[..., Any]
 F = TypeVar("F", bound=Factory)
@@ -22,6 +21,15 @@ F = TypeVar("F", bound=Factory)
 # What touches weight matrices block by block: these leave the output layer alone unless targets say otherwise.
 _MATRIX = ("FIRE", "RandomIsometry", "Rescale", "FreshAtNorm", "SingularClip")
 _HEADS = ["auto", "head"]
+
+
+class Tuned(Protocol):
+    """A setting, as far as an arm is concerned."""
+
+    @property
+    def coefficients(self) -> Mapping[str, Mapping[str, Any]]:
+        """Options by the name of an arm."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -69,7 +77,7 @@ class Arm:
         found = re.fullmatch(r"epoch|([1-9]\d*) epochs", str(self.when))
         return int(found[1] or 1) if found else 0
 
-    def within(self, setting: Setting) -> Arm:
+    def within(self, setting: Tuned) -> Arm:
         """The arm with the options that the setting has for it; the arm's own options win."""
         return replace(self, options={**setting.coefficients.get(self.name, {}), **self.options})
 

@@ -19,8 +19,7 @@ from torch import nn
 from rekindle.isolation import Loss, random_states_kept
 from rekindle.lab.arms import ARMS, Arm
 from rekindle.lab.evaluation import loss_of
-from rekindle.lab.runs import Run
-from rekindle.lab.settings import Setting, read_source
+from rekindle.lab.settings import Run, Setting, read_source
 from rekindle.lab.sources import Source, derive, generator
 from rekindle.lab.train import Learner, make_optimizers
 

@@ -26,8 +26,7 @@ from rekindle.lab.execution.local import TARGET, Executor, Pool
 from rekindle.lab.execution.store import RunStore
 from rekindle.lab.results import Results, RunEntry
 from rekindle.lab.results.metrics import headline
-from rekindle.lab.runs import Run
-from rekindle.lab.settings import SETTINGS, Setting, read_source
+from rekindle.lab.settings import SETTINGS, Run, Setting, read_source
 from rekindle.lab.settings import setting as named_setting
 from rekindle.monitoring.sinks import MlflowSink, Sink, TensorBoardSink, WandbSink
 

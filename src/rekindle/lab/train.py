@@ -27,8 +27,7 @@ from torch.optim import Optimizer
 import rekindle
 from rekindle.lab.arms import Arm
 from rekindle.lab.evaluation import Score, Track, average, drift_of, evaluate, log_probabilities, look, loss_of
-from rekindle.lab.runs import Run
-from rekindle.lab.settings import Setting, read_source
+from rekindle.lab.settings import Run, Setting, read_source
 from rekindle.lab.sources import Examples, Stream, Task, derive, generator, isolated
 from rekindle.methods import muon
 from rekindle.methods.remedy import MOMENTS, Moment

@@ -18,8 +18,7 @@ from rekindle.methods.remedy import FromStart, Remedy
 from rekindle.methods.selection import chosen_weights
 from rekindle.methods.writing import isometry_scale, rewrite
 from rekindle.projection.receipt import Receipt
-from rekindle.projection.scales import Scale
-from rekindle.projection.targets import Targets
+from rekindle.projection.targets import Scale, Targets
 
 
 class MatrixOptions(TypedDict, total=False):

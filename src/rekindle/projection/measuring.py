@@ -17,8 +17,7 @@ from rekindle.blocks.layouts import Block
 from rekindle.measures.matrices import deviation_from_isometry, measure, squared_frobenius_error
 from rekindle.measures.spectra import gram, spectral_norm_estimate
 from rekindle.projection.receipt import finite_mean, finite_sum
-from rekindle.projection.scales import Scale
-from rekindle.projection.targets import Choice
+from rekindle.projection.targets import Choice, Scale
 from rekindle.sharding.assembly import Assembly, Item, inside
 from rekindle.sharding.spread import Spread
 from rekindle.sharding.team import Team

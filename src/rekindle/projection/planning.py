@@ -28,8 +28,7 @@ from rekindle.engine.isometry import polar
 from rekindle.extras import install
 from rekindle.measures.spectra import real
 from rekindle.projection.measuring import Look, Reader, look, looks
-from rekindle.projection.scales import Scale
-from rekindle.projection.targets import Choice, Targets, choose, describe, preset_layouts, terms
+from rekindle.projection.targets import Choice, Scale, Targets, choose, describe, preset_layouts, terms
 from rekindle.sharding.team import SOLO, distributed, refuse_hidden, settle
 
 if TYPE_CHECKING:

@@ -27,8 +27,7 @@ from rekindle.lab.agents.building import build
 from rekindle.lab.agents.state import restore, state_of
 from rekindle.lab.agents.streams import AgentStream
 from rekindle.lab.evaluation import POINTS, finite, mean
-from rekindle.lab.runs import FirstTask, Run
-from rekindle.lab.settings import read_source
+from rekindle.lab.settings import FirstTask, Run, read_source
 from rekindle.lab.sources import derive, generator
 from rekindle.lab.train import Refused
 from rekindle.methods.remedy import MOMENTS

@@ -23,7 +23,7 @@ from rekindle.lab.execution.store import Claim, Row, RunStore
 from rekindle.monitoring.sinks import Sink, send
 
 if TYPE_CHECKING:
-    from rekindle.lab.runs import Run
+    from rekindle.lab.settings import Run
 
 MOST_LOSSES = 3
 """How often a run's worker may be lost before the run counts as failed."""

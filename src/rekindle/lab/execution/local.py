@@ -28,7 +28,7 @@ from typing import IO, TYPE_CHECKING, Any, Protocol
 from rekindle.lab.execution.store import Row
 
 if TYPE_CHECKING:
-    from rekindle.lab.runs import Run
+    from rekindle.lab.settings import Run
 
 ONE_THREAD = dict.fromkeys(
     ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS"), "1"
@@ -89,7 +89,7 @@ def execute(run: Run, *, starts: Path | None = None) -> Iterator[Row]:
 
 def perform(job: dict[str, Any], starts: Path | None) -> Iterator[Row]:
     """What a worker does with a job: the run in it, row by row."""
-    from rekindle.lab.runs import Run  # torch is loaded when there is work
+    from rekindle.lab.settings import Run  # torch is loaded when there is work
 
     return execute(Run.from_dict(job), starts=starts)
 
