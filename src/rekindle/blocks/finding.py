@@ -45,7 +45,9 @@ class Found:
 
     `name` is the clean name (wrappers seen through; `layer.weight` for a parametrised weight), `key` the name in
     `named_parameters()`. `refusal` says why there is nothing to project at all; `marks` map a kind ("head",
-    "frozen", …) to its reason in words. `also` lists the other names of a tied parameter.
+    "frozen", …) to its reason in words. `also` lists the other names of a tied parameter. After a request
+    (`rekindle.projection.targets.choose`) `refusal` says why it does not mean this parameter, and `left` has the blocks
+    that it does not mean.
     """
 
     name: str
@@ -61,6 +63,7 @@ class Found:
     also: tuple[str, ...] = ()
     parametrized: bool = False
     classes: tuple[type, ...] = ()
+    left: tuple[Block, ...] = ()
 
     @property
     def reason(self) -> str | None:

@@ -30,8 +30,12 @@ class ChosenWeight:
     """A weight and those of its blocks that are to be changed."""
 
     found: Found
-    blocks: tuple[Block, ...]
     weight: Weight
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        """The blocks to be changed."""
+        return self.found.blocks
 
     @property
     def name(self) -> str:
@@ -41,7 +45,7 @@ class ChosenWeight:
     @property
     def whole(self) -> bool:
         """Whether all of its blocks are chosen."""
-        return len(self.blocks) == len(self.found.blocks)
+        return not self.found.left
 
     def matrices(self) -> Iterable[tuple[Block, Tensor]]:
         """Each chosen block with its matrices (count, out, in) as part of the autograd graph."""
@@ -80,13 +84,12 @@ def chosen_weights(model: nn.Module, targets: Targets, **finding: Any) -> tuple[
     ['0.weight', '2.weight']
     """
     picked, skipped = [], {}
-    for choice in choose(find(model, **finding), targets):
-        if choice.reason is not None:
-            skipped[choice.found.name] = choice.reason
+    for found in choose(find(model, **finding), targets):
+        if found.refusal is not None:
+            skipped[found.name] = found.refusal
             continue
-        picked.append(ChosenWeight(choice.found, choice.blocks, Weight.at(model, choice.found.key)))
-        left = [block for block in choice.found.blocks if block not in choice.blocks]
-        skipped |= {f"{choice.found.name}[{b.part}]": f"not among the targets ({b.role})" for b in left}
+        picked.append(ChosenWeight(found, Weight.at(model, found.key)))
+        skipped |= {f"{found.name}[{b.part}]": f"not among the targets ({b.role})" for b in found.left}
     return picked, skipped
 
 

@@ -7,7 +7,7 @@ other parameter's slots alone. `check` finds everything that could go wrong befo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -84,8 +84,20 @@ class StateReset:
         return f"{text}, policy {self.policy!r}, {', '.join(self.optimizers)}"
 
 
-def check(optimizers: Any, parameters: Mapping[str, Parameter], policy: str = "fresh") -> None:
-    """Raise if `reset` with the same arguments could not be done wholly; write nothing.
+@dataclass(frozen=True)
+class Checked:
+    """An optimizer whose state can be reset: the changed parameters that it holds, and what is known of their slots."""
+
+    optimizer: Optimizer
+    held: tuple[Held, ...]
+    slots: Sequence[Mapping[str, tuple[Slot, Any]] | str]
+    stacked: Sequence[Mapping[str, tuple[Slot, Any, Tensor]]]
+    counts: Sequence[tuple[Group, Mapping[str, float]]]
+    drop: bool
+
+
+def check(optimizers: Any, parameters: Mapping[str, Parameter], policy: str = "fresh") -> list[Checked]:
+    """Raise if `reset` with the same arguments could not be done wholly; write nothing. The result is for `start_over`.
 
     >>> weight, stray = torch.nn.Parameter(torch.ones(2, 2)), torch.nn.Parameter(torch.ones(2, 2))
     >>> check(torch.optim.Adam([weight]), {"weight": weight, "stray": stray})
@@ -95,24 +107,15 @@ def check(optimizers: Any, parameters: Mapping[str, Parameter], policy: str = "f
     if policy not in get_args(Policy):
         raise ValueError(f"optimizer_state={policy!r} is not one of {', '.join(map(repr, get_args(Policy)))}")
     opened = unwrap(optimizers)
-    if not opened:
-        return
     members = {id(p) for optimizer in opened for group in optimizer.param_groups for p in group["params"]}
-    for name, parameter in parameters.items():
+    for name, parameter in parameters.items() if opened else ():
         if parameter.requires_grad and id(parameter) not in members:
             classes = ", ".join(type(optimizer).__name__ for optimizer in opened)
             raise ValueError(
                 f"{name!r} changes but is in none of the given optimizers ({classes}): pass the optimizer that "
                 "trains it too (a list is accepted), or leave it out with exclude="
             )
-    for optimizer in opened:
-        if policy in ("fresh", "step"):
-            _check_group_counts(optimizer, parameters)
-        held = list(_held(optimizer, parameters))
-        stacked(optimizer, held, masters=policy == "none")
-        if policy != "none" and not isinstance(optimizer, ONE_HISTORY):
-            _check_slots(optimizer, held, policy)
-        _check_fused_dampening(optimizer, parameters, policy)
+    return [_checked(optimizer, parameters, policy) for optimizer in opened]
 
 
 def reset(optimizers: Any, parameters: Mapping[str, Parameter], *, policy: str = "fresh") -> StateReset:
@@ -130,35 +133,31 @@ def reset(optimizers: Any, parameters: Mapping[str, Parameter], *, policy: str =
     >>> adam.state[weight]["step"].item()
     0.0
     """
-    check(optimizers, parameters, policy)
-    return start_over(optimizers, parameters, policy)
+    return start_over(check(optimizers, parameters, policy), parameters, policy)
 
 
-def start_over(optimizers: Any, parameters: Mapping[str, Parameter], policy: str = "fresh") -> StateReset:
-    """`reset` without its check, for whoever made that before the first write: afterwards it would come too late."""
+def start_over(checked: Iterable[Checked], parameters: Mapping[str, Parameter], policy: str = "fresh") -> StateReset:
+    """`reset` after its `check`, which was made before the first write; of what was checked, `parameters` changed."""
+    changed = {id(parameter) for parameter in parameters.values()}
     total = StateReset(policy)
-    for optimizer in unwrap(optimizers):
-        label = type(optimizer).__name__
-        held = list(_held(optimizer, parameters))
-        done = StateReset(policy, (label,), parameters=len(held))
-        if isinstance(optimizer, ONE_HISTORY):
-            done += _drop_history(optimizer, held, policy, label)
-        else:
-            touched = [group for group in optimizer.param_groups if _touched(group, parameters)]
-            counts = [group_counts(optimizer, group) for group in touched]
-            drop = policy == "fresh" and can_drop(optimizer)
-            known = [{} for _ in held] if drop else known_slots(optimizer, held)
-            together = stacked(optimizer, held, masters=policy == "none")
-            for (_, parameter, _), kept, shared in zip(held, known, together, strict=True):
-                if shared:
-                    views = {name: view for name, (_, _, view) in shared.items()}
-                    starts = {name: (slot, start) for name, (slot, start, _) in shared.items()}
-                    done += _reset_one(views, parameter, starts, policy, False)
-                if not shared or optimizer.state.get(parameter):
-                    done += _reset_one(optimizer.state.get(parameter), parameter, kept, policy, drop)
-            if policy in ("fresh", "step"):
-                for group, numbers in zip(touched, counts, strict=True):
-                    group.update(numbers)
+    for each in checked:
+        label = type(each.optimizer).__name__
+        members = [i for i, (_, parameter, _) in enumerate(each.held) if id(parameter) in changed]
+        done = StateReset(policy, (label,), parameters=len(members))
+        if isinstance(each.optimizer, ONE_HISTORY):
+            done += _drop_history(each.optimizer, bool(members), policy, label)
+        for i in members if each.slots else ():
+            parameter, shared = each.held[i][1], each.stacked[i]
+            state = each.optimizer.state.get(parameter)
+            if shared:
+                views = {name: view for name, (_, _, view) in shared.items()}
+                starts = {name: (slot, start) for name, (slot, start, _) in shared.items()}
+                done += _reset_one(views, parameter, starts, policy, False)
+            if not shared or state:
+                done += _reset_one(state, parameter, each.slots[i], policy, each.drop)
+        for group, numbers in each.counts:
+            if policy in ("fresh", "step") and _touched(group, changed):
+                group.update(numbers)
         total += done
     return total
 
@@ -212,7 +211,7 @@ def reset_rows(
             total += reset(optimizer, {name: parameter})
             continue
         state = optimizer.state.get(parameter, {})
-        known = _understood(optimizer, held[:1])[0]
+        known = _understood(optimizer, held[:1], known_slots(optimizer, held[:1]))[0]
         own = [(slot, start, state[key]) for key, (slot, start) in known.items()]
         own += stacked(optimizer, held[:1])[0].values()
         touched = masters = 0
@@ -270,22 +269,39 @@ def _held(optimizer: Optimizer, parameters: Mapping[str, Parameter]) -> Iterator
                 yield names[id(parameter)], parameter, group
 
 
-def _touched(group: Group, parameters: Mapping[str, Parameter]) -> bool:
-    changed = {id(parameter) for parameter in parameters.values()}
+def _touched(group: Group, changed: Collection[int]) -> bool:
     return any(id(parameter) in changed for parameter in group["params"])
 
 
-def _check_group_counts(optimizer: Optimizer, parameters: Mapping[str, Parameter]) -> None:
+def _checked(optimizer: Optimizer, parameters: Mapping[str, Parameter], policy: str) -> Checked:
+    """What is known of one optimizer; an error where its state could not be reset."""
+    held = tuple(_held(optimizer, parameters))
     changed = {id(parameter) for parameter in parameters.values()}
-    for group in optimizer.param_groups:
-        stepped = [p for p in group["params"] if optimizer.state.get(p)]
-        kept = [p for p in stepped if id(p) not in changed]
-        if kept and len(kept) < len(stepped) and group_counts(optimizer, group):
-            raise ValueError(
-                f"{type(optimizer).__name__} counts steps per group, and {len(kept)} of the {len(stepped)} parameters "
-                "of one group do not change: put the changed ones into a group of their own when making the "
-                "optimizer, or pass optimizer_state='moments' or 'none'"
-            )
+    groups = [group for group in optimizer.param_groups if _touched(group, changed)]
+    counts = [(group, found) for group in groups if (found := group_counts(optimizer, group))]
+    if policy in ("fresh", "step"):
+        for group, _ in counts:
+            _check_group_counts(optimizer, group, changed)
+    shared = stacked(optimizer, held, masters=policy == "none")
+    drop = policy == "fresh" and can_drop(optimizer)
+    slots: Sequence[Mapping[str, tuple[Slot, Any]] | str] = ()
+    if not isinstance(optimizer, ONE_HISTORY):
+        slots = [{} for _ in held] if drop else known_slots(optimizer, held)
+        if policy != "none":
+            _understood(optimizer, held, slots)
+    _check_fused_dampening(optimizer, parameters, policy)
+    return Checked(optimizer, held, slots, shared, counts, drop)
+
+
+def _check_group_counts(optimizer: Optimizer, group: Group, changed: Collection[int]) -> None:
+    stepped = [p for p in group["params"] if optimizer.state.get(p)]
+    kept = [p for p in stepped if id(p) not in changed]
+    if kept and len(kept) < len(stepped):
+        raise ValueError(
+            f"{type(optimizer).__name__} counts steps per group, and {len(kept)} of the {len(stepped)} parameters "
+            "of one group do not change: put the changed ones into a group of their own when making the "
+            "optimizer, or pass optimizer_state='moments' or 'none'"
+        )
 
 
 def _check_rows(optimizers: Any, name: str, parameter: Parameter) -> None:
@@ -298,20 +314,17 @@ def _check_rows(optimizers: Any, name: str, parameter: Parameter) -> None:
                 f"{type(optimizer).__name__} keeps the state of {name!r} in blocks that do not follow rows: single "
                 "neurons cannot be reset there; train this layer with torch's own optimizer"
             )
-        _understood(optimizer, held)
+        _understood(optimizer, held, known_slots(optimizer, held))
 
 
-def _check_slots(optimizer: Optimizer, held: list[Held], policy: str) -> None:
-    if policy != "fresh" or not can_drop(optimizer):
-        _understood(optimizer, held)
-
-
-def _understood(optimizer: Optimizer, held: list[Held]) -> list[Mapping[str, tuple[Slot, Any]]]:
+def _understood(
+    optimizer: Optimizer, held: Sequence[Held], slots: Sequence[Mapping[str, tuple[Slot, Any]] | str]
+) -> list[Mapping[str, tuple[Slot, Any]]]:
     """The slots of each parameter with their starts; an error where one is not known."""
     label = type(optimizer).__name__
     how = f"rekindle.optimizers.register({label}, fresh={{...}}) with the start value of each slot"
     found = []
-    for (name, _, _), kept in zip(held, known_slots(optimizer, held), strict=True):
+    for (name, _, _), kept in zip(held, slots, strict=True):
         if isinstance(kept, str):
             if kept == label:
                 raise ValueError(
@@ -388,8 +401,8 @@ def _start(state: dict[str, Any], name: str, start: Any) -> None:
         state[name] = type(state[name])(start)
 
 
-def _drop_history(optimizer: Optimizer, held: Iterable[Held], policy: str, label: str) -> StateReset:
-    if policy == "none" or not list(held):
+def _drop_history(optimizer: Optimizer, changed: bool, policy: str, label: str) -> StateReset:
+    if policy == "none" or not changed:
         return StateReset(policy)
     matched = sum(len(state) for state in optimizer.state.values())
     for state in optimizer.state.values():

@@ -31,7 +31,7 @@ from rekindle.projection.recalibration import recalibrated, training_layers
 from rekindle.projection.receipt import Measuring, Meter, Receipt, Written, records
 from rekindle.projection.sharded import Numbers, ShardedFire
 from rekindle.projection.stores import LiveStore, Store
-from rekindle.sharding.team import SOLO, distributed, refuse_hidden, settle
+from rekindle.sharding.team import SOLO, opened, settle
 
 __all__ = ["LiveStore", "Store", "check", "check_finite", "execute", "fire"]
 
@@ -91,9 +91,7 @@ def fire(
     """
     meter = Meter()
     _check_model(model)
-    refuse_hidden(model)
-    settle(model)
-    team, spreads = distributed(model)
+    team, spreads = opened(model)
     # Copies (DDP) are alone until fire itself talks; a plan or a forward pass of shards talks to the others.
     apart = SOLO if sharded_parameters(model) else team
     with team.together():
@@ -108,8 +106,10 @@ def fire(
     with team.together():
         store = LiveStore(model, plan.selected, mirrors=mirrors, biases=biases)
         plan, solved = _without_refused(plan, store, strength, solving)
-        optimizers.check(optimizer, store.parameters([entry.name for entry in plan.selected]), optimizer_state)
-    carry_out: Callable[..., Receipt] = partial(execute, plan, store)
+        changing = store.parameters([entry.name for entry in plan.selected])
+        checked = optimizers.check(optimizer, changing, optimizer_state)
+    states = None if optimizer is None else checked
+    carry_out: Callable[..., Receipt] = partial(execute, plan, store, meter=meter)
     if spreads:
         sharded = ShardedFire(team, plan, store.spreads(spreads), store.tensors(), plan.reasons())
         call = {**solving, "strength": strength, "biases": biases, "measure": measure}
@@ -126,9 +126,9 @@ def fire(
         try:
             receipt = carry_out(strength=strength, measure=measure, solved=solved, **solving)
         except MethodError as error:
-            error.receipt = _finish(error.receipt, plan, store, optimizer, optimizer_state)
+            error.receipt = _finish(error.receipt, plan, store, states, optimizer_state)
             raise
-        receipt = _finish(receipt, plan, store, optimizer, optimizer_state)
+        receipt = _finish(receipt, plan, store, states, optimizer_state)
         if recalibrate is not None:
             receipt = recalibrated(model, recalibrate, receipt, team)
     except BaseException as error:
@@ -194,10 +194,12 @@ def execute(
     measure: Measuring = "cheap",
     solved: Mapping[tuple[str, Block], Solved] | None = None,
     numbers: Mapping[tuple[str, Block], Numbers] | None = None,
+    meter: Meter | None = None,
 ) -> Receipt:
     """Carry out a plan on a store; the parameters are those of `fire`. `solved` holds blocks that are solved already.
 
     numbers: (key, block) → (block, matrix) of the whole job for each matrix, where this plan is a part of a larger one.
+    meter: what time and memory are counted from, if that is not now.
 
     >>> from rekindle.projection.planning import plan
     >>> model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
@@ -205,7 +207,7 @@ def execute(
     >>> execute(dry, LiveStore(model, dry.selected)).changed
     ('0.weight',)
     """
-    meter = Meter()
+    meter = meter or Meter()
     _check_options(strength, measure)
     solving: Solving = {"solver": solver, "tol": tol, "steps": steps, "complete": complete, "seed": seed}
     work = [(entry, block) for entry in plan.selected for block in entry.blocks]
@@ -445,17 +447,18 @@ def _total(value: Tensor) -> Tensor:
     return value.sum(dtype=value.dtype if value.dtype == torch.float64 else torch.float32)
 
 
-def _finish(receipt: Receipt, plan: Plan, store: LiveStore, optimizer: Any, policy: str) -> Receipt:
+def _finish(
+    receipt: Receipt, plan: Plan, store: LiveStore, states: Sequence[optimizers.Checked] | None, policy: str
+) -> Receipt:
     """Make a written model whole: the optimizer slots and stale gradients of what was really changed."""
-    changed = receipt.changed
-    zeroed = store.zero_biases(changed)
-    state = optimizers.start_over(optimizer, store.parameters(changed), policy)
+    changed, zeroed, cleared = store.tidy(receipt.changed)
+    state = None if states is None else optimizers.start_over(states, changed, policy)
     keys = {entry.name: entry.key for entry in plan.entries}
     return replace(
         receipt,
         skipped={name: why for name, why in receipt.skipped.items() if keys.get(name) not in zeroed},
-        optimizer=state if optimizer is not None else None,
-        gradients_cleared=store.clear_gradients(changed),
+        optimizer=state,
+        gradients_cleared=cleared,
         biases_zeroed=store.biases_zeroed,
         mirrors=len(store.mirrors),
     )

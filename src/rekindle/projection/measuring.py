@@ -17,7 +17,7 @@ from rekindle.blocks.layouts import Block
 from rekindle.measures.matrices import deviation_from_isometry, measure, squared_frobenius_error
 from rekindle.measures.spectra import gram, spectral_norm_estimate
 from rekindle.projection.receipt import finite_mean, finite_sum
-from rekindle.projection.targets import Choice, Scale
+from rekindle.projection.targets import Scale
 from rekindle.sharding.assembly import Assembly, Item, inside
 from rekindle.sharding.spread import Spread
 from rekindle.sharding.team import Team
@@ -78,16 +78,16 @@ def _deviation(apart: Tensor, diagonal: Tensor, ratio: Tensor) -> float:
 
 
 def looks(
-    team: Team, spreads: Mapping[str, Spread], choices: Iterable[Choice], read: Reader, rule: Scale, measure: bool
+    team: Team, spreads: Mapping[str, Spread], weights: Iterable[Found], read: Reader, rule: Scale, measure: bool
 ) -> dict[tuple[str, int], Look]:
     """What `look` says of every chosen block of a sharded parameter, by (name, place of the block); collective."""
-    chosen = [choice for choice in choices if choice.reason is None and choice.found.key in spreads]
+    chosen = [f for f in weights if f.refusal is None and f.key in spreads]
     items = []
-    for choice in chosen:
-        weight = read(choice.found)
+    for f in chosen:
+        weight = read(f)
         assert weight is not None
-        layouts = tuple(block.layout for block in choice.blocks)
-        items.append(Item(choice.found.name, weight, spreads[choice.found.key], layouts))
+        layouts = tuple(block.layout for block in f.blocks)
+        items.append(Item(f.name, weight, spreads[f.key], layouts))
     if not items:
         return {}
     assembly = Assembly(team, items)
@@ -101,12 +101,12 @@ def looks(
 
         measured = assembly.measure(look_at)
     found: dict[tuple[str, int], Look] = {}
-    for number, choice in enumerate(chosen):
-        for place in range(len(choice.blocks)):
+    for number, f in enumerate(chosen):
+        for place in range(len(f.blocks)):
             parts = [result for _, result in measured.get((number, place), [])]
             dfi = sum(part[1] or 0.0 for part in parts) if parts else None
             free = sum(part[2] or 0.0 for part in parts) if parts else None
-            found[choice.found.name, place] = (norms[number][place], dfi, free)
+            found[f.name, place] = (norms[number][place], dfi, free)
     return found
 
 

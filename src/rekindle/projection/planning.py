@@ -28,8 +28,9 @@ from rekindle.engine.isometry import polar
 from rekindle.extras import install
 from rekindle.measures.spectra import real
 from rekindle.projection.measuring import Look, Reader, look, looks
-from rekindle.projection.targets import Choice, Scale, Targets, choose, describe, preset_layouts, terms
-from rekindle.sharding.team import SOLO, distributed, refuse_hidden, settle
+from rekindle.projection.targets import Scale, Targets, choose, describe, preset_layouts, terms
+from rekindle.sharding.spread import Spread
+from rekindle.sharding.team import SOLO, opened
 
 if TYPE_CHECKING:
     import pandas
@@ -300,11 +301,12 @@ def plan(
     2.bias     other  2      skipped: bias
     1 of 4 parameters to project: 1 matrices, 32 of 58 numbers; scale paper, targets auto
     """
+    team, spreads = SOLO, dict[str, Spread]()
     if isinstance(model, nn.Module):
-        refuse_hidden(model, "rekindle.plan(model.module)", writes=False)
-        settle(model)
+        team, spreads = opened(model, "rekindle.plan(model.module)", writes=False, copies=False)
+    if not sharded:
+        team, spreads = SOLO, {}
     options: dict[str, Any] = {"conv": conv, "split_heads": split_heads, "heads": heads, "layouts": dict(layouts or {})}
-    team, spreads = distributed(model, copies=False) if isinstance(model, nn.Module) and sharded else (SOLO, {})
     with team.together():
         rule = Scale.parse(scale)
         targets, include, exclude = (
@@ -319,16 +321,16 @@ def plan(
         if stated:
             options["layouts"] = {**stated, **options["layouts"]}
             found = _find(model, config, options, sharded)
-        choices = choose(found, targets, include=include, exclude=exclude, allow_empty=allow_empty)
+        chosen = choose(found, targets, include=include, exclude=exclude, allow_empty=allow_empty)
     read = _reader(model)
     seen: dict[tuple[str, int], Look] = {}
     if measure or min_norm > 0:
         elsewhere = spreads.keys() if isinstance(model, nn.Module) else {k for k, t in model.items() if is_sharded(t)}
-        seen = _local_looks([c for c in choices if c.found.key not in elsewhere], read, rule, measure, min_norm)
+        seen = _local_looks([f for f in chosen if f.key not in elsewhere], read, rule, measure, min_norm)
         if spreads:
-            seen |= looks(team, spreads, choices, read, rule, measure)
+            seen |= looks(team, spreads, chosen, read, rule, measure)
     initial = None if reference is None else _by_name(reference)
-    entries = tuple(_entry(choice, rule, initial, min_norm, seen) for choice in choices)
+    entries = tuple(_entry(f, rule, initial, min_norm, seen) for f in chosen)
     drafted = Plan(entries, rule, describe(targets, include, exclude), min_norm, conv)
     if isinstance(model, nn.Module) and trial:
         entries = tuple(_tried(drafted, e, f, model) for e, f in zip(entries, found, strict=True))
@@ -353,23 +355,23 @@ def _surely_larger(block: Block, weight: Tensor, least: float) -> bool:
 
 
 def _local_looks(
-    choices: Iterable[Choice], read: Reader, rule: Scale, measure: bool, min_norm: float
+    weights: Iterable[Found], read: Reader, rule: Scale, measure: bool, min_norm: float
 ) -> dict[tuple[str, int], Look]:
     """What `look` says of every chosen block of a weight that is whole, by (name, place of the block).
 
     All norms come from their device together: one by one, the host would wait for each.
     """
     found: dict[tuple[str, int], Look] = {}
-    for choice in choices:
-        weight = read(choice.found) if choice.reason is None else None
+    for f in weights:
+        weight = read(f) if f.refusal is None else None
         if weight is None or weight.is_meta:
             continue
-        for place, block in enumerate(choice.blocks):
+        for place, block in enumerate(f.blocks):
             if measure:
-                found[choice.found.name, place] = look(block, weight, rule.known(block))
+                found[f.name, place] = look(block, weight, rule.known(block))
             elif not _surely_larger(block, weight, min_norm):
                 norms = block.layout.norms(weight, torch.promote_types(weight.dtype, torch.float32))
-                found[choice.found.name, place] = (norms, None, None)
+                found[f.name, place] = (norms, None, None)
     fetched = to_host([norms for norms, _, _ in found.values()])
     return {key: (norm, *seen[1:]) for norm, (key, seen) in zip(fetched, found.items(), strict=True)}
 
@@ -419,13 +421,8 @@ def _computed(model: nn.Module, f: Found) -> tuple[nn.Module, str]:
 
 
 def _entry(
-    choice: Choice,
-    rule: Scale,
-    initial: Reader | None,
-    min_norm: float,
-    looks: Mapping[tuple[str, int], Look],
+    f: Found, rule: Scale, initial: Reader | None, min_norm: float, looks: Mapping[tuple[str, int], Look]
 ) -> Entry:
-    f = choice.found
     base = Entry(
         f.name,
         f.key,
@@ -433,18 +430,18 @@ def _entry(
         f.dtype,
         f.role,
         f.blocks,
-        choice.reason,
+        f.refusal,
         also=f.also,
         module=f.module,
         module_type=f.module_type,
         parametrized=f.parametrized,
     )
-    if choice.reason is not None:
+    if f.refusal is not None:
         return base
-    left = tuple(b.part or b.role for b in f.blocks if b not in choice.blocks)
-    references = _references(f, choice.blocks, initial) if rule.rule == "reference" else ()
+    left = tuple(block.part or block.role for block in f.left)
+    references = _references(f, initial) if rule.rule == "reference" else ()
     blocks, scales, dfis, frees, smalls, kept = [], [], [], [], [], []
-    for i, block in enumerate(choice.blocks):
+    for i, block in enumerate(f.blocks):
         scale = rule.known(block)
         dfi = free = None
         small = 0
@@ -493,7 +490,7 @@ def _tried(drafted: Plan, entry: Entry, f: Found, model: nn.Module) -> Entry:
     return entry if reason is None else replace(entry, reason=reason, blocks=f.blocks)
 
 
-def _references(f: Found, blocks: tuple[Block, ...], initial: Reader | None) -> tuple[tuple[float, ...], ...]:
+def _references(f: Found, initial: Reader | None) -> tuple[tuple[float, ...], ...]:
     start = initial(f) if initial is not None else None
     if start is None:
         raise ValueError(f"{f.name}: the reference has no such weight; exclude it or choose another scale")
@@ -502,7 +499,7 @@ def _references(f: Found, blocks: tuple[Block, ...], initial: Reader | None) -> 
         assert isinstance(start, Tensor)
     if tuple(start.shape) != f.shape:
         raise ValueError(f"{f.name} has shape {f.shape}, the reference has {tuple(start.shape)}")
-    norms = [torch.linalg.vector_norm(b.read(start).double(), dim=(1, 2)).tolist() for b in blocks]
+    norms = [torch.linalg.vector_norm(b.read(start).double(), dim=(1, 2)).tolist() for b in f.blocks]
     if any(n == 0.0 for per in norms for n in per):
         raise ValueError(f"{f.name}: a matrix of the reference is zero, which gives no scale; exclude it")
     return tuple(tuple(per) for per in norms)

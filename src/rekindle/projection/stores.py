@@ -265,12 +265,17 @@ class LiveStore:
 
         return restore
 
-    def clear_gradients(self, names: Iterable[str]) -> int:
-        """Drop the gradients of changed parameters: they belong to weights that are gone."""
-        stale = [p for p in self.parameters(names).values() if p.grad is not None]
+    def tidy(self, names: Iterable[str]) -> tuple[dict[str, Parameter], set[str], int]:
+        """After these entries were written: zero the biases, and drop gradients, which belong to weights that are gone.
+
+        Returns the parameters that changed, the names of zeroed biases, and how many gradients were dropped.
+        """
+        names = tuple(names)
+        zeroed, changed = self.zero_biases(names), self.parameters(names)
+        stale = [p for p in changed.values() if p.grad is not None]
         for parameter in stale:
             parameter.grad = None
-        return len(stale)
+        return changed, zeroed, len(stale)
 
     def _written(self) -> Iterator[Tensor]:
         for name, weight in self._weights.items():
@@ -343,7 +348,7 @@ def _check_writable(name: str, tensor: Tensor) -> None:
         )
     if tensor.is_meta:
         raise ValueError(f"{name!r} is on the meta device: load the weights first; nothing was changed")
-    if _reach(tensor) < tensor.numel():
+    if _reach(tensor) < tensor.numel() and not is_sharded(tensor):
         raise ValueError(
             f"{name!r} lies over itself in memory (strides {tuple(tensor.stride())}). Give it memory of its own "
             "(parameter.data = parameter.data.clone()); nothing was changed"
@@ -352,8 +357,6 @@ def _check_writable(name: str, tensor: Tensor) -> None:
 
 def _reach(tensor: Tensor) -> int:
     """How many numbers lie between the first and the last entry, both included."""
-    if is_sharded(tensor):
-        return tensor.numel()
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 

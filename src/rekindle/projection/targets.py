@@ -18,7 +18,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any, Protocol, runtime_checkable
 
@@ -241,15 +241,6 @@ PRESETS = ("auto", "layers", "all", "attention", "attention.qk", "mlp", "conv", 
 
 
 @dataclass(frozen=True)
-class Choice:
-    """What becomes of one parameter: the blocks to project, or the reason why not."""
-
-    found: Found
-    blocks: tuple[Block, ...]
-    reason: str | None
-
-
-@dataclass(frozen=True)
 class _Matcher:
     """One term: which blocks it means, and which default reasons it overrules."""
 
@@ -265,30 +256,30 @@ def choose(
     include: Targets = (),
     exclude: Targets = (),
     allow_empty: bool = False,
-) -> list[Choice]:
-    """One `Choice` for each parameter; a request that leaves nothing is an error that lists what there was.
+) -> list[Found]:
+    """The same parameters with the blocks to project, or the `refusal` that says why not; an error if none is left.
 
     >>> from rekindle.blocks.finding import find
     >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
-    >>> [(c.found.name, c.reason) for c in choose(find(net), exclude="0")]
+    >>> [(f.name, f.refusal) for f in choose(find(net), exclude="0")]
     Traceback (most recent call last):
     ...
     ValueError: targets='auto', exclude='0' leaves nothing to project. The model has 2 weights with matrices...
-    >>> [c.reason for c in choose(find(net), include="2.weight") if c.found.blocks]
+    >>> [f.refusal for f in choose(find(net), include="2.weight") if f.blocks]
     [None, None]
     """
     wanted = [_matcher(t, found, "targets") for t in terms(targets)]
     added = [_matcher(t, found, "include") for t in terms(include)]
     removed = [_matcher(t, found, "exclude") for t in terms(exclude)]
-    choices = [_choice(f, wanted, added, removed) for f in found]
-    if not allow_empty and not any(c.reason is None for c in choices):
+    chosen = [_chosen(f, wanted, added, removed) for f in found]
+    if not allow_empty and not any(f.refusal is None for f in chosen):
         asked = ", ".join(
             f"{name}={value!r}"
             for name, value in (("targets", targets), ("include", include), ("exclude", exclude))
             if value != ()
         )
-        raise ValueError(f"{asked} leaves nothing to project. {_what_there_was(choices)}")
-    return choices
+        raise ValueError(f"{asked} leaves nothing to project. {_what_there_was(chosen)}")
+    return chosen
 
 
 def terms(targets: Targets) -> list[Term]:
@@ -337,9 +328,9 @@ def preset_layouts(found: Sequence[Found], targets: Targets) -> dict[str, Recipe
     return {f.name: thirds for f in refused if len(f.shape) == 2 and f.shape[0] == 3 * f.shape[1]}
 
 
-def _choice(f: Found, wanted: list[_Matcher], added: list[_Matcher], removed: list[_Matcher]) -> Choice:
+def _chosen(f: Found, wanted: list[_Matcher], added: list[_Matcher], removed: list[_Matcher]) -> Found:
     if f.refusal or not f.blocks:
-        return Choice(f, (), f.refusal or "no matrix")
+        return replace(f, refusal=f.refusal or "no matrix")
     blocks, reason = [], None
     for block in f.blocks:
         if any(m.accepts(f, block) for m in removed):
@@ -359,7 +350,9 @@ def _choice(f: Found, wanted: list[_Matcher], added: list[_Matcher], removed: li
             reason = reason or next(iter(left.values()))
             continue
         blocks.append(block)
-    return Choice(f, tuple(blocks), None if blocks else reason)
+    if not blocks:
+        return replace(f, refusal=reason)
+    return replace(f, blocks=tuple(blocks), marks={}, left=tuple(b for b in f.blocks if b not in blocks))
 
 
 def _matcher(term: Term, found: Sequence[Found], place: str) -> _Matcher:
@@ -446,11 +439,11 @@ def _hint(term: Any, found: Sequence[Found]) -> str:
     return f"{text}{why} Weights with matrices: {shown or 'none'}."
 
 
-def _what_there_was(choices: Sequence[Choice]) -> str:
-    weights = [c for c in choices if c.found.blocks]
-    reasons = Counter(c.reason for c in weights)
+def _what_there_was(found: Sequence[Found]) -> str:
+    weights = [f for f in found if f.blocks]
+    reasons = Counter(f.refusal for f in weights)
     lines = [f"{n} × {reason}" for reason, n in reasons.most_common()]
-    refused = Counter(c.reason for c in choices if not c.found.blocks and len(c.found.shape) > 1)
+    refused = Counter(f.refusal for f in found if not f.blocks and len(f.shape) > 1)
     lines += [f"{n} × {reason}" for reason, n in refused.most_common(5)]
     return f"The model has {len(weights)} weights with matrices, all skipped: {'; '.join(lines) or 'none'}. \
 include=… asks for them by name"

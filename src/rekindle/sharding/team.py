@@ -285,6 +285,19 @@ def refuse_shards(model: nn.Module, who: str, batches: bool) -> None:
     raise LayoutNotSupported(f"{who} works on whole parameters and {found!r} is sharded (DTensor): {way}")
 
 
+def opened(
+    model: nn.Module, call: str = "rekindle.fire(model.module, optimizer)", *, writes: bool = True, copies: bool = True
+) -> tuple[Team, dict[str, Spread]]:
+    """`distributed` for a model whose parameters can be seen: what hides them is refused, FSDP2 reshards.
+
+    >>> opened(nn.Linear(2, 2))[0].size
+    1
+    """
+    refuse_hidden(model, call, writes=writes)
+    settle(model)
+    return distributed(model, copies=copies)
+
+
 def distributed(model: nn.Module, *, copies: bool = True) -> tuple[Team, dict[str, Spread]]:
     """The processes that hold this model together, and how each distributed parameter lies, by its name.
 
