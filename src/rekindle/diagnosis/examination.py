@@ -101,7 +101,7 @@ def health(
     if batches is not None and loss is None:
         reading.unmeasured.append(Unmeasured("", "gradients", "no loss was given"))
     measured = reading.result(time.perf_counter() - start, limits)
-    return measured.against(reference)
+    return measured if reference is None else measured.against(reference)
 
 
 class Held(Protocol):

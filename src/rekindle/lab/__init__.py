@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rekindle.lab.arms import ARMS, GROUPS, Arm
     from rekindle.lab.arms import register as arm
-    from rekindle.lab.execution.local import execute
+    from rekindle.lab.execution import execute
     from rekindle.lab.networks import register as network
     from rekindle.lab.results import Results
     from rekindle.lab.settings import SETTINGS, Run, Setting, setting
@@ -39,7 +39,7 @@ _HOME = {
     "Task": "sources.Task",
     "Text": "sources.Text",
     "arm": "arms.register",
-    "execute": "execution.local.execute",
+    "execute": "execution.execute",
     "network": "networks.register",
     "replay": "sources.replay",
     "setting": "settings.setting",

@@ -21,8 +21,8 @@ from typing import Any
 from rekindle.extras import install
 from rekindle.lab import tuning
 from rekindle.lab.arms import ARMS, Arm, arms, from_stored
-from rekindle.lab.execution import Event, Execution, Outcome, Watcher, described
-from rekindle.lab.execution.local import TARGET, Executor, Pool
+from rekindle.lab.execution import TARGET, Event, Execution, Executor, Outcome, Watcher, described
+from rekindle.lab.execution.local import Pool
 from rekindle.lab.execution.store import RunStore
 from rekindle.lab.results import Results, RunEntry
 from rekindle.lab.results.metrics import headline

@@ -2,7 +2,7 @@
 
 - `store`: the files of a study, one per run, each written by whoever holds its lock;
 - `local`: worker processes of this machine; `on_ray`: the same on Ray;
-- here: `Execution`, which hands runs to one of these and is the only one that writes.
+- here: `Execution`, which hands runs to one of these and is the only one that writes; and `execute`, which does a run.
 
 Everything that `Execution` knows is on the disk, so it may be killed at any moment and begun again. Start reading at
 `Execution.do`.
@@ -10,20 +10,33 @@ Everything that `Execution` knows is on the disk, so it may be killed at any mom
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import io
+import json
 import sys
 import time
+import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-from rekindle.lab.execution.local import LAST, Executor
 from rekindle.lab.execution.store import Claim, Row, RunStore
 from rekindle.monitoring.sinks import Sink, send
 
 if TYPE_CHECKING:
     from rekindle.lab.settings import Run
+
+ONE_THREAD = dict.fromkeys(
+    ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS"), "1"
+) | {"OMP_WAIT_POLICY": "PASSIVE"}
+"""Two threads a run on a shared core make a step 10 to 100 times slower (measured); set before torch is loaded."""
+
+TARGET = "rekindle.lab.execution:perform"
+LAST = ("end", "failed")
 
 MOST_LOSSES = 3
 """How often a run's worker may be lost before the run counts as failed."""
@@ -121,6 +134,24 @@ class Running:
         if self.tasks and row["kind"] in ("task", "progress"):
             inside = 1.0 if row["kind"] == "task" else row["step"] / max(1, row["steps"])
             self.share = (row["task"] + inside) / self.tasks
+
+
+class Executor(Protocol):
+    """Something that performs runs: this pool, or Ray."""
+
+    slots: int
+
+    def submit(self, identity: str, job: dict[str, Any]) -> None:
+        """Begin a run; there must be a free slot."""
+
+    def events(self, timeout: float) -> list[tuple[str, Row]]:
+        """The rows that came in, waiting at most `timeout` seconds for the first.
+
+        The last row of a run has the kind "end", "failed", or "died" (its worker was lost: try again).
+        """
+
+    def close(self) -> None:
+        """End everything at once."""
 
 
 class Execution:
@@ -290,3 +321,105 @@ def described(event: Event) -> str:
     left = f", about {short} left" if short else ""
     why: Any = event.row.get("error") or event.row.get("refused")
     return f"[{event.done}/{event.total}{left}] {event.kind}: {where}" + (f": {why}" if why else "")
+
+
+def execute(run: Run, *, starts: Path | None = None) -> Iterator[Row]:
+    """Do the run; rows come as they are known: a start, progress, one per task, an end.
+
+    `starts` is a folder where states are kept that other runs, or this one after it was killed, may begin with.
+
+    >>> from rekindle.lab import Arm, Run, Setting
+    >>> stream = {"data": "digits", "count": 64, "tasks": 2, "epochs": 1}
+    >>> setting = Setting("tiny", "random-labels", "mlp", stream, {"width": 8}, health=False)
+    >>> [row["kind"] for row in execute(Run(setting, Arm("fire", "FIRE"), seed=0))]
+    ['start', 'task', 'task', 'end']
+    """
+    from rekindle.lab import settings, train
+
+    if run.setting.source is not None:
+        settings.read_source(run.setting.source)  # may register the stream that tells which it is
+    if run.setting.agents:
+        from rekindle.lab.agents import learning
+
+        return learning.execute(run, starts=starts)
+    return train.execute(run, starts=starts)
+
+
+def perform(job: dict[str, Any], starts: Path | None) -> Iterator[Row]:
+    """What a worker does with a job: the run in it, row by row."""
+    from rekindle.lab.settings import Run  # torch is loaded when there is work
+
+    return execute(Run.from_dict(job), starts=starts)
+
+
+def rows_of(target: str, job: dict[str, Any], starts: Path | None) -> Iterator[Row]:
+    """The rows of a job up to the one that closes it; an exception is a last row of the kind "failed".
+
+    A target is named by its module and function, so that a worker process can find it. What the run prints comes as
+    rows of the kind "printed", a line each.
+
+    >>> [row["kind"] for row in rows_of("rekindle.lab.execution:missing", {}, None)]
+    ['failed']
+    """
+    printed = Lines()
+    try:
+        with contextlib.redirect_stdout(printed):
+            performed = iter(find(target)(job, starts))
+        while True:
+            with contextlib.redirect_stdout(printed):
+                row = next(performed, None)
+            yield from printed.rows()
+            if row is None:
+                raise RuntimeError(f"{target} stopped without an end row")
+            json.dumps(row, allow_nan=False)  # here, so that a row that cannot be kept fails its own run
+            yield row
+            if row["kind"] in LAST:
+                return
+    except Exception as error:
+        yield from printed.rows()
+        trace = "".join(traceback.format_exception(error))[-4000:]
+        place = _place(error, job.get("setting", {}).get("source"))
+        yield {"kind": "failed", "error": f"{type(error).__name__}: {error}{place}", "traceback": trace}
+
+
+def _place(error: Exception, source: str | None) -> str:
+    """Where in the user's file an error was raised, if it was."""
+    if source is None:
+        return ""
+    file = Path(source).resolve()
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
+    return f" ({file.name}, line {lines[-1]})" if lines else ""
+
+
+class Lines(io.TextIOBase):
+    """Takes what is printed and gives it back as rows.
+
+    >>> lines = Lines()
+    >>> print("one\\ntwo", file=lines)
+    >>> lines.rows()
+    [{'kind': 'printed', 'text': 'one'}, {'kind': 'printed', 'text': 'two'}]
+    """
+
+    def __init__(self) -> None:
+        self._text = ""
+
+    def write(self, text: str) -> int:
+        """Keep it until it is asked for."""
+        self._text += text
+        return len(text)
+
+    def rows(self) -> list[Row]:
+        """The lines since the last time."""
+        text, self._text = self._text, ""
+        return [{"kind": "printed", "text": line} for line in text.splitlines() if line.strip()]
+
+
+def find(target: str) -> Callable[[dict[str, Any], Path | None], Iterable[Row]]:
+    """The function that "module:function" names.
+
+    >>> find("rekindle.lab.execution:perform").__name__
+    'perform'
+    """
+    module, _, name = target.partition(":")
+    found: Callable[[dict[str, Any], Path | None], Iterable[Row]] = getattr(importlib.import_module(module), name)
+    return found

@@ -8,8 +8,6 @@ study is over or dead, and the worker ends at once, in the middle of a run if ne
 from __future__ import annotations
 
 import contextlib
-import importlib
-import io
 import json
 import os
 import queue
@@ -19,24 +17,12 @@ import subprocess
 import sys
 import tempfile
 import threading
-import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Protocol
+from typing import IO, Any
 
+from rekindle.lab.execution import LAST, ONE_THREAD, TARGET, rows_of
 from rekindle.lab.execution.store import Row
-
-if TYPE_CHECKING:
-    from rekindle.lab.settings import Run
-
-ONE_THREAD = dict.fromkeys(
-    ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS"), "1"
-) | {"OMP_WAIT_POLICY": "PASSIVE"}
-"""Two threads a run on a shared core make a step 10 to 100 times slower (measured); set before torch is loaded."""
-
-TARGET = "rekindle.lab.execution.local:perform"
-LAST = ("end", "failed")
 
 _WORKER = """
 import json, signal, sys
@@ -45,126 +31,6 @@ sys.path[:] = json.loads(sys.argv[2])
 from rekindle.lab.execution.local import work
 work(int(sys.argv[1]))
 """
-
-
-class Executor(Protocol):
-    """Something that performs runs: this pool, or Ray."""
-
-    slots: int
-
-    def submit(self, identity: str, job: dict[str, Any]) -> None:
-        """Begin a run; there must be a free slot."""
-
-    def events(self, timeout: float) -> list[tuple[str, Row]]:
-        """The rows that came in, waiting at most `timeout` seconds for the first.
-
-        The last row of a run has the kind "end", "failed", or "died" (its worker was lost: try again).
-        """
-
-    def close(self) -> None:
-        """End everything at once."""
-
-
-def execute(run: Run, *, starts: Path | None = None) -> Iterator[Row]:
-    """Do the run; rows come as they are known: a start, progress, one per task, an end.
-
-    `starts` is a folder where states are kept that other runs, or this one after it was killed, may begin with.
-
-    >>> from rekindle.lab import Arm, Run, Setting
-    >>> stream = {"data": "digits", "count": 64, "tasks": 2, "epochs": 1}
-    >>> setting = Setting("tiny", "random-labels", "mlp", stream, {"width": 8}, health=False)
-    >>> [row["kind"] for row in execute(Run(setting, Arm("fire", "FIRE"), seed=0))]
-    ['start', 'task', 'task', 'end']
-    """
-    from rekindle.lab import settings, train
-
-    if run.setting.source is not None:
-        settings.read_source(run.setting.source)  # may register the stream that tells which it is
-    if run.setting.agents:
-        from rekindle.lab.agents import learning
-
-        return learning.execute(run, starts=starts)
-    return train.execute(run, starts=starts)
-
-
-def perform(job: dict[str, Any], starts: Path | None) -> Iterator[Row]:
-    """What a worker does with a job: the run in it, row by row."""
-    from rekindle.lab.settings import Run  # torch is loaded when there is work
-
-    return execute(Run.from_dict(job), starts=starts)
-
-
-def rows_of(target: str, job: dict[str, Any], starts: Path | None) -> Iterator[Row]:
-    """The rows of a job up to the one that closes it; an exception is a last row of the kind "failed".
-
-    A target is named by its module and function, so that a worker process can find it. What the run prints comes as
-    rows of the kind "printed", a line each.
-
-    >>> [row["kind"] for row in rows_of("rekindle.lab.execution.local:missing", {}, None)]
-    ['failed']
-    """
-    printed = Lines()
-    try:
-        with contextlib.redirect_stdout(printed):
-            performed = iter(find(target)(job, starts))
-        while True:
-            with contextlib.redirect_stdout(printed):
-                row = next(performed, None)
-            yield from printed.rows()
-            if row is None:
-                raise RuntimeError(f"{target} stopped without an end row")
-            json.dumps(row, allow_nan=False)  # here, so that a row that cannot be kept fails its own run
-            yield row
-            if row["kind"] in LAST:
-                return
-    except Exception as error:
-        yield from printed.rows()
-        trace = "".join(traceback.format_exception(error))[-4000:]
-        place = _place(error, job.get("setting", {}).get("source"))
-        yield {"kind": "failed", "error": f"{type(error).__name__}: {error}{place}", "traceback": trace}
-
-
-def _place(error: Exception, source: str | None) -> str:
-    """Where in the user's file an error was raised, if it was."""
-    if source is None:
-        return ""
-    file = Path(source).resolve()
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
-    return f" ({file.name}, line {lines[-1]})" if lines else ""
-
-
-class Lines(io.TextIOBase):
-    """Takes what is printed and gives it back as rows.
-
-    >>> lines = Lines()
-    >>> print("one\\ntwo", file=lines)
-    >>> lines.rows()
-    [{'kind': 'printed', 'text': 'one'}, {'kind': 'printed', 'text': 'two'}]
-    """
-
-    def __init__(self) -> None:
-        self._text = ""
-
-    def write(self, text: str) -> int:
-        """Keep it until it is asked for."""
-        self._text += text
-        return len(text)
-
-    def rows(self) -> list[Row]:
-        """The lines since the last time."""
-        text, self._text = self._text, ""
-        return [{"kind": "printed", "text": line} for line in text.splitlines() if line.strip()]
-
-
-def find(target: str) -> Callable[[dict[str, Any], Path | None], Iterable[Row]]:
-    """The function that "module:function" names.
-
-    >>> find("rekindle.lab.execution.local:perform").__name__
-    'perform'
-    """
-    module, _, name = target.partition(":")
-    found: Callable[[dict[str, Any], Path | None], Iterable[Row]] = getattr(importlib.import_module(module), name)
-    return found
 
 
 class Pool:

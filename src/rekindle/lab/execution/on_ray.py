@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rekindle.extras import install
-from rekindle.lab.execution.local import LAST, ONE_THREAD, TARGET, rows_of
+from rekindle.lab.execution import LAST, ONE_THREAD, TARGET, rows_of
 from rekindle.lab.execution.store import Row
 
 RETRIES = 3
