@@ -34,7 +34,7 @@ import torch
 from safetensors.torch import save_file
 
 from rekindle.checkpoint import fire_file, open_checkpoint
-from rekindle.engine.isometry import Source, solve
+from rekindle.engine.solving import Source, solve
 
 TIME_BAR = 1.25
 MEMORY_FACTOR, MEMORY_SPARE = 4, 200e6

@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from rekindle.advice.probing import ProbeResult, probe
     from rekindle.diagnosis.examination import Health, health
     from rekindle.diagnosis.verdict import Thresholds
-    from rekindle.engine.isometry import Certificate, polar
+    from rekindle.engine.isometry import polar
+    from rekindle.engine.solving import Certificate
     from rekindle.integrations.attaching import attach
     from rekindle.monitoring.guard import Guard
     from rekindle.monitoring.monitor import Monitor

@@ -75,7 +75,7 @@ def test_completion_imports_neither_torch_nor_the_laboratory(monkeypatch: pytest
 
 
 def test_completion_is_up_to_date_with_the_library() -> None:
-    from rekindle.engine.isometry import Solver
+    from rekindle.engine.solving import Solver
     from rekindle.projection.targets import PRESETS
 
     assert set(PRESETS) <= set(options.TARGETS)

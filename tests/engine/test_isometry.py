@@ -12,10 +12,11 @@ from torch import Tensor
 
 import rekindle
 from matrices import ZOO, build
-from rekindle.engine import isometry, schedules
+from rekindle.engine import isometry, schedules, solving
 from rekindle.engine import routes as solvers
 from rekindle.engine.completion import Rebuilt
-from rekindle.engine.isometry import Source, polar, solve
+from rekindle.engine.isometry import polar
+from rekindle.engine.solving import Source, solve
 
 
 def dfi(q: Tensor) -> float:
@@ -150,13 +151,13 @@ class TestShapes:
     def test_chunks_change_nothing_but_the_last_bits(self, monkeypatch: pytest.MonkeyPatch) -> None:
         w = torch.randn(40, 24, 30)
         together = polar(w, tol=0)
-        monkeypatch.setattr(isometry, "CPU_CHUNK", 3 * 24 * 30)
+        monkeypatch.setattr(solving, "CPU_CHUNK", 3 * 24 * 30)
         torch.testing.assert_close(polar(w, tol=0), together, atol=1e-5, rtol=0)
 
 
 class TestSolve:
     def test_sources_are_read_when_their_turn_comes(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(isometry, "CPU_CHUNK", 20 * 20)
+        monkeypatch.setattr(solving, "CPU_CHUNK", 20 * 20)
         reads: list[int] = []
         weights = [torch.randn(1, 20, 20) for _ in range(4)]
 

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from rekindle.engine import isometry, routes, schedules, small
-from rekindle.engine.isometry import Source, polar
+from rekindle.engine import routes, schedules, solving
+from rekindle.engine.isometry import polar
+from rekindle.engine.solving import Source
 
 
 def with_spectrum(s: torch.Tensor, seed: int) -> torch.Tensor:
@@ -32,7 +33,7 @@ def test_missing_directions_are_as_exact_as_the_others(n: int, smallest: float, 
 @pytest.mark.parametrize("n", [16, 64, 128])
 def test_the_bound_before_the_last_step_holds_after_it(n: int) -> None:
     w = torch.randn(60, n, n, generator=torch.Generator().manual_seed(n))
-    solved = small.by_bulk(w, routes.start(w, estimate=False), 1e-6)
+    solved = solving.by_bulk(w, routes.start(w, estimate=False), 1e-6)
     x = solved.x.double()
     dfi = (x @ x.mT - torch.eye(n, dtype=torch.float64)).square().sum((1, 2)) / n
     assert bool((dfi <= 1.01 * solved.residual + 1e-9)[~solved.hard].all())
@@ -50,4 +51,4 @@ def test_a_schedule_reaches_what_it_promises() -> None:
 def test_seeds_of_many_matrices_at_once_are_those_one_by_one() -> None:
     for seed in (0, 7, 2**62, 2**63 - 2):
         source = Source((5, 2, 2), torch.float32, torch.device("cpu"), lambda: torch.zeros(5, 2, 2))
-        assert isometry._seeds(seed, [1], [source, source]).tolist() == [isometry._seed(seed, 1, j) for j in range(5)]
+        assert solving._seeds(seed, [1], [source, source]).tolist() == [solving._seed(seed, 1, j) for j in range(5)]

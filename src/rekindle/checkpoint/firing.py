@@ -23,7 +23,7 @@ from rekindle.checkpoint.journal import Journal, identify
 from rekindle.checkpoint.opening import Checkpoint, match_plan, open_checkpoint
 from rekindle.checkpoint.parts import CheckpointError, clearly, stored_as
 from rekindle.checkpoint.staging import Staging, allocated, assemble, check_space, check_target, staged_size
-from rekindle.engine.isometry import Solver, solve
+from rekindle.engine.solving import Solver, solve
 from rekindle.optimizers import StateReset
 from rekindle.projection.firing import check_finite, execute
 from rekindle.projection.planning import Entry, Plan

@@ -32,7 +32,7 @@ _HOME = {
     "Arm": "arms.Arm",
     "Examples": "sources.Examples",
     "Results": "results.Results",
-    "Run": "runs.Run",
+    "Run": "settings.Run",
     "Setting": "settings.Setting",
     "Stream": "sources.Stream",
     "Study": "study.Study",

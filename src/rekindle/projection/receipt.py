@@ -21,7 +21,7 @@ from torch import Tensor
 from rekindle import tables
 from rekindle.blocks.finding import Block
 from rekindle.engine.devices import to_host
-from rekindle.engine.isometry import Certificate
+from rekindle.engine.solving import Certificate
 from rekindle.extras import install
 from rekindle.optimizers.resetting import StateReset
 

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from rekindle.engine.isometry import Solver, polar
+from rekindle.engine.isometry import polar
+from rekindle.engine.solving import Solver
 from rekindle.measures.spectra import condition_number, participation_rank, singular_values
 from rekindle.optimizers.resetting import check, reset
 

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 
 from rekindle.blocks.layouts import Layout
-from rekindle.engine.isometry import WIDE, polar
+from rekindle.engine.isometry import polar
+from rekindle.engine.solving import WIDE
 from rekindle.sharding.exchange import BUFFERS
 from rekindle.sharding.owners import Parcel, assign, lots, room_for
 from rekindle.sharding.spread import Spread

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rekindle.engine.isometry import Certificate, polar
+from rekindle.engine.isometry import polar
+from rekindle.engine.solving import Certificate
 from rekindle.sharding.owners import Parcel
 from rekindle.sharding.spread import Piece
 

@@ -1,0 +1,473 @@
+"""solve(): the polar factors of many matrices, checked numerically; small ones in bulk.
+
+From top to bottom: `solve` brings matrices into groups of one shape and chunks that bound memory; `_by_route` chooses a
+route. `routes.py` has the routes, `completion.py` the directions that a matrix lacks, `symmetric.py` and `schedules.py`
+what they are made of.
+
+Small matrices on a CPU go by polynomials for the bulk of the spectrum, and one rank-one correction for the rest
+(`by_bulk`). Up to about a hundred rows every pass over memory counts, and a factorisation costs many products. A square
+random matrix often has one singular value far below the others. Polynomials that reach so far down cost as much as the
+published recipe; so the schedule covers the others, and where one direction is missing at its end, it is read off the
+Gram matrix that the last step needs anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, TypedDict, cast, get_args
+
+import torch
+from torch import Tensor
+
+from rekindle.engine import routes, schedules
+from rekindle.engine.devices import full_precision, to_host
+from rekindle.engine.routes import Solved, Start, lacking
+from rekindle.engine.symmetric import mirrored, norm2
+from rekindle.engine.tuning import tuning
+
+Solver = Literal["auto", "fast", "paper", "svd", "products", "halley", "gram"]
+CONVERGING = ("auto", "svd", "products", "halley", "gram")  # the solvers that promise the tolerance
+
+# Elements worked on at a time. On CPUs a million keeps the working set near the caches (8 million take 30 % more
+# time); accelerators want more work per call.
+CPU_CHUNK = 2**20
+ACCELERATOR_CHUNK = 2**24
+
+ONE_STEP_FROM = 384  # rows from which on ten steps of the recipe leave so much that a single Halley step leaves less
+FLAT = 0.4  # mean σ² over σ_max² (a Gaussian has .25) from which on the recipe converges, and one step is not enough
+TAME = (1e-12, 1e12)  # ‖W‖²_F within which fourth powers fit into float32
+WIDE = 1.5  # m/n from which on working on the n×n side pays
+
+REACH = 0.2  # σ_min/σ_max that the schedule covers is this over n: the second smallest of a random matrix lies above
+PART = 2**18  # entries worked on at a time: the four arrays of a part stay near the caches
+MOST = 128  # rows: beyond, a Gram matrix has more noise than the proof of `by_bulk` allows for
+BEFORE = 0.017  # over n^¼: how far from 1 the schedule leaves singular values before the last cubic step
+MILD = 0.1  # ‖XXᵀ − I‖²_F up to which one more cubic step is enough: all σ² are then above .68
+LIFTED = 0.02  # length that a missing direction must have been lifted to: below, float32 has too little left of it
+TILT = 2e-4  # by how much a corrected direction may lean towards another one
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """What is known of each polar factor, and of the matrix that it came from: tensors with one entry per matrix.
+
+    `residual` is DfI/k of the factor in the arithmetic that it was computed in, before any cast. `completed` counts the
+    directions in which the matrix was zero and that were filled from the seed (0 with `complete=False`, where
+    `residual` is taken over the other directions). `converged` says whether `residual` is within the tolerance.
+    `norm` ‖W‖_F, `gram_norm` ‖WWᵀ‖_F on the smaller side and `spectral_norm` (σ_max by a short power iteration, from
+    below: up to 15 % low where the spectrum is flat) describe W; `nuclear` is tr(QᵀW), which is ‖W‖_* for the polar
+    factor and less for any other isometry; `factor_norm` is ‖Q‖_F.
+    """
+
+    residual: Tensor
+    steps: Tensor
+    completed: Tensor
+    converged: Tensor
+    norm: Tensor
+    gram_norm: Tensor
+    spectral_norm: Tensor
+    nuclear: Tensor
+    factor_norm: Tensor
+
+    def __getitem__(self, part: Any) -> Certificate:
+        return self._each(lambda entry: entry[part])
+
+    def reshape(self, shape: Sequence[int]) -> Certificate:
+        """The same with its entries arranged as the batch dimensions of the input."""
+        return self._each(lambda entry: entry.reshape(tuple(shape)))
+
+    def __str__(self) -> str:
+        if not self.residual.numel():
+            return "no matrices"
+        filled = int(self.completed.sum())
+        return (
+            f"{int(self.converged.sum())} of {self.residual.numel()} converged, "
+            f"DfI/k ≤ {float(self.residual.max()):.1e}, at most {int(self.steps.max())} steps"
+            + (f", {filled} directions completed" if filled else "")
+        )
+
+    def to_host(self) -> Certificate:
+        """The same on the CPU, with one wait."""
+        return Certificate(*to_host([getattr(self, field.name) for field in fields(self)]))
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> Certificate:
+        return Certificate(*(change(getattr(self, field.name)) for field in fields(self)))
+
+
+@dataclass(frozen=True)
+class Source:
+    """Matrices (count, out, in) that are read only when their turn comes, so that memory stays bounded.
+
+    `numbers` are (source, matrix) that the seeds of its matrices come from: by default its place in the list, so that
+    a part of a larger job is solved exactly as the whole job would solve it.
+    """
+
+    shape: tuple[int, int, int]
+    dtype: torch.dtype
+    device: torch.device
+    read: Callable[[], Tensor]
+    numbers: Sequence[tuple[int, int]] | None = None
+
+
+@dataclass(frozen=True)
+class _Options:
+    solver: Solver
+    tol: float
+    steps: int
+    complete: bool
+    seed: int
+    certificate: bool
+    on_host: bool = False
+
+
+class Solving(TypedDict, total=False):
+    """The keywords of `polar` that say how to solve; `solve` and `fire` have the same ones."""
+
+    solver: Solver
+    tol: float
+    steps: int | None
+    complete: bool
+    seed: int
+
+
+def solve(
+    sources: Sequence[Source],
+    *,
+    solver: Solver = "auto",
+    tol: float = 1e-6,
+    steps: int | None = None,
+    complete: bool = True,
+    seed: int = 0,
+) -> Iterator[tuple[int, Tensor, Certificate]]:
+    """Polar factors of many sources, each yielded as (index, Q (count, out, in), certificate) when it is ready.
+
+    Matrices of one shape (or its transpose) are solved together, so the order is not that of the sources. Q is in the
+    arithmetic's dtype: float64 for float64, float32 for all others. Certificates are on the host, whatever the device.
+
+    >>> weights = [torch.randn(1, 20, 30), torch.randn(4, 30, 20)]
+    >>> sources = [Source(tuple(w.shape), w.dtype, w.device, lambda w=w: w) for w in weights]
+    >>> sorted((i, tuple(q.shape)) for i, q, _ in solve(sources))
+    [(0, (1, 20, 30)), (1, (4, 30, 20))]
+    """
+    options = replace(checked_options(solver, tol, steps, complete, seed, certificate=True), on_host=True)
+    return cast(Iterator[tuple[int, Tensor, Certificate]], solutions(sources, options))
+
+
+def solutions(sources: Sequence[Source], options: _Options) -> Iterator[tuple[int, Tensor, Certificate | None]]:
+    """Group the sources by shape, and pack neighbours into chunks."""
+    groups: dict[tuple[int, int, torch.dtype, torch.device], list[int]] = {}
+    for i, source in enumerate(sources):
+        _, rows, columns = source.shape
+        arithmetic = torch.float64 if source.dtype == torch.float64 else torch.float32
+        groups.setdefault((min(rows, columns), max(rows, columns), arithmetic, source.device), []).append(i)
+    for (n, m, arithmetic, device), members in groups.items():
+        room = max(1, (CPU_CHUNK if device.type == "cpu" else ACCELERATOR_CHUNK) // max(1, n * m))
+        chunk: list[int] = []
+        held = 0
+        for i in members:
+            if chunk and held + sources[i].shape[0] > room:
+                yield from _solve_chunk(sources, chunk, arithmetic, room, options)
+                chunk, held = [], 0
+            chunk.append(i)
+            held += sources[i].shape[0]
+        yield from _solve_chunk(sources, chunk, arithmetic, room, options)
+
+
+def _solve_chunk(
+    sources: Sequence[Source], members: list[int], arithmetic: torch.dtype, room: int, options: _Options
+) -> Iterator[tuple[int, Tensor, Certificate | None]]:
+    """Solve sources of one shape: together if they fit into `room` matrices, else (one alone) slice by slice."""
+    wides = [_wide(sources[i].read().detach()) for i in members]
+    seeds = _seeds(options.seed, members, sources)
+    whole = wides[0] if len(wides) == 1 else torch.cat(wides)
+    del wides
+    if len(seeds) <= room:
+        q, checked = _solve_group(whole.to(arithmetic), seeds, options)
+    else:
+        q = torch.empty(whole.shape, dtype=arithmetic, device=whole.device)
+        several: list[Certificate] = []
+        for top in range(0, len(seeds), room):
+            part = slice(top, top + room)
+            q[part], checked = _solve_group(whole[part].to(arithmetic), seeds[part], options)
+            several += [checked] if checked else []
+        joined = ([getattr(each, field.name) for each in several] for field in fields(Certificate))
+        checked = Certificate(*map(torch.cat, joined)) if several else None
+    del whole
+    if checked is not None and options.on_host:
+        checked = checked.to_host()
+    top = 0
+    for i in members:
+        count, rows, columns = sources[i].shape
+        part = slice(top, top + count)
+        top += count
+        yield i, q[part] if rows <= columns else q[part].mT, None if checked is None else checked[part]
+
+
+@full_precision()
+@torch.no_grad()
+def _solve_group(w: Tensor, seeds: Tensor, options: _Options) -> tuple[Tensor, Certificate | None]:
+    """The polar factors of a chunk (batch, n, m), n ≤ m, and what is known of them."""
+    w, unit = w.contiguous(), w.new_ones(w.shape[0])
+    if not w.numel():
+        zero = w.new_zeros(w.shape[0])
+        known, gram2, solved = Start(w, zero, zero), zero, Solved.new(w.clone(), 0)
+        solved.residual = solved.size2 = zero
+    else:
+        # Small matrices go by polynomials, which have their own bound of σ_max, and are never repaired one by one.
+        plain = options.solver == "auto" and _small(w) and not options.certificate
+        known = routes.start(w, estimate=not plain)
+        if not bool(((known.norm2 > TAME[0]) & (known.norm2 < TAME[1])).all()):  # a NaN is in no range
+            w, unit = _in_range(w)
+            known = routes.start(w, estimate=not plain)
+        gram2 = norm2(known.a) if options.certificate else known.norm2
+        solved = _by_route(w, known, seeds, options)
+    if not options.certificate:
+        return solved.x, None
+    scale = unit.double()  # fourth powers of 1e30 are out of float32's range
+    return solved.x, Certificate(
+        residual=solved.residual,
+        steps=solved.steps,
+        completed=solved.null if options.complete else torch.zeros_like(solved.null),
+        converged=solved.residual <= _reach(options.tol, w.dtype),
+        norm=known.norm2.double().sqrt() * scale,
+        gram_norm=gram2.double().sqrt() * scale.square(),
+        # Routes divide by sigma2, which is 1 for a zero matrix.
+        spectral_norm=torch.where(known.norm2 > 0, known.sigma2.double() / routes.HEADROOM, 0.0).sqrt() * scale,
+        nuclear=torch.linalg.vecdot(solved.x.flatten(1), w.flatten(1)).double() * scale,
+        factor_norm=solved.size2.double().sqrt(),
+    )
+
+
+def _by_route(w: Tensor, known: Start, seeds: Tensor, options: _Options) -> Solved:
+    """The one place that chooses: cheapest route first, float64 for what it marks as hard, SVD if all else fails."""
+    _, n, m = w.shape
+    row = tuning()
+    chooses = options.solver in ("auto", "fast")
+    # "fast" repairs nothing of what `by_bulk` would mark as hard, so that it takes the whole spectrum along.
+    pays = _small(w) and (options.solver != "fast" or n < row.gram_from)
+    on_accelerator = w.device.type != "cpu" and w.dtype == torch.float32
+    if options.solver == "paper":
+        solved = Solved.new(routes.by_recipe(w, options.steps), options.steps)
+    elif options.solver == "svd" or (options.solver in ("auto", "fast") and n <= row.svd_up_to):
+        return routes.by_svd(w, complete=options.complete, seeds=seeds)
+    elif options.solver == "products" or (chooses and (pays or on_accelerator)):
+        bulk = w.device.type == "cpu" and n <= MOST and w.dtype == torch.float32 and options.solver != "fast"
+        solved = by_bulk(w, known, options.tol) if bulk else routes.by_products(w, known)
+    elif options.solver == "gram" or (chooses and m >= WIDE * n):
+        solved = routes.by_gram(w, known)
+    elif options.solver == "fast" and n >= ONE_STEP_FROM and not bool((known.norm2 > FLAT * n * known.sigma2).any()):
+        solved = routes.by_one_step(w, known)
+    else:
+        solved = routes.by_halley(w, known, routes.FLOOR[w.dtype])
+    if options.solver not in CONVERGING:
+        if options.certificate:
+            routes.measure(solved)
+        return solved
+
+    settings: dict[str, Any] = {"tol": options.tol, "complete": options.complete, "exact": options.certificate}
+    settings["resolve_up_to"] = row.resolve_up_to
+    if options.certificate or options.tol < routes.CLOSE or bool(solved.residual.isnan().any()):
+        routes.settle(w, solved, known, seeds=seeds, last=False, **settings)
+    hard = solved.hard.nonzero().flatten()
+    if len(hard):
+        some, start = w[hard], Start(known.a, known.sigma2[hard], known.norm2[hard])
+        if m >= 2 * n:
+            again = routes.by_eigh(some)
+        else:
+            lifted = routes.lift(some, start.sigma2).to(w.dtype)
+            again = routes.by_halley(lifted, routes.start(lifted), routes.LIFTED)
+            again.hard[:] = False
+        routes.settle(some, again, start, seeds=seeds[hard.cpu()], last=True, **settings)
+        solved.put(hard, again)
+    missed = (solved.residual > _reach(options.tol, w.dtype)).nonzero().flatten()
+    if len(missed):
+        solved.put(missed, routes.by_svd(w[missed], complete=options.complete, seeds=seeds[missed.cpu()]))
+    return solved
+
+
+def _small(w: Tensor) -> bool:
+    """Whether polynomials pay; not in float64, where Halley steps go on to a spread of 1e8 and polynomials to 1000."""
+    row, (_, n, m) = tuning(), w.shape
+    side = m >= WIDE * n and n >= row.gram_from
+    return n <= row.products_up_to and not side and w.dtype == torch.float32
+
+
+def _reach(tol: float, dtype: torch.dtype) -> float:
+    """The residual that counts as converged: the tolerance, or what rounding allows if that is more."""
+    return max(tol, routes.ROUNDING[dtype])
+
+
+def _in_range(w: Tensor) -> tuple[Tensor, Tensor]:
+    """Matrices of extreme scale brought near 1 by a power of two, since fourth powers are to fit into float32."""
+    top = w.abs().amax((1, 2))
+    if not bool(torch.isfinite(top).all()):
+        raise NotFinite("a matrix is not finite: it has a NaN or an infinity in it")
+    extreme = (top > 0) & ((top < 1e-7) | (top > 1e7))
+    if not bool(extreme.any()):
+        return w, torch.ones_like(top)
+    exponent = torch.where(extreme, torch.frexp(top).exponent, 0)
+    half = exponent // 2  # in two factors, because 2^149 cannot be had as one float32
+    scaled = torch.ldexp(torch.ldexp(w, -half[:, None, None]), (half - exponent)[:, None, None])
+    return scaled, torch.ldexp(torch.ones_like(top, dtype=torch.float64), exponent)
+
+
+def _wide(w: Tensor) -> Tensor:
+    """(count, out, in) with the smaller side first."""
+    return w if w.shape[1] <= w.shape[2] else w.mT
+
+
+def _seeds(seed: int, members: list[int], sources: Sequence[Source]) -> Tensor:
+    """A seed of its own for every matrix, so that two dead experts do not become twins.
+
+    Thousands of small matrices in one tensor are numbered at once: one by one would cost as much as four products.
+    """
+    first, alone = _seed(seed, members[0], 0), sources[members[0]]
+    if len(members) == 1 and alone.numbers is None and first + 127 * alone.shape[0] < 2**63 - 1:
+        return torch.arange(alone.shape[0], dtype=torch.int64).mul_(127).add_(first)
+    numbers = [sources[i].numbers or [(i, j) for j in range(sources[i].shape[0])] for i in members]
+    return torch.tensor([_seed(seed, *number) for each in numbers for number in each], dtype=torch.int64)
+
+
+def _seed(seed: int, source: int, matrix: int) -> int:
+    return (seed * 1_000_003 + source * 8_191 + matrix * 127 + 1) % (2**63 - 1)
+
+
+def checked_options(
+    solver: str, tol: float, steps: int | None, complete: bool, seed: int, certificate: bool
+) -> _Options:
+    """The keywords of `polar`, or an error that says what is wrong with one."""
+    if solver not in get_args(Solver):
+        raise ValueError(f"solver={solver!r} is not one of {', '.join(map(repr, get_args(Solver)))}")
+    if not 0 <= tol < 1:
+        raise ValueError(f"tol={tol!r} must be at least 0 and below 1 (it bounds DfI/k; 0 asks for the rounding floor)")
+    if steps is not None and solver != "paper":
+        raise ValueError(f'steps={steps!r} belongs to solver="paper"; solver={solver!r} takes as many as it needs')
+    if steps is not None and steps < 0:
+        raise ValueError(f"steps={steps!r} must not be negative")
+    return _Options(cast(Solver, solver), tol, 10 if steps is None else steps, complete, seed, certificate)
+
+
+class NotFinite(ValueError):
+    """A matrix has a NaN or an infinity in it."""
+
+
+def by_bulk(w: Tensor, known: Start, tol: float) -> Solved:
+    """The polar factors of a batch of small matrices; what one correction cannot finish is marked as hard.
+
+    A cubic step takes σ² = 1 − e to 1 − ¾e² − ¼e³, so that ‖XXᵀ − I‖²_F = r before it bounds DfI by .64r² after it
+    (for r ≤ .04). That is a proof, for one pass over a matrix that is there already. tr(QᵀW) then lacks at most
+    .4r‖W‖_F, and ‖W‖_F/‖W‖_* ≤ (‖WWᵀWWᵀ‖_F/‖W‖⁴_F)^⅓ by Hölder's inequality.
+
+    `known.a` is destroyed. Parts of the batch go through it one after the other, in arrays that stay in the caches and
+    are not allocated anew: a fresh one costs as much as a product in page faults.
+    """
+    count, n, m = w.shape
+    steps = schedules.bulk(REACH / n, BEFORE / n**0.25)
+    solved = Solved.new(torch.empty_like(w), len(steps) + 1)
+    solved.residual = torch.empty_like(known.norm2)
+    most = (0.8 * max(tol, 1e-6) * n / 0.64) ** 0.5
+    size = min(count, max(1, PART // (n * m)))
+    room_x, room_p = torch.empty_like(w[:size]), torch.empty_like(known.a[:size])
+    for top in range(0, count, size):
+        part = slice(top, min(top + size, count))
+        x, y, p = room_x[: part.stop - top], solved.x[part], room_p[: part.stop - top]
+        a = mirrored(known.a[part])
+        if len(steps) % 2 == 0:  # steps go to and fro between two arrays, and the last one is to end in `solved.x`
+            x, y = y, x
+        bound = _first_step(w[part], a, known.norm2[part], steps[0], p, x)
+        for step in steps[1:]:
+            torch.bmm(x, x.mT, out=a)
+            _step(x, a, step, p, y)
+            x, y = y, x
+        g = _off_identity(x, a)
+        r = torch.linalg.vector_norm(g, dim=(1, 2)).square()
+        enough = (lacking(tol) / 0.4 * (known.norm2[part] / bound).pow(2 / 3)).clamp_max(most)
+        short = (~(r <= enough)).nonzero().flatten()
+        if len(short):
+            far = r[short] > MILD
+            for index, finish in ((short[~far], _once_more), (short[far], _one_direction)):
+                if len(index):
+                    x[index], g[index], r[index] = finish(x[index], g[index])
+        g.diagonal(0, 1, 2).sub_(2)
+        y.baddbmm_(g, x, beta=0, alpha=-0.5)
+        solved.hard[part] = ~(r <= enough)
+        solved.residual[part] = 0.64 * r.square() / n
+    return solved
+
+
+def _first_step(w: Tensor, a: Tensor, norm2: Tensor, step: schedules.Polynomial, p: Tensor, out: Tensor) -> Tensor:
+    """out ← the first step on W/√bound, where λ_max(A) ≤ bound = ‖A²‖_F^½, which is returned.
+
+    A quintic has A and A² already. `p` is an array to work in.
+    """
+    torch.bmm(a, a, out=p)
+    bound = torch.linalg.vector_norm(p, dim=(1, 2)).sqrt() * (1 + 2e-4)
+    bound = torch.where(norm2 > 0, bound, 1.0)
+    scale = bound.reciprocal()[:, None, None]
+    root = scale.sqrt()
+    if step.c:
+        p.mul_(step.c * root * scale.square()).addcmul_(a, step.b * root * scale)
+    else:
+        torch.mul(a, step.b * root * scale, out=p)
+    p.diagonal(0, 1, 2).add_(step.a * root[:, :, 0])
+    torch.bmm(p, w, out=out)
+    return bound
+
+
+def _step(x: Tensor, a: Tensor, step: schedules.Polynomial, p: Tensor, out: Tensor) -> None:
+    """out ← (αI + βA + γA²)X as products and diagonals alone: baddbmm would copy what it adds to.
+
+    The square is completed: γA² + βA + αI = γ((A + β/2γ)² + (α/γ − β²/4γ²)I).
+    """
+    if step.c:
+        half = step.b / (2 * step.c)
+        a.diagonal(0, 1, 2).add_(half)
+        torch.bmm(a, a, out=p)
+        p.diagonal(0, 1, 2).add_(step.a / step.c - half * half)
+        out.baddbmm_(p, x, beta=0, alpha=step.c)
+    else:
+        a.diagonal(0, 1, 2).add_(step.a / step.b)
+        out.baddbmm_(a, x, beta=0, alpha=step.b)
+
+
+def _off_identity(x: Tensor, out: Tensor | None = None) -> Tensor:
+    g = torch.bmm(x, x.mT) if out is None else torch.bmm(x, x.mT, out=out)
+    g.diagonal(0, 1, 2).sub_(1)
+    return g
+
+
+def _once_more(x: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    x = torch.baddbmm(x, g, x, alpha=-0.5)
+    g = _off_identity(x, g)
+    return x, g, torch.linalg.vector_norm(g, dim=(1, 2)).square()
+
+
+def _one_direction(x: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Give the one left direction v that is missing its length: X ← X + v(û − vᵀX) with û = vᵀX/‖vᵀX‖.
+
+    G = XXᵀ − I is −(1 − s²)vvᵀ and a remainder of .02, so that its largest row is nearly v, and a few products with G
+    make it so. G changes by two rank-one terms, which are added instead of computed anew. Where v is not sharp enough
+    for û, or too short, r is infinite.
+    """
+    at = g.diagonal(0, 1, 2).abs().argmax(1)
+    v = g[torch.arange(len(g), device=g.device), at][:, None]
+    for _ in range(4):
+        v = torch.bmm(v / torch.linalg.vector_norm(v, dim=2, keepdim=True), g)
+    v = v / torch.linalg.vector_norm(v, dim=2, keepdim=True)
+    image = torch.bmm(v, g)
+    value = (image * v).sum(2, keepdim=True)
+    row = torch.bmm(v, x)
+    length = torch.linalg.vector_norm(row, dim=2, keepdim=True)
+    lean = torch.linalg.vector_norm(image - value * v, dim=2, keepdim=True) / (value.abs() * length)
+    change = row * (1 / length - 1)
+    moved = (
+        torch.bmm(change, x.mT)
+        .add_(v, alpha=0.5)
+        .addcmul_(v, torch.linalg.vector_norm(change, dim=2, keepdim=True).square().sub_(1), value=0.5)
+    )
+    x = torch.baddbmm(x, v.mT, change)
+    g = torch.baddbmm(g, torch.cat((v, moved), 1).mT, torch.cat((moved, v), 1))
+    r = torch.linalg.vector_norm(g, dim=(1, 2)).square()
+    sharp = (length > LIFTED) & (lean < TILT)
+    return x, g, torch.where(sharp[:, 0, 0], r, torch.inf)
