@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, optim
 from torch.nn import Parameter
 
-from rekindle.optimizers import resetting as optimizers
+from rekindle.optimizers import check, register, reset, reset_rows, snapshot, unwrap
 from rekindle.optimizers import slots as optimizer_slots
-from rekindle.optimizers.resetting import check, register, reset, reset_rows, snapshot, unwrap
 
 ALL = [
     cls
@@ -356,7 +355,7 @@ def test_columns_masks_zero_and_errors() -> None:
     assert optimizer.state[a]["exp_avg_sq"][:, 2].abs().sum() == 0
     reset_rows(optimizer, a, rows=range(4))  # nothing lives on to take a mean of
     assert optimizer.state[a]["exp_avg_sq"].abs().sum() == 0
-    assert optimizers.reset_rows(optimizer, a, rows=[]).reset == 0
+    assert reset_rows(optimizer, a, rows=[]).reset == 0
     with pytest.raises(IndexError, match="'w' has 4 entries"):
         reset_rows(optimizer, a, rows=[4], name="w")
     with pytest.raises(ValueError, match="mask"):

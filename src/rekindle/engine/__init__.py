@@ -1,7 +1,7 @@
-"""The polar factor of a batch of matrices, checked numerically. Knows tensors only; imports no other package.
+"""The polar factor of a batch of matrices, checked numerically. Knows tensors only; may import
+`isolation`, for what surrounds its arithmetic.
 
 `isometry` is the verb `polar`, `solving` solves lists of weights; `routes` has the ways to a polar factor, `schedules`
 their step coefficients, `symmetric` the arithmetic of Gram matrices, `completion` the directions that a matrix lacks,
-`devices` what surrounds the arithmetic.
-Start reading at `isometry.polar`.
+`tuning` which route pays on which `cpu`. Start reading at `isometry.polar`.
 """

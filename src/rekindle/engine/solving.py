@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from rekindle.engine import routes, schedules
-from rekindle.engine.devices import full_precision, to_host
 from rekindle.engine.routes import Solved, Start, lacking
 from rekindle.engine.symmetric import mirrored, norm2
 from rekindle.engine.tuning import tuning
+from rekindle.isolation import full_precision, to_host
 
 Solver = Literal["auto", "fast", "paper", "svd", "products", "halley", "gram"]
 CONVERGING = ("auto", "svd", "products", "halley", "gram")  # the solvers that promise the tolerance

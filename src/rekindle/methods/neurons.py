@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from rekindle import initial
+from rekindle import initial, optimizers
 from rekindle.blocks.names import cleaner, unwrapped
 from rekindle.consumers.wiring import Group, Wiring, WiringError, watch, wire
 from rekindle.isolation import call as run
@@ -27,7 +27,6 @@ from rekindle.methods.caching import PerModel
 from rekindle.methods.call import Call
 from rekindle.methods.remedy import Observation, Remedy
 from rekindle.optimizers import StateReset
-from rekindle.optimizers import resetting as optimizers
 from rekindle.projection.method import Batch, Loss
 from rekindle.projection.receipt import BlockRecord, Receipt
 

@@ -22,7 +22,6 @@ from rekindle.optimizers.slots import (
     Group,
     Held,
     Slot,
-    builds_when_empty,
     can_drop,
     group_counts,
     known_slots,
@@ -31,10 +30,9 @@ from rekindle.optimizers.slots import (
     unwrap,
 )
 
-__all__ = ["Policy", "StateReset", "check", "register", "reset", "reset_rows", "snapshot", "unwrap"]
+__all__ = ["Policy", "StateReset", "check", "register", "reset", "snapshot", "unwrap"]
 
 Policy = Literal["fresh", "moments", "step", "none"]
-Index = Tensor | Iterable[int] | None
 
 
 @dataclass(frozen=True)
@@ -162,69 +160,6 @@ def start_over(checked: Iterable[Checked], parameters: Mapping[str, Parameter], 
     return total
 
 
-def reset_rows(
-    optimizers: Any,
-    parameter: Parameter,
-    rows: Index = None,
-    columns: Index = None,
-    *,
-    row_dim: int = 0,
-    column_dim: int = 1,
-    second_moment: Literal["mean", "zero"] = "mean",
-    name: str = "parameter",
-) -> StateReset:
-    """Reset the state of the given rows (along `row_dim`) and columns (along `column_dim`) of one parameter.
-
-    rows, columns: indices or a boolean mask. First moments start over; second moments take the mean of the rows (or
-    columns) that are not reset, or start over with `second_moment="zero"`; master copies take the new weights. The
-    step count stays: Adam counts steps per parameter, so single rows cannot become quite fresh, and with a zero
-    second moment their next steps would be 3–6.5 times too large. LBFGS drops its whole history. Slots are counted
-    once each, as in `reset`.
-
-    >>> weight = torch.nn.Parameter(torch.ones(3, 2))
-    >>> adam = torch.optim.Adam([weight])
-    >>> (weight * torch.tensor([[1.0], [2.0], [3.0]])).sum().backward(); adam.step()
-    >>> reset_rows(adam, weight, rows=[0]).reset
-    2
-    >>> state = adam.state[weight]
-    >>> state["exp_avg"][0].tolist(), bool((state["exp_avg_sq"][0] == state["exp_avg_sq"][1:].mean(0)).all())
-    ([0.0, 0.0], True)
-    """
-    if second_moment not in ("mean", "zero"):
-        raise ValueError(f"second_moment={second_moment!r} is neither 'mean' nor 'zero'")
-    check(optimizers, {name: parameter}, "none")
-    _check_rows(optimizers, name, parameter)
-    places = [
-        (dim, _positions(index, parameter, dim, name))
-        for dim, index in ((row_dim, rows), (column_dim, columns))
-        if index is not None
-    ]
-    places = [(dim, index) for dim, index in places if index.numel()]
-    total = StateReset("rows")
-    if not places:
-        return total
-    for optimizer in unwrap(optimizers):
-        held = list(_held(optimizer, {name: parameter}))
-        if not held:
-            continue
-        if isinstance(optimizer, ONE_HISTORY):
-            total += reset(optimizer, {name: parameter})
-            continue
-        state = optimizer.state.get(parameter, {})
-        known = _understood(optimizer, held[:1], known_slots(optimizer, held[:1]))[0]
-        own = [(slot, start, state[key]) for key, (slot, start) in known.items()]
-        own += stacked(optimizer, held[:1])[0].values()
-        touched = masters = 0
-        for slot, start, value in own:
-            if value is not None and _reset_places(value, slot, start, parameter, places, second_moment):
-                masters += slot.kind == "master"
-                touched += slot.kind != "master"
-        total += StateReset(
-            "rows", (type(optimizer).__name__,), 1, len(own), touched, masters, without_state=int(not own)
-        )
-    return total
-
-
 def snapshot(optimizers: Any, parameters: Mapping[str, Parameter]) -> Callable[[], None]:
     """Copy the slots of `parameters`; calling the result puts them back into the same tensors.
 
@@ -239,9 +174,9 @@ def snapshot(optimizers: Any, parameters: Mapping[str, Parameter]) -> Callable[[
     """
     kept: list[tuple[dict[str, Any], dict[str, Any], dict[str, Tensor]]] = []
     for optimizer in unwrap(optimizers):
-        owners = [parameter for _, parameter, _ in _held(optimizer, parameters)]
+        owners = [parameter for _, parameter, _ in held_by(optimizer, parameters)]
         # Stacked slots are in the state of the first parameter of a group.
-        leaders = {id(group["params"][0]): group["params"][0] for _, _, group in _held(optimizer, parameters)}
+        leaders = {id(group["params"][0]): group["params"][0] for _, _, group in held_by(optimizer, parameters)}
         owners += [leader for key, leader in leaders.items() if not any(id(owner) == key for owner in owners)]
         if owners and isinstance(optimizer, ONE_HISTORY):
             owners = list(optimizer.state)
@@ -261,7 +196,8 @@ def snapshot(optimizers: Any, parameters: Mapping[str, Parameter]) -> Callable[[
     return restore
 
 
-def _held(optimizer: Optimizer, parameters: Mapping[str, Parameter]) -> Iterator[Held]:
+def held_by(optimizer: Optimizer, parameters: Mapping[str, Parameter]) -> Iterator[Held]:
+    """Those of the parameters that the optimizer holds, each with its group."""
     names = {id(parameter): name for name, parameter in reversed(list(parameters.items()))}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -275,7 +211,7 @@ def _touched(group: Group, changed: Collection[int]) -> bool:
 
 def _checked(optimizer: Optimizer, parameters: Mapping[str, Parameter], policy: str) -> Checked:
     """What is known of one optimizer; an error where its state could not be reset."""
-    held = tuple(_held(optimizer, parameters))
+    held = tuple(held_by(optimizer, parameters))
     changed = {id(parameter) for parameter in parameters.values()}
     groups = [group for group in optimizer.param_groups if _touched(group, changed)]
     counts = [(group, found) for group in groups if (found := group_counts(optimizer, group))]
@@ -288,7 +224,7 @@ def _checked(optimizer: Optimizer, parameters: Mapping[str, Parameter], policy: 
     if not isinstance(optimizer, ONE_HISTORY):
         slots = [{} for _ in held] if drop else known_slots(optimizer, held)
         if policy != "none":
-            _understood(optimizer, held, slots)
+            understood(optimizer, held, slots)
     _check_fused_dampening(optimizer, parameters, policy)
     return Checked(optimizer, held, slots, shared, counts, drop)
 
@@ -304,20 +240,7 @@ def _check_group_counts(optimizer: Optimizer, group: Group, changed: Collection[
         )
 
 
-def _check_rows(optimizers: Any, name: str, parameter: Parameter) -> None:
-    for optimizer in unwrap(optimizers):
-        held = list(_held(optimizer, {name: parameter}))
-        if isinstance(optimizer, ONE_HISTORY) or not held:
-            continue
-        if builds_when_empty(optimizer) and optimizer.state.get(parameter):
-            raise ValueError(
-                f"{type(optimizer).__name__} keeps the state of {name!r} in blocks that do not follow rows: single "
-                "neurons cannot be reset there; train this layer with torch's own optimizer"
-            )
-        _understood(optimizer, held, known_slots(optimizer, held))
-
-
-def _understood(
+def understood(
     optimizer: Optimizer, held: Sequence[Held], slots: Sequence[Mapping[str, tuple[Slot, Any]] | str]
 ) -> list[Mapping[str, tuple[Slot, Any]]]:
     """The slots of each parameter with their starts; an error where one is not known."""
@@ -408,50 +331,3 @@ def _drop_history(optimizer: Optimizer, changed: bool, policy: str, label: str) 
     for state in optimizer.state.values():
         state.clear()
     return StateReset(policy, matched=matched, reset=matched, dropped=(label,) if matched else ())
-
-
-def _positions(index: Index, parameter: Parameter, dim: int, name: str) -> Tensor:
-    if not -parameter.ndim <= dim < parameter.ndim:
-        raise ValueError(f"{name!r} of shape {tuple(parameter.shape)} has no dimension {dim}")
-    size = parameter.shape[dim]
-    places = torch.as_tensor(index if isinstance(index, Tensor) else list(index or ()), device=parameter.device)
-    if places.dtype == torch.bool:
-        if places.shape != (size,):
-            raise ValueError(f"the mask for {name!r} has shape {tuple(places.shape)}, expected ({size},)")
-        return places.nonzero().flatten()
-    places = places.long()
-    if places.numel() and (int(places.min()) < 0 or int(places.max()) >= size):
-        raise IndexError(f"{name!r} has {size} entries along dimension {dim}, indices go up to {int(places.max())}")
-    return places
-
-
-def _reset_places(
-    value: Any,
-    slot: Slot,
-    start: Any,
-    parameter: Parameter,
-    places: list[tuple[int, Tensor]],
-    second_moment: str,
-) -> bool:
-    if not isinstance(value, Tensor) or value.ndim != parameter.ndim or slot.kind == "count":
-        return False
-    done = False
-    with torch.no_grad():
-        for dim, index in places:
-            if value.shape[dim] != parameter.shape[dim]:
-                continue  # Adafactor's row and column factors have no such direction
-            done = True
-            if slot.kind in ("master", "average"):
-                value.index_copy_(dim, index, parameter.detach().index_select(dim, index).to(value.dtype))
-            elif slot.kind == "second" and second_moment == "mean" and torch.unique(index).numel() < value.shape[dim]:
-                value.index_copy_(dim, index, _living_mean(value, dim, index))
-            else:
-                value.index_fill_(dim, index, 0.0 if start is None else start)
-    return done
-
-
-def _living_mean(value: Tensor, dim: int, index: Tensor) -> Tensor:
-    living = torch.ones(value.shape[dim], dtype=torch.bool, device=value.device)
-    living[index] = False
-    mean = value.index_select(dim, living.nonzero().flatten()).mean(dim, keepdim=True)
-    return mean.expand(*(index.numel() if d == dim % value.ndim else size for d, size in enumerate(value.shape)))

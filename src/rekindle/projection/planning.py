@@ -23,9 +23,9 @@ from rekindle.blocks.finding import Conv, Found, find
 from rekindle.blocks.layouts import Block, Recipe
 from rekindle.blocks.names import is_sharded, locate
 from rekindle.blocks.state_dicts import find_in_state
-from rekindle.engine.devices import full_precision, to_host
 from rekindle.engine.isometry import polar
 from rekindle.extras import install
+from rekindle.isolation import full_precision, to_host
 from rekindle.measures.spectra import real
 from rekindle.projection.measuring import Look, Reader, look, looks
 from rekindle.projection.targets import Scale, Targets, choose, describe, preset_layouts, terms

@@ -16,8 +16,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from rekindle.blocks.names import unwrapped
-from rekindle.engine.devices import callers_device
-from rekindle.isolation import call, isolated
+from rekindle.isolation import call, callers_device, isolated
 from rekindle.projection.method import MethodError
 from rekindle.projection.receipt import Receipt
 from rekindle.sharding.team import Team

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from rekindle.engine.devices import full_precision
+from rekindle.isolation import full_precision
 
 
 def test_autocast_is_off_inside_and_on_again_afterwards() -> None:
