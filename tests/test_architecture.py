@@ -93,6 +93,26 @@ def test_the_design_page_draws_the_same_picture() -> None:
     }
 
 
+ONE_FILE_EACH = {"methods": "One file per paper", "cli": "Commands live in files of their names"}
+
+
+@pytest.mark.parametrize("name", [name for name in ORDER if (SRC / "rekindle" / name).is_dir()])
+def test_a_room_says_what_is_inside_what_it_may_import_and_where_to_start(name: str) -> None:
+    said = " ".join((ast.get_docstring(ast.parse((SRC / "rekindle" / name / "__init__.py").read_text())) or "").split())
+    inside = {module.split(".")[2] for module in GRAPH if room(module) == name and module.count(".") > 1}
+    if ONE_FILE_EACH.get(name, "…") not in said:
+        assert {module for module in inside if f"`{module}`" not in said} == set()
+    sentence = re.search(r"([Mm]ay import [^.]+|imports no other package)", said)
+    assert sentence is not None
+    up_to = re.search(r"everything up to `(\w+)`", sentence[0])
+    allowed = ORDER[: ORDER.index(up_to[1]) + 1] if up_to else re.findall(r"`(\w+)`", sentence[0])
+    used = {room(other) for module, others in GRAPH.items() if room(module) == name for other in others}
+    assert used - {*allowed, name, "", "extras", "tables"} == set()
+    start = re.search(r"Start reading at `([\w.]+)`", said)
+    assert start is not None and is_there(f"rekindle.{name}.{start[1]}")
+    assert f"`{start[1]}` |" in (SRC.parent / "docs" / "design.md").read_text()  # the same place
+
+
 def test_imports_point_one_way() -> None:
     rank = {name: place for place, name in enumerate(ORDER)}
     wrong = [

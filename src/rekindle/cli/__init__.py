@@ -1,8 +1,9 @@
 """The command line: `rekindle inspect | plan | fire | compare | probe | advise | polar | report | doctor | demo | lab`.
 
-Commands live in files of their names; `options` has what they share, `terminal` how they print, `weights` what
-`inspect` and `compare` measure, `interrupt` what Ctrl-C does, `studies` what the commands of the laboratory share.
-torch and the laboratory are imported when work begins, so that help and completion answer at once. Start with `app`.
+Commands live in files of their names (`report` in `page`); `options` has what they share, `terminal` how they print,
+`weights` what `inspect` and `compare` measure, `interrupt` what Ctrl-C does, `studies` what the commands of the
+laboratory share, `laboratory_names` what completion offers. May import everything up to `lab`, but torch and the
+laboratory only when work begins, so that help and completion answer at once. Start reading at `app`.
 """
 
 from __future__ import annotations

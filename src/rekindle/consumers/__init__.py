@@ -2,6 +2,6 @@
 
 `graph` makes graphs and knows what operations do, `paths` follows neurons through them, `wiring` is what comes out.
 `source` reads what classes do with their submodules' outputs: `statements` walks the syntax tree, `expressions` says
-what an expression holds, `values` has the layers and what is recorded. Knows modules and graphs; imports `isolation`
-only. Start reading at `wiring.wire`.
+what an expression holds, `values` has the layers and what is recorded. Knows modules and graphs; may import
+`isolation`. Start reading at `wiring.wire`.
 """

@@ -7,6 +7,12 @@
     print(study.results().table())
 
 `lab.stream`, `lab.network` and `lab.arm` register your own. Each name is imported when it is first used.
+
+`study` is the grid of runs: `settings` (named in `protocols`, listed by `catalogue`) times `arms` times seeds, and
+`tuning`. `execution` does the runs: `train` is the loop for networks, `agents` the one for agents; `streams` makes
+tasks of `data` (`sources` hands them out), `networks` builds what learns, `evaluation` measures it; `boundaries` stops
+between two tasks. `results` compares, `views` shows. May import everything up to `report`. Start reading at
+`study.Study`, or at `train.execute` for one run.
 """
 
 from importlib import import_module

@@ -1,7 +1,8 @@
 """The page: a result as one self-contained HTML file. It takes what `to_dict()` gives and knows nothing else.
 
-`page` puts it together, `view` decides what is shown, `charts` draws, `markup` escapes, `words` names and writes
-numbers. Imports `extras` alone; jinja2 when a page is made. Start with `page`.
+`page` puts it together, `view` decides what is shown, `advice` does both for a probe and an advice, `charts` draws,
+`markup` escapes, `words` names and writes numbers. May import `extras`; jinja2 when a page is made. Start reading at
+`page.render`.
 """
 
 from typing import TYPE_CHECKING, Any
