@@ -177,7 +177,9 @@ def measures(layers: int) -> list[Measure]:
         Measure("similar pairs (> .8)", average("similar_pairs"), True, "< 10 %", lambda value: value < 0.1),
         Measure("cos² ÷ Welch bound", average("welch_ratio"), False),
         Measure("effective rank ÷ basis", average("effective_rank"), True, "> 75 %", lambda value: value > 0.75),
-        Measure("basis elements a neuron (of 16)", average("basis_per_neuron"), False, "≥ 3", lambda value: value >= 3),
+        Measure(
+            "basis elements per neuron (of 16)", average("basis_per_neuron"), False, "≥ 3", lambda value: value >= 3
+        ),
         Measure("basis active", average("basis_active"), True, "> 70 %", lambda value: value > 0.7),
     ]
 
@@ -187,7 +189,7 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     return mean(values), float(student.ppf(0.975, len(values) - 1)) * stdev(values) / math.sqrt(len(values))
 
 
-LOSS = Measure("validation loss, nats a byte", lambda analysis: math.nan, False)
+LOSS = Measure("validation loss, nats per byte", lambda analysis: math.nan, False)
 
 
 def of(runs: Sequence[Run], arm: str, measure: Measure, moment: str = "end") -> list[float]:
@@ -225,12 +227,12 @@ def outcome(runs: Sequence[Run], pairs: Sequence[tuple[str, str]]) -> list[str]:
             middle, half = difference(runs, one, other, row)
             if abs(middle) > half:
                 apart.append(f"{row.name} ({row.show(middle, half, difference=True)})")
-        lines.append(f"- {one} against {other}: told apart in {'; '.join(apart) or 'nothing'}.")
+        lines.append(f"- {one} against {other}: they differ in {'; '.join(apart) or 'nothing'}.")
     return lines
 
 
 def differences(runs: Sequence[Run], pairs: Sequence[tuple[str, str]]) -> list[str]:
-    """Paired by seed; told apart where the interval of the difference leaves out 0."""
+    """Paired by seed; a difference is one where the interval of the difference leaves out 0."""
     lines = [
         "| measure | " + " | ".join(f"{one} − {other}" for one, other in pairs) + " |",
         "|---|" + "---|" * len(pairs),
@@ -239,7 +241,7 @@ def differences(runs: Sequence[Run], pairs: Sequence[tuple[str, str]]) -> list[s
         cells = []
         for one, other in pairs:
             middle, half = difference(runs, one, other, row)
-            cells.append(row.show(middle, half, difference=True) + (" **told apart**" if abs(middle) > half else ""))
+            cells.append(row.show(middle, half, difference=True) + (" **differs**" if abs(middle) > half else ""))
         lines.append(f"| {row.name} | " + " | ".join(cells) + " |")
     return lines
 
@@ -280,7 +282,7 @@ def page(runs: Sequence[Run], text: Text, steps: int, command: str) -> str:
         "",
         f"Entries are the mean and 95 % t-interval over {len(seeds)} seeds; measures of coefficients are averaged "
         "over layers and over both matrices of a layer. For scale: tables that counted which byte follows the last "
-        f"0, 1, 2 bytes reach {plain[0]:.3f}, {plain[1]:.3f}, {plain[2]:.3f} nats a byte at the same places.",
+        f"0, 1, 2 bytes reach {plain[0]:.3f}, {plain[1]:.3f}, {plain[2]:.3f} nats per byte at the same places.",
         "",
         "![each seed and the mean](dawn.svg)",
         "",
@@ -300,7 +302,7 @@ def page(runs: Sequence[Run], text: Text, steps: int, command: str) -> str:
         "",
         *differences(runs, comparisons[:3]),
         "",
-        "No correction for the number of rows: of 30 true zeros one or two are expected to look told apart.",
+        "No correction for the number of rows: of 30 true zeros one or two are expected to look like a difference.",
         "",
         "## The document's hopes",
         "",
@@ -337,7 +339,7 @@ _LIMITS = """## What this does not show
   nearer to the pairs. What neurons do after hours of training is not measured.
 - The document's 99.9 % similar pairs were not reproduced by any start here. Its earlier code is not in it, so
   what led there is not known; the positive start is our stand-in for a redundant one.
-- Three seeds give a t-factor of 4.3: only large differences can be told apart.
+- Three seeds give a t-factor of 4.3: only large differences can be seen.
 - Learning rate, positions and steps were chosen on seed 100 with a QR start, which favours QR if anyone. Small
   positions were taken for their lower loss, in pilots whose schedule differed too; the control repeats that alone.
 - The recipe is the mean over the positions so far, not over the whole sequence as in the document, where a

@@ -1,4 +1,4 @@
-"""How the benchmarks measure: in turns within one process, so that a busy machine slows all rivals alike."""
+"""How the benchmarks measure: in turns within one process, so that a busy machine slows all alike."""
 
 from __future__ import annotations
 

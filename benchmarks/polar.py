@@ -1,4 +1,4 @@
-"""The polar engine beside its rivals: ratios of process time in one run, on one thread.
+"""The polar engine beside other methods: ratios of process time in one run, on one thread.
 
     OMP_NUM_THREADS=1 python benchmarks/polar.py                    # everything, about 8 minutes
     OMP_NUM_THREADS=1 python benchmarks/polar.py --only 1024 gpt2   # lines whose name contains a word
@@ -65,7 +65,7 @@ SETS: dict[str, tuple[Callable[[], Matrices], dict[str, float]]] = {
     },
 }
 FAST = {"512² gaussian": 5.0, "1024² gaussian": 5.0, "1024² trained": 5.0}
-LARGE = ("resnet18", "gpt2-small")  # too many for the slow rivals
+LARGE = ("resnet18", "gpt2-small")  # too many for the slow ones
 
 
 def recipe(w: Tensor, steps: int | None = 10, tol: float = 1e-6) -> Tensor:
@@ -256,7 +256,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--only", nargs="*", help="sets whose name contains one of these words")
-    parser.add_argument("--quick", action="store_true", help="no memory, and only the rivals that have a bar")
+    parser.add_argument("--quick", action="store_true", help="no memory, and only the methods that have a bar")
     parser.add_argument("--memory", nargs=2, metavar=("SET", "WHO"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.memory:

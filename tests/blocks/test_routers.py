@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from rekindle.blocks.finding import find
-from rekindle.blocks.state_dicts import find_in_state, skeleton
+from rekindle.blocks.state_dicts import find_in_state, meta_model
 
 
 class Chooser(nn.Module):
@@ -79,7 +79,7 @@ def test_infinities_in_a_config(tmp_path) -> None:
     config = {"model_type": "llama", "vocab_size": 8, "num_key_value_heads": 2, **small}
     config["time_step_limit"] = [0.0, {"__float__": "Infinity"}]
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert skeleton(tmp_path).config.time_step_limit == [0.0, float("inf")]
+    assert meta_model(tmp_path).config.time_step_limit == [0.0, float("inf")]
 
 
 def test_what_the_config_does_not_know_is_refused() -> None:

@@ -147,7 +147,7 @@ class TestStateDict:
         entries = {e.name: e for e in plan({"a.weight": w, "b.weight": w, "c.weight": torch.randn(8, 8)}).entries}
         assert entries["b.weight"].reason == "tied to a.weight, treated there"
 
-    def test_a_skeleton_shows_groups_and_orientation(self) -> None:
+    def test_a_model_on_the_meta_device_shows_groups_and_orientation(self) -> None:
         model = build("unet")
         drawn = plan(model.state_dict(), config=build("unet").to("meta"))
         assert {e.name: e.blocks for e in drawn.selected} == {e.name: e.blocks for e in plan(model).selected}

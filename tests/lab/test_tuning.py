@@ -15,7 +15,8 @@ from rekindle.lab import tuning
 from rekindle.lab.arms import ARMS, Arm
 from rekindle.lab.execution.store import RunRecord
 from rekindle.lab.results import Results, RunEntry
-from rekindle.lab.results.comparison import ArmComparison, ArmRuns
+from rekindle.lab.results.comparison import ArmComparison
+from rekindle.lab.results.metrics import ArmRuns
 from rekindle.lab.results.statistics import holm, paired, t_interval
 from rekindle.lab.settings import Setting
 from rekindle.lab.study import Study

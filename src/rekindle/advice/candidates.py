@@ -40,7 +40,7 @@ class Candidate:
 
 
 def candidates_for(model: nn.Module, batches: Sequence[Batch] = ()) -> list[Candidate]:
-    """Nothing, FIRE at two scales and on the groups of layers that the model has, and the rivals that fit it.
+    """Nothing, FIRE at two scales and on the groups of layers that the model has, and the other remedies that fit it.
 
     With batches ReDo is among them only where neurons are dormant on these.
 

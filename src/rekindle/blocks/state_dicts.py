@@ -1,7 +1,7 @@
 """Finding blocks in a state dict: by a model without weights that its config describes, or by what is sure.
 
 Tensors alone do not show groups, transposition or how a weight is fused. A transformers config (or a model on the
-meta device) does: the blocks come from that skeleton and its names are matched to the keys. Without one, only
+meta device) does: the blocks come from that model and its names are matched to the keys. Without one, only
 weights whose orientation nothing leaves open are used; everything else is refused and says why.
 """
 
@@ -38,7 +38,7 @@ _LINEAR_ONLY = {"query", "key", "value", "attention-output", "mlp-in", "mlp-gate
 
 
 def find_in_state(
-    tensors: Mapping[str, Tensor], config: Any = None, *, skeleton_options: Mapping[str, Any] | None = None
+    tensors: Mapping[str, Tensor], config: Any = None, *, finding: Mapping[str, Any] | None = None
 ) -> list[Found]:
     """One `Found` for each tensor, in the order of the keys.
 
@@ -49,7 +49,7 @@ def find_in_state(
     a.bias 0 vector
     b.weight 9 read with groups=1, but a state dict alone does not show the groups of a convolution; ...
     """
-    options = dict(skeleton_options or {})
+    options = dict(finding or {})
     if config is None:
         flat = options.get("conv") == "flat"
         found = _untied(tensors, {key: _bare(key, tensor, tensors, flat) for key, tensor in tensors.items()})
@@ -57,7 +57,7 @@ def find_in_state(
     if isinstance(config, nn.Module):
         model, origin = config, f"the given {type(config).__name__}"
     else:
-        model, origin = skeleton(config), "the model of this config"
+        model, origin = meta_model(config), "the model of this config"
     described: dict[str, Found] = {}
     tied: dict[str, Found] = {}
     for f in find(model, meta=True, **options):
@@ -85,7 +85,7 @@ def find_in_state(
     return _untied(tensors, matched)
 
 
-def skeleton(config: Any) -> nn.Module:
+def meta_model(config: Any) -> nn.Module:
     """The model that a transformers config describes, on the meta device: shapes and classes, no weights.
 
     Takes a config object, its dict, or the path of a config.json or of the folder that holds it.
@@ -117,7 +117,7 @@ def _special_float(fields: dict[str, Any]) -> Any:
 
 
 def _renaming(keys: list[str], names: set[str], prefix: str) -> Callable[[str], str]:
-    """The way of turning keys into skeleton names that hits most: wrappers off, the base prefix on or off."""
+    """The way of turning keys into the model's names that hits most: wrappers off, the base prefix on or off."""
 
     plain = state_cleaner(keys)
     ways: list[Callable[[str], str]] = [
@@ -130,7 +130,7 @@ def _renaming(keys: list[str], names: set[str], prefix: str) -> Callable[[str], 
 
 
 def _described(key: str, tensor: Tensor, f: Found, blocks: tuple[Block, ...]) -> Found:
-    """What the skeleton says of a weight, under the key and with the dtype of the file."""
+    """What the model says of a weight, under the key and with the dtype of the file."""
     marks = {m: why for m, why in f.marks.items() if m != "frozen"}
     refusal = f.refusal or unusable(tensor)
     return replace(

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from rekindle.blocks.state_dicts import skeleton
+from rekindle.blocks.state_dicts import meta_model
 from rekindle.checkpoint.parts import CheckpointError, FilePart, TensorMeta
 from rekindle.optimizers import StateReset
 from rekindle.optimizers import resetting as optimizers
@@ -284,7 +284,7 @@ def _by_config(checkpoint: Holder, tables: Sequence[States]) -> list[dict[Any, s
     if config is None or len(tables) != 1:
         return None
     try:
-        model = skeleton(config)
+        model = meta_model(config)
     except Exception:  # whatever transformers makes of a config that it does not know
         return None
     table = tables[0]

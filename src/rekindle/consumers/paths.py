@@ -73,7 +73,7 @@ class Flow:
 
 @dataclass
 class Paths:
-    """What walking one or more graphs has found; layer names are those of the whole model."""
+    """What following one or more graphs has found; layer names are those of the whole model."""
 
     how: str
     consumed: dict[str, list[tuple[frozenset[str], Order]]] = field(default_factory=dict)

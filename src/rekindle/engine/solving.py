@@ -41,7 +41,7 @@ WIDE = 1.5  # m/n from which on working on the n×n side pays
 
 REACH = 0.2  # σ_min/σ_max that the schedule covers is this over n: the second smallest of a random matrix lies above
 PART = 2**18  # entries worked on at a time: the four arrays of a part stay near the caches
-MOST = 128  # rows: beyond, a Gram matrix has more noise than the proof of `by_bulk` allows for
+MOST = 128  # rows: beyond, a Gram matrix has more noise than the bound in `by_bulk` allows for
 BEFORE = 0.017  # over n^¼: how far from 1 the schedule leaves singular values before the last cubic step
 MILD = 0.1  # ‖XXᵀ − I‖²_F up to which one more cubic step is enough: all σ² are then above .68
 LIFTED = 0.02  # length that a missing direction must have been lifted to: below, float32 has too little left of it
@@ -356,7 +356,7 @@ def by_bulk(w: Tensor, known: Start, tol: float) -> Solved:
     """The polar factors of a batch of small matrices; what one correction cannot finish is marked as hard.
 
     A cubic step takes σ² = 1 − e to 1 − ¾e² − ¼e³, so that ‖XXᵀ − I‖²_F = r before it bounds DfI by .64r² after it
-    (for r ≤ .04). That is a proof, for one pass over a matrix that is there already. tr(QᵀW) then lacks at most
+    (for r ≤ .04). That is a bound, for one pass over a matrix that is there already. tr(QᵀW) then lacks at most
     .4r‖W‖_F, and ‖W‖_F/‖W‖_* ≤ (‖WWᵀWWᵀ‖_F/‖W‖⁴_F)^⅓ by Hölder's inequality.
 
     `known.a` is destroyed. Parts of the batch go through it one after the other, in arrays that stay in the caches and

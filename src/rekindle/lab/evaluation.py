@@ -28,7 +28,7 @@ class Score(NamedTuple):
 
 
 def loss_of(model: nn.Module, batch: Any) -> Tensor:
-    """Cross entropy, the loss of every stream; text has one answer a token.
+    """Cross entropy, the loss of every stream; text has one answer per token.
 
     >>> round(loss_of(nn.Flatten(), (torch.zeros(2, 4), torch.tensor([0, 1]))).item(), 4)  # ln 4
     1.3863

@@ -44,7 +44,7 @@ def _laptop() -> list[Fields]:
             {"width": [100, 100, 100]},
             batch=16,
             lr=3e-3,
-            about="the demo: 500 small digits learned by heart with new labels, 14 times; seconds a run",
+            about="the demo: 500 small digits learned by heart with new labels, 14 times; seconds per run",
         ),
         _setting(
             "random-labels",

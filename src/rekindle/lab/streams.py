@@ -93,7 +93,7 @@ def class_incremental(
     """New classes in each phase, in an order of their own for each seed; old ones stay if `cumulative`.
 
     The test set of a phase holds the classes that its training set holds. `phases` is one for each class unless
-    given, `per_class` the number of training images a class.
+    given, `per_class` the number of training images per class.
 
     >>> from rekindle.lab.data import load
     >>> phase = class_incremental(load("digits"), per_class=20, epochs=1, seed=0)[2]

@@ -55,7 +55,7 @@ def execute(run: Run, *, starts: Path | None = None) -> Iterator[Row]:
     """Do the run; rows come as they are known: a start, progress, one a task, an end.
 
     `starts` is a folder where the state after the first task is kept, for all runs that do the same until then.
-    torch's global random state is left alone, and so is the number of threads.
+    torch's global random state is not touched, nor is the number of threads.
 
     >>> stream = {"data": "digits", "count": 64, "tasks": 2, "epochs": 1}
     >>> setting = Setting("tiny", "random-labels", "mlp", stream, {"width": 8}, health=False)

@@ -21,7 +21,7 @@ class ShrinkPerturb(FromStart):
     `noise="init"` takes the stored initial weights as the start, which is what released code of several later
     papers does; `noise="fresh"` draws new ones by the model's own scheme, as the original does. `sigma` replaces
     the start's factor, for the original's two-parameter form θ ← λ·θ + σ·draw. The default keeps a fifth of the
-    old weights. All trainable parameters are changed; buffers are left alone.
+    old weights. All trainable parameters are changed; buffers are not.
 
     >>> import torch
     >>> model = nn.Linear(2, 2)

@@ -284,8 +284,8 @@ def plan(
     """Decide, without changing anything, what becomes of every parameter of a model or state dict.
 
     `targets` are presets ("auto", "all", "attention", "attention.qk", "mlp", "conv", "paper-cnn", "paper-vit",
-    "paper-gpt"), roles, names, globs, module types or a predicate on `Found`; `include` adds (also what is left
-    alone by default), `exclude` removes. `conv="flat"` makes one matrix (out, in·taps) of a convolution, at the
+    "paper-gpt"), roles, names, globs, module types or a predicate on `Found`; `include` adds (also what is skipped
+    by default), `exclude` removes. `conv="flat"` makes one matrix (out, in·taps) of a convolution, at the
     scale √(out/(in·taps)). Matrices whose norm is below `min_norm` stay (0 asks for them). `config` goes with a
     state dict: a transformers config or a model on the meta device. `reference` holds the initial weights for
     `scale="reference"`. `measure=False` leaves the DfI out. `layouts` states the layout of single weights by name.
@@ -388,7 +388,7 @@ def _find(model: Any, config: Any, options: dict[str, Any], sharded: bool) -> li
     wrong = next((k for k, t in model.items() if not isinstance(t, Tensor)), None)
     if wrong is not None:
         raise TypeError(f"the state dict holds {type(model[wrong]).__name__} under {wrong!r}; pass the tensors alone")
-    return find_in_state(model, config, skeleton_options=options)
+    return find_in_state(model, config, finding=options)
 
 
 def _reader(source: nn.Module | Mapping[str, Tensor]) -> Reader:

@@ -126,9 +126,9 @@ def heat_map(
         title_ = element("title", f"{row.name}: {number(value)}")
         marks.append(element("rect", title_, class_=f"q{shade}", **place, **size))
     low, top = min(known.values()), max(known.values())
-    spoken = f"{title}: {len(known)} layers from {number(low)} to {number(top)}; the table has every number"
+    described = f"{title}: {len(known)} layers from {number(low)} to {number(top)}; the table has every number"
     size = {"viewBox": f"0 0 {wide:.0f} {high}", "width": f"{wide:.0f}", "height": high}
-    drawing = element("svg", *marks, **size, role="img", aria_label=spoken)
+    drawing = element("svg", *marks, **size, role="img", aria_label=described)
     return element(
         "figure",
         element("figcaption", title),

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 ONE_THREAD = dict.fromkeys(
     ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS"), "1"
 ) | {"OMP_WAIT_POLICY": "PASSIVE"}
-"""Two threads a run on a shared core make a step 10 to 100 times slower (measured); set before torch is loaded."""
+"""Two threads per run on a shared core make a step 10 to 100 times slower (measured); set before torch is loaded."""
 
 TARGET = "rekindle.lab.execution:perform"
 LAST = ("end", "failed")

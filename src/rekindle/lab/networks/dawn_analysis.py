@@ -7,7 +7,7 @@ factor of the up-projection, and both are shown.
 >>> from rekindle.lab.networks.dawn import DAWN, DAWNConfig
 >>> small = DAWNConfig(width=8, heads=2, hidden=12, layers=2, neurons=40, chosen=4, neuron_rank=4, basis=4)
 >>> print(analyse(DAWN(small), [torch.arange(64).view(4, 16)]))
-layer  usage  balance  similar pairs  × Welch bound  effective rank  basis a neuron  basis active
+layer  usage  balance  similar pairs  × Welch bound  effective rank  basis per neuron  basis active
     0  ...
 """
 
@@ -32,7 +32,7 @@ _COLUMNS = {
     "similar_pairs": "similar pairs",
     "welch_ratio": "× Welch bound",
     "effective_rank": "effective rank",
-    "basis_per_neuron": "basis a neuron",
+    "basis_per_neuron": "basis per neuron",
     "basis_active": "basis active",
 }
 _BINS = 50

@@ -77,7 +77,7 @@ class MLP(nn.Module):
 
     Loss of plasticity shows soonest and cheapest here.
 
-    `width` is one number for all `depth` hidden layers (3 unless told), or a list with one number a layer.
+    `width` is one number for all `depth` hidden layers (3 unless told), or a list with one number per layer.
     Without hidden layers (`depth=0`) it is a linear classifier.
 
     >>> MLP((1, 28, 28), 10)

@@ -9,7 +9,8 @@
 Imports settings and the store, never a view. Start with `comparison`.
 """
 
-from rekindle.lab.results.comparison import ArmComparison, ArmRuns, comparisons
+from rekindle.lab.results.comparison import ArmComparison, comparisons
+from rekindle.lab.results.metrics import ArmRuns
 from rekindle.lab.results.study import Results, RunEntry
 
 __all__ = ["ArmComparison", "ArmRuns", "Results", "RunEntry", "comparisons"]

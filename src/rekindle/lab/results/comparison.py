@@ -7,13 +7,14 @@ from the runs of a study or from the dictionary that `Results.to_dict` gave, so 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from statistics import fmean
 from typing import Any, TypeVar
 
 from rekindle.lab.results import metrics
+from rekindle.lab.results.metrics import ArmRuns, Rows, at, mean_at, mean_of_known
 from rekindle.lab.results.statistics import (
     Difference,
     Interval,
@@ -26,8 +27,6 @@ from rekindle.lab.results.statistics import (
 from rekindle.lab.results.wording import Measure, measure
 from rekindle.lab.settings import Setting
 
-Row = Mapping[str, Any]
-Rows = Sequence[Row]
 T = TypeVar("T")
 
 FIRE, NOTHING, FRESH, TUNED = "fire", "nothing", "full-reset", " (tuned)"
@@ -44,46 +43,6 @@ def references(arm: str) -> tuple[str, str, str]:
     ('random-isometry', 'random-isometry-heads')
     """
     return NOTHING, FRESH, RANDOM + (HEADS if arm.removesuffix(TUNED).endswith(HEADS) else "")
-
-
-@dataclass(frozen=True)
-class ArmRuns:
-    """The finished runs of one arm in one setting: `runs[seed]` are the rows of its tasks.
-
-    `name` is what tables show; `arm` is the configuration, which for a tuned arm is the chosen one.
-    """
-
-    setting: Setting
-    name: str
-    arm: Mapping[str, Any]
-    tuned: bool
-    runs: Mapping[int, Rows]
-
-    def values(self, metric: str = "headline") -> dict[int, float]:
-        """A number per seed: the headline, or another number of the last tasks' rows ("remedy.loss_after")."""
-        if metric == "headline":
-            return self.by_seed(lambda rows: metrics.headline(rows, self.setting))
-        return self.by_seed(lambda rows: mean_at(rows[-self.setting.last :], *metric.split(".")))
-
-    def by_seed(self, number: Callable[[Rows], float | None]) -> dict[int, float]:
-        """A number of each run that has it."""
-        return {seed: value for seed, rows in self.runs.items() if (value := number(rows)) is not None}
-
-    @property
-    def diverged(self) -> int:
-        """How many runs had a loss that was not finite."""
-        return sum(any(row.get("diverged") for row in rows) for rows in self.runs.values())
-
-    def learning(self) -> dict[str, list[Any]]:
-        """The fine curve over the whole stream, mean over the seeds whose points agree with the first seed's."""
-        lines = [_joined(rows) for rows in self.runs.values()]
-        lines = [line for line in lines if [p[0] for p in line] == [p[0] for p in lines[0]]]
-        points = list(zip(*lines, strict=True))
-        return {
-            "step": [each[0][0] for each in points],
-            "accuracy": [_mean([p[1] for p in each]) for each in points],
-            "loss": [_mean([p[2] for p in each]) for each in points],
-        }
 
 
 @dataclass(frozen=True)
@@ -323,7 +282,7 @@ class ArmComparison:
         if valid is not None:
             # A loss is judged by how far below chance it is, as `valid_stream` does.
             chance = math.log(self.classes or 1)
-            low = _mean([metrics.chance_return(rows) for rows in runs]) or 0.0
+            low = mean_of_known([metrics.chance_return(rows) for rows in runs]) or 0.0
             top, bottom = (chance - each if self.setting.falling else each - low for each in (first, last))
             fall = (top - bottom) / top if top > 0 else None
         note = None if metrics.equally_hard(self.setting) else UNEQUAL
@@ -448,40 +407,6 @@ def t_interval_of(values: Mapping[int, float]) -> Interval | None:
     return t_interval(list(values.values())) if values else None
 
 
-def mean_at(rows: Iterable[Row], *path: str) -> float | None:
-    """The mean over the tasks that have this number.
-
-    >>> mean_at([{"a": {"b": 1.0}}, {"a": None}, {"a": {"b": 2.0}}], "a", "b")
-    1.5
-    """
-    return _mean([at(row, path) for row in rows])
-
-
-def at(row: Row, path: Sequence[str]) -> float | None:
-    """The number at a path in a row, or None.
-
-    >>> at({"remedy": {"seconds": 2}}, ("remedy", "seconds")), at({"remedy": None}, ("remedy", "seconds"))
-    (2.0, None)
-    """
-    found: Any = row
-    for name in path:
-        found = found.get(name) if isinstance(found, Mapping) else None
-    return float(found) if isinstance(found, int | float) and not isinstance(found, bool) else None
-
-
 def as_dict(interval: Interval | None) -> dict[str, Any] | None:
     """An interval for JSON."""
     return None if interval is None else interval.to_dict()
-
-
-def _mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return fmean(known) if known else None
-
-
-def _joined(rows: Rows) -> list[tuple[int, float | None, float | None]]:
-    out, before = [], 0
-    for row in rows:
-        out += [(before + int(step), accuracy, loss) for step, accuracy, loss in row.get("curve") or ()]
-        before += int(row.get("steps") or 0)
-    return out

@@ -7,13 +7,16 @@ and less is better.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 from rekindle.lab.evaluation import mean
 from rekindle.lab.settings import Setting
 
 Row = Mapping[str, Any]
+Rows = Sequence[Row]
 
 _UNEQUAL = frozenset(
     {
@@ -209,3 +212,78 @@ def chance_return(rows: Iterable[Row]) -> float | None:
 
 def _remedies(rows: Iterable[Row]) -> list[Row]:
     return [row["remedy"] for row in tasks(rows) if row.get("remedy")]
+
+
+@dataclass(frozen=True)
+class ArmRuns:
+    """The finished runs of one arm in one setting: `runs[seed]` are the rows of its tasks.
+
+    `name` is what tables show; `arm` is the configuration, which for a tuned arm is the chosen one.
+    """
+
+    setting: Setting
+    name: str
+    arm: Mapping[str, Any]
+    tuned: bool
+    runs: Mapping[int, Rows]
+
+    def values(self, metric: str = "headline") -> dict[int, float]:
+        """A number per seed: the headline, or another number of the last tasks' rows ("remedy.loss_after")."""
+        if metric == "headline":
+            return self.by_seed(lambda rows: headline(rows, self.setting))
+        return self.by_seed(lambda rows: mean_at(rows[-self.setting.last :], *metric.split(".")))
+
+    def by_seed(self, number: Callable[[Rows], float | None]) -> dict[int, float]:
+        """A number of each run that has it."""
+        return {seed: value for seed, rows in self.runs.items() if (value := number(rows)) is not None}
+
+    @property
+    def diverged(self) -> int:
+        """How many runs had a loss that was not finite."""
+        return sum(any(row.get("diverged") for row in rows) for rows in self.runs.values())
+
+    def learning(self) -> dict[str, list[Any]]:
+        """The fine curve over the whole stream, mean over the seeds whose points agree with the first seed's."""
+        lines = [_joined(rows) for rows in self.runs.values()]
+        lines = [line for line in lines if [p[0] for p in line] == [p[0] for p in lines[0]]]
+        points = list(zip(*lines, strict=True))
+        return {
+            "step": [each[0][0] for each in points],
+            "accuracy": [mean_of_known([p[1] for p in each]) for each in points],
+            "loss": [mean_of_known([p[2] for p in each]) for each in points],
+        }
+
+
+def mean_at(rows: Iterable[Row], *path: str) -> float | None:
+    """The mean over the tasks that have this number.
+
+    >>> mean_at([{"a": {"b": 1.0}}, {"a": None}, {"a": {"b": 2.0}}], "a", "b")
+    1.5
+    """
+    return mean_of_known([at(row, path) for row in rows])
+
+
+def at(row: Row, path: Sequence[str]) -> float | None:
+    """The number at a path in a row, or None.
+
+    >>> at({"remedy": {"seconds": 2}}, ("remedy", "seconds")), at({"remedy": None}, ("remedy", "seconds"))
+    (2.0, None)
+    """
+    found: Any = row
+    for name in path:
+        found = found.get(name) if isinstance(found, Mapping) else None
+    return float(found) if isinstance(found, int | float) and not isinstance(found, bool) else None
+
+
+def mean_of_known(values: Sequence[float | None]) -> float | None:
+    """The mean of what was measured, None if nothing was."""
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else None
+
+
+def _joined(rows: Rows) -> list[tuple[int, float | None, float | None]]:
+    out, before = [], 0
+    for row in rows:
+        out += [(before + int(step), accuracy, loss) for step, accuracy, loss in row.get("curve") or ()]
+        before += int(row.get("steps") or 0)
+    return out

@@ -14,7 +14,8 @@ from rekindle.lab import tuning
 from rekindle.lab.arms import Arm
 from rekindle.lab.execution.store import Row, RunRecord, flat
 from rekindle.lab.results import metrics
-from rekindle.lab.results.comparison import NOTHING, ArmComparison, ArmRuns, Rows, choice
+from rekindle.lab.results.comparison import NOTHING, ArmComparison, choice
+from rekindle.lab.results.metrics import ArmRuns, Rows
 from rekindle.lab.results.statistics import STREAMS_FOR_IQM, Interval, interquartile_mean
 from rekindle.lab.settings import Setting
 

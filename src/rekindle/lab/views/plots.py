@@ -199,13 +199,13 @@ def forest(
                 kind = ink.get(each.color or each.label, "rest")
                 marks.append(_whisker(each, told, kind, across, at, width - right, phone))
                 at += row
-    spoken = "; ".join(
+    described = "; ".join(
         f"{f'{each.group}, ' if each.group else ''}{each.label} {told}"
         for each, told in zip(intervals, said, strict=True)
     )
     note = " ".join(dict.fromkeys(each.note for each in intervals if each.note))
     small = None if phone else forest(title, intervals, x=x, better=better, worse=worse, named=named, phone=True)
-    return Picture(title, f"{title}: {spoken}.", width, height, joined(marks), note, small)
+    return Picture(title, f"{title}: {described}.", width, height, joined(marks), note, small)
 
 
 def scatter(
@@ -254,9 +254,9 @@ def scatter(
             marks.append(label(dot.name, place - 9, heights[dot.name] + 4, "end", f"name {kind}"))
         else:
             marks.append(label(dot.name, place + 9, heights[dot.name] + 4, kind=f"name {kind}"))
-    spoken = "; ".join(f"{dot.name} at {number(dot.x)} and {number(dot.y)}" for dot in dots)
+    described = "; ".join(f"{dot.name} at {number(dot.x)} and {number(dot.y)}" for dot in dots)
     small = None if phone else scatter(title, dots, x=x, y=y, named=named, phone=True)
-    return Picture(title, f"{title}, {y} against {x}: {spoken}.", *size, joined(marks), note, small)
+    return Picture(title, f"{title}, {y} against {x}: {described}.", *size, joined(marks), note, small)
 
 
 def _scale(low: float, high: float, start: float, end: float) -> Callable[[float], float]:

@@ -1,7 +1,7 @@
 """What every plot is drawn with: colors, ticks, labels that keep apart, and the picture as a part of a page or a file.
 
-Colors are classes of the style, so that one picture serves light and dark. They are told apart by people who see no
-red or green, and never stand alone: lines also differ in their dashes and carry their names.
+Colors are classes of the style, so that one picture serves light and dark. People who see no red or green can
+distinguish them, and they never stand alone: lines also differ in their dashes and carry their names.
 """
 
 from __future__ import annotations
