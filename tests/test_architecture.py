@@ -215,3 +215,26 @@ def test_documented_names_work_as_attributes_and_as_imports() -> None:
 def test_attributes_need_no_import_of_their_own() -> None:
     code = "import rekindle, sys; assert 'torch' not in sys.modules; rekindle.sinks, rekindle.triggers, rekindle.blocks"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def named_in_code(path: Path) -> set[str]:
+    return {node.id for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Name)}
+
+
+def test_the_base_owns_the_call_of_every_remedy() -> None:
+    owners = [
+        path.name
+        for path in (SRC / "rekindle" / "methods").glob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef) and node.name == "__call__"
+    ]
+    assert owners == ["remedy.py"]
+
+
+@pytest.mark.parametrize("folder", ["lab", "monitoring"])
+def test_whoever_applies_a_method_knows_none_by_its_class(folder: str) -> None:
+    """A method says what it needs (`batches="all"`, `watches=True`, `period`); `lab.arms` has names only."""
+    classes = {name for name in __import__("rekindle").methods.__all__ if name != "muon"}
+    for path in (SRC / "rekindle" / folder).rglob("*.py"):
+        if "views" not in path.parts and "results" not in path.parts:  # there FIRE is the name of an arm
+            assert named_in_code(path) & classes == set(), path
