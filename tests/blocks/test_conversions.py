@@ -60,7 +60,7 @@ def test_routers_keep_their_role_under_the_name_in_the_file(tmp_path: Path) -> N
 
 def test_what_loading_rearranges_is_refused_with_the_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from rekindle.blocks import state_dicts
-    from rekindle.blocks.conversions import Converted
+    from rekindle.blocks.state_dicts import Converted
 
     live = _model("Mixtral")
     live.save_pretrained(tmp_path)

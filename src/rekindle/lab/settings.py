@@ -208,7 +208,7 @@ REVISION = 1
 all runs; one that concerns a single method raises that method's own `revision`."""
 
 _LOOP = ("rekindle.lab.train", "rekindle.lab.evaluation", "rekindle.lab.sources")
-_AGENTS = tuple(f"rekindle.lab.agents.{name}" for name in ("learning", "building", "environments", "state"))
+_AGENTS = tuple(f"rekindle.lab.agents.{name}" for name in ("learning", "building", "environments"))
 _NOT_OURS = ("builtins", "abc", "typing", "torch")
 
 

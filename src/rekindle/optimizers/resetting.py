@@ -90,7 +90,7 @@ class Checked:
     held: tuple[Held, ...]
     slots: Sequence[Mapping[str, tuple[Slot, Any]] | str]
     stacked: Sequence[Mapping[str, tuple[Slot, Any, Tensor]]]
-    counts: Sequence[tuple[Group, Mapping[str, float]]]
+    counts: Sequence[tuple[dict[str, Any], Mapping[str, float]]]
     drop: bool
 
 

@@ -2,7 +2,7 @@
 
 - `streams`: which environment each task has, by name (`observations`, `offsets`, `games`, …), without Gymnasium;
 - `environments`: the Gymnasium wrappers behind them;
-- `building`: the agent of a setting; `state`: what a later continuation of it needs;
+- `building`: the agent of a setting, and what a later continuation of it needs;
 - `learning`: one run, the counterpart of `rekindle.lab.train` for networks;
 - `presets`: the named settings.
 

@@ -23,8 +23,7 @@ import rekindle
 from rekindle.diagnosis.examination import health
 from rekindle.integrations import sb3
 from rekindle.isolation import Recorded, random_states_kept
-from rekindle.lab.agents.building import build
-from rekindle.lab.agents.state import restore, state_of
+from rekindle.lab.agents.building import build, restore, state_of
 from rekindle.lab.agents.streams import AgentStream
 from rekindle.lab.evaluation import POINTS, finite, mean
 from rekindle.lab.settings import FirstTask, Run, read_source
