@@ -440,37 +440,27 @@ def _entry(
         return base
     left = tuple(block.part or block.role for block in f.left)
     references = _references(f, initial) if rule.rule == "reference" else ()
-    blocks, scales, dfis, frees, smalls, kept = [], [], [], [], [], []
+    kept = []
     for i, block in enumerate(f.blocks):
-        scale = rule.known(block)
-        dfi = free = None
-        small = 0
-        known = looks.get((f.name, i))
-        if known is not None:
-            norms, dfi, free = known
-            small = int((norms < min_norm).sum())
-            if small == block.count:
-                left = (*left, block.part)
-                continue
-        blocks.append(block)
-        scales.append(scale)
-        dfis.append(dfi)
-        frees.append(free)
-        smalls.append(small)
-        kept.append(references[i] if references else ())
-    if not blocks:
+        norms, dfi, free = looks.get((f.name, i), (None, None, None))
+        small = 0 if norms is None else int((norms < min_norm).sum())
+        if small == block.count:
+            left = (*left, block.part)
+        else:
+            kept.append((block, rule.known(block), dfi, free, small, references[i] if references else ()))
+    if not kept:
         return replace(base, reason=f"norm below min_norm ({min_norm:g}): a zero weight is taken as intended")
-    chosen = replace(
+    blocks, scales, dfis, frees, smalls, norms_then = zip(*kept, strict=True)
+    return replace(
         base,
-        blocks=tuple(blocks),
-        scales=tuple(scales),
-        dfi=tuple(dfis),
-        dfi_free=tuple(frees),
-        small=tuple(smalls),
-        references=tuple(kept) if references else (),
+        blocks=blocks,
+        scales=scales,
+        dfi=dfis,
+        dfi_free=frees,
+        small=smalls,
+        references=norms_then if references else (),
         left=left,
     )
-    return chosen
 
 
 def _tried(drafted: Plan, entry: Entry, f: Found, model: nn.Module) -> Entry:
