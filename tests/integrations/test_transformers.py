@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -341,35 +337,6 @@ def test_mlflow_gets_the_receipts(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
                if path.is_file()}  # fmt: skip
     assert metrics["rekindle/fire/sfe_relative"].split()[-1] == "5", metrics.keys()  # time, value, step
     assert "health/verdict" in metrics
-
-
-def test_a_process_that_was_killed_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
-    def callback() -> RekindleCallback:
-        return RekindleCallback(methods.ShrinkPerturb(0.3, noise="fresh", seed=2), at=[4, 8], rewarm=2)
-
-    child = f"""
-import os, signal, pathlib
-from integrations.test_transformers import trainer, transformers, RekindleCallback, methods
-
-class Kill(transformers.TrainerCallback):
-    def on_step_begin(self, args, state, control, **given):
-        if state.global_step == 7:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-callback = RekindleCallback(methods.ShrinkPerturb(0.3, noise="fresh", seed=2), at=[4, 8], rewarm=2)
-trainer(pathlib.Path({str(tmp_path)!r}), callback, Kill(), save_strategy="steps", save_steps=5).train()
-"""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    died = subprocess.run([sys.executable, "-c", child], env=environment, capture_output=True, text=True, timeout=300)
-    assert died.returncode == -signal.SIGKILL, died.stderr[-3000:]
-    whole = trainer(tmp_path / "whole", callback())
-    whole.train()
-    resumed = callback()
-    again = trainer(tmp_path, resumed)
-    again.train(resume_from_checkpoint=True)
-    assert same(again.model, whole.model)
-    assert [f.step for f in resumed.firings] == [4, 8]
-    assert [each["step"] for each in resumed.earlier] == [4] and len(resumed.receipts) == 1
 
 
 def test_seq2seq_and_a_language_model(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ from rekindle.measures.spectra import NoSpectrum, side_by_side, workers_for
 from rekindle.projection.scales import Scale
 from rekindle.sharding.assembly import Assembly, Item
 from rekindle.sharding.units import Part
-from rekindle.sharding.wrappers import distributed, refuse_hidden, settle
+from rekindle.sharding.wrappers import distributed, passes, refuse_hidden, settle
 
 # Rows of an embedding are looked up, a depthwise kernel has 1-wide matrices: their spectra say nothing.
 _PASSED_OVER = ("embedding", "depthwise")
@@ -93,7 +93,9 @@ def health(
     reading.read_weights(model)
     reading.add_norms(model, optimizer)
     if batches is not None:
-        reading.add_activity(activity(model, batches, loss=loss, mode=mode, max_batches=max_batches))
+        with passes(model, distributed(model, copies=False)[0]):
+            seen = activity(model, batches, loss=loss, mode=mode, max_batches=max_batches)
+        reading.add_activity(seen)
         if curvature and loss is not None:
             reading.add_curvature(hessian_eigenvalue(model, batches, loss))
     else:

@@ -21,6 +21,7 @@ from rekindle.isolation import call, isolated
 from rekindle.projection.method import MethodError
 from rekindle.projection.receipt import Receipt
 from rekindle.sharding.team import Team
+from rekindle.sharding.wrappers import passes
 
 
 def recalibrate(model: nn.Module, batches: Iterable[Any]) -> tuple[str, ...]:
@@ -109,7 +110,7 @@ def recalibrated(model: nn.Module, batches: Iterable[Any], receipt: Receipt, tea
     # DDP would give every rank the buffers of the first before each forward pass: pass its own module by it.
     inner = unwrapped(model) if team.size > 1 else model
     try:
-        with callers_device(), team.together():
+        with callers_device(), passes(inner, team):
             names = recalibrate(inner, batches)
         agree_statistics(team, training_layers(inner).values())
     except Exception as error:

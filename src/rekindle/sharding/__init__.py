@@ -3,7 +3,7 @@
 Knows tensors, index rules, DTensor and process groups; imports `engine` and `blocks` only. `spread` says what each rank
 holds, `units` cuts parameters into boxes of whole matrices, `owners` gives each box a rank, `messages` says which bytes
 go where, `exchange` moves them in packed lots, `gram` spares the moving of tall ones, `team` makes all ranks agree.
-Start reading at `exchange.Exchange`.
+Start reading at `exchange.Exchange`. `whole` and `zero` (DeepSpeed) make a model whole for a moment.
 """
 
 from rekindle.sharding.exchange import Exchange

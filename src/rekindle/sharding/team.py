@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 # Errors that cross the processes keep their type where it is one of these, so that callers may catch them as usual.
 _KINDS = (ValueError, TypeError, KeyError, RuntimeError, NotImplementedError, IndexError, MemoryError)
@@ -129,6 +129,42 @@ class Team:
         except Exception as caught:
             error = caught
         self.agree(error)
+
+    @contextmanager
+    def passes(self, modules: Iterable[nn.Module]) -> Iterator[None]:
+        """`together` for forward passes in which each of these modules talks to the others before it is called.
+
+        All processes agree right before, every time. So they meet a process that has failed there and not in the
+        module's own message, for which it would never come; and one that has fewer batches than the others.
+
+        >>> with Team.solo().passes([]):
+        ...     pass
+        """
+        raised: list[Exception] = []  # by an agreement: all know of it
+
+        def meet(error: Exception | None = None, ended: bool = False) -> None:
+            counts = self.sum(torch.tensor([int(error is not None), int(ended)]))
+            try:
+                if int(counts[0]):
+                    self._raise(error)
+                if 0 < int(counts[1]) < self.size:
+                    raise ValueError(f"{int(counts[1])} of {self.size} ranks have fewer batches than the others")
+            except Exception as known:
+                raised.append(known)
+                raise
+
+        hooks = [each.register_forward_pre_hook(lambda *_: meet(), prepend=True) for each in modules]
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as caught:
+            error = caught
+        finally:
+            for hook in hooks:
+                hook.remove()
+        if raised:
+            raise raised[0] from error
+        meet(error, ended=True)
 
     def same(self, what: str, items: Sequence[Any]) -> None:
         """Raise on every process unless all hold the same items; the error names the first that differs."""
