@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import rekindle
-from integrations.trained import batches, data, loop, network, penalised, same
+from integrations.trained import batches, data, keeper, kept, loop, network, penalised, same
 from rekindle import methods
 from rekindle.triggers import Plateau, Trigger, VerdictIs
 
@@ -355,3 +355,10 @@ def test_seq2seq_and_a_language_model(tmp_path: Path) -> None:
     ).train()  # fmt: skip
     assert [f.step for f in callback.firings] == [2]
     assert "transformer.h.0.attn.c_attn.weight" in callback.receipts[0].changed
+
+
+def test_a_keeper_is_a_method_like_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keeps = keeper(monkeypatch)
+    callback = RekindleCallback(keeps)
+    trainer(tmp_path, callback).train()
+    assert [firing.step for firing in callback.firings] == [3, 6, 9] and kept(keeps, callback)
