@@ -11,9 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import rekindle
-from integrations.trained import adam, batches, loop, network, same
+from integrations.trained import adam, batches, keeper, kept, loop, network, same
 from rekindle import methods
-from rekindle.advice import keeping
 from rekindle.triggers import Plateau
 
 pytest.importorskip("ignite")
@@ -41,17 +40,12 @@ def test_it_is_the_plain_loop_with_the_same_order_of_operations() -> None:
 
 def test_a_keeper_is_a_method_like_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Inside a real engine: it asks after three steps, and what it was told is applied and logged."""
-    reply = keeping.Reply(0.1, "lost", "plasticity is lost; Apply full-reset", "full-reset", 0.0)
-    monkeypatch.setattr(keeping.Inquiry, "ask", lambda *_: reply)
-    model = network()
+    model, keeps = network(), keeper(monkeypatch)
     optimizer = adam(model)
-    keeper = rekindle.Keeper(batches(2), every=3, share=0.9, candidates=[methods.FullReset()], background=False)
-    keeper.trigger.elapsed = 1e6  # a long run
     trainer = engine(model, optimizer)
-    handler = RekindleHandler(keeper).attach(trainer, model, optimizer)
+    handler = RekindleHandler(keeps).attach(trainer, model, optimizer)
     trainer.run(batches(5))
-    assert [firing.step for firing in handler.firings] == [3, 6, 9] and "Apply full-reset" in handler.firings[0].reason
-    assert handler.receipts[0].method == "full-reset" and [note.what for note in keeper.log] == ["ask", "act"] * 3
+    assert [firing.step for firing in handler.firings] == [3, 6, 9] and kept(keeps, handler)
 
 
 def test_four_accumulated_batches_are_one_step() -> None:

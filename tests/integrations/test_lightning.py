@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import rekindle
-from integrations.trained import batches, loop, network, penalised, same
+from integrations.trained import batches, keeper, kept, loop, network, penalised, same
 from rekindle import methods
 from rekindle.triggers import Every, Trigger, VerdictIs
 
@@ -339,3 +339,10 @@ def test_boundaries_come_from_the_users_code(tmp_path: Path) -> None:
     trainer(tmp_path, callback, max_epochs=2, num_sanity_val_steps=0).fit(module, loader(), loader())
     assert [(f.step, f.reason) for f in callback.firings] == [(12, "new data")]
     assert same(module.net, plain((12,), 2))
+
+
+def test_a_keeper_is_a_method_like_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keeps = keeper(monkeypatch)
+    callback = RekindleCallback(keeps)
+    trainer(tmp_path, callback).fit(Classifier(), loader())
+    assert [firing.step for firing in callback.firings] == [3, 6, 9] and kept(keeps, callback)

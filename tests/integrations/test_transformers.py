@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import rekindle
-from integrations.trained import batches, data, loop, network, penalised, same
+from integrations.trained import batches, data, keeper, kept, loop, network, penalised, same
 from rekindle import methods
 from rekindle.triggers import Plateau, Trigger, VerdictIs
 
@@ -343,35 +339,6 @@ def test_mlflow_gets_the_receipts(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert "health/verdict" in metrics
 
 
-def test_a_process_that_was_killed_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
-    def callback() -> RekindleCallback:
-        return RekindleCallback(methods.ShrinkPerturb(0.3, noise="fresh", seed=2), at=[4, 8], rewarm=2)
-
-    child = f"""
-import os, signal, pathlib
-from integrations.test_transformers import trainer, transformers, RekindleCallback, methods
-
-class Kill(transformers.TrainerCallback):
-    def on_step_begin(self, args, state, control, **given):
-        if state.global_step == 7:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-callback = RekindleCallback(methods.ShrinkPerturb(0.3, noise="fresh", seed=2), at=[4, 8], rewarm=2)
-trainer(pathlib.Path({str(tmp_path)!r}), callback, Kill(), save_strategy="steps", save_steps=5).train()
-"""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    died = subprocess.run([sys.executable, "-c", child], env=environment, capture_output=True, text=True, timeout=300)
-    assert died.returncode == -signal.SIGKILL, died.stderr[-3000:]
-    whole = trainer(tmp_path / "whole", callback())
-    whole.train()
-    resumed = callback()
-    again = trainer(tmp_path, resumed)
-    again.train(resume_from_checkpoint=True)
-    assert same(again.model, whole.model)
-    assert [f.step for f in resumed.firings] == [4, 8]
-    assert [each["step"] for each in resumed.earlier] == [4] and len(resumed.receipts) == 1
-
-
 def test_seq2seq_and_a_language_model(tmp_path: Path) -> None:
     config = transformers.GPT2Config(vocab_size=32, n_positions=16, n_embd=16, n_layer=1, n_head=2)
     model = transformers.GPT2LMHeadModel(config)
@@ -388,3 +355,10 @@ def test_seq2seq_and_a_language_model(tmp_path: Path) -> None:
     ).train()  # fmt: skip
     assert [f.step for f in callback.firings] == [2]
     assert "transformer.h.0.attn.c_attn.weight" in callback.receipts[0].changed
+
+
+def test_a_keeper_is_a_method_like_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keeps = keeper(monkeypatch)
+    callback = RekindleCallback(keeps)
+    trainer(tmp_path, callback).train()
+    assert [firing.step for firing in callback.firings] == [3, 6, 9] and kept(keeps, callback)

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import rekindle
 from rekindle import methods
+from rekindle.advice import keeping
 
 
 def network() -> nn.Sequential:
@@ -69,3 +72,19 @@ def penalised(clip: float, late: bool = False) -> nn.Module:
             term.backward()
         optimizer.step()
     return model
+
+
+def keeper(monkeypatch: pytest.MonkeyPatch) -> rekindle.Keeper:
+    """A keeper that asks every three steps of a long run, and is always told to start again."""
+    reply = keeping.Reply(0.1, "lost", "plasticity is lost; Apply full-reset", "full-reset", 0.0)
+    monkeypatch.setattr(keeping.Inquiry, "ask", lambda *_: reply)
+    made = rekindle.Keeper(batches(2), every=3, share=0.9, candidates=[methods.FullReset()], background=False)
+    made.trigger.elapsed = 1e6
+    return made
+
+
+def kept(keeper: rekindle.Keeper, callback: Any) -> bool:
+    """Whether it acted as it was told to, and logged why."""
+    told = [note.what for note in keeper.log] == ["ask", "act"] * len(callback.firings)
+    reasons = all("Apply full-reset" in firing.reason for firing in callback.firings)
+    return told and reasons and {receipt.method for receipt in callback.receipts} == {"full-reset"}

@@ -177,15 +177,16 @@ def test_an_estimate_counts_what_moves():
     assert "64 ranks" in str(estimate(weights, 64, ACCELERATOR))
 
 
-def test_deepspeed_is_refused_with_its_accessors():
+def test_what_deepspeed_partitions_is_refused_with_the_way():
     model = torch.nn.Linear(3, 3)
-    model.weight._hp_mapping = object()  # what ZeRO 1 and 2 attach
-    with pytest.raises(ValueError, match="safe_set_full_fp32_param"):
-        rekindle.fire(model)
+    model.weight._hp_mapping = None  # what ZeRO 1 and 2 attach; None on ranks that hold nothing of the weight
+    with pytest.raises(ValueError, match=r"gathered\(model, engine.optimizer\) as whole: RandomIsometry"):
+        RandomIsometry()(model)
+    rekindle.plan(model)  # the weights are there, in the lower precision
     model = torch.nn.Linear(3, 3)
     model.weight.ds_id, model.weight.data = 1, torch.empty(0)  # a partitioned parameter of ZeRO 3
-    for call in (rekindle.fire, rekindle.plan, rekindle.health, RandomIsometry()):
-        with pytest.raises(ValueError, match="GatheredParameters"):
+    for call in (rekindle.plan, rekindle.health, RandomIsometry()):
+        with pytest.raises(ValueError, match=r"rekindle\.sharding\.gathered"):
             call(model)
 
 

@@ -33,7 +33,7 @@ from rekindle.measures.matrices import Measures, Mode, measure
 from rekindle.measures.spectra import NoSpectrum, side_by_side, workers_for
 from rekindle.projection.targets import Scale
 from rekindle.sharding.assembly import Assembly, Item
-from rekindle.sharding.team import distributed, refuse_hidden, settle
+from rekindle.sharding.team import distributed, passes, refuse_hidden, settle
 from rekindle.sharding.units import Part
 
 # Rows of an embedding are looked up, a depthwise kernel has 1-wide matrices: their spectra say nothing.
@@ -92,7 +92,9 @@ def health(
     reading.read_weights(model)
     reading.add_norms(model, optimizer)
     if batches is not None:
-        reading.add_activity(activity(model, batches, loss=loss, mode=mode, max_batches=max_batches))
+        with passes(model, distributed(model, copies=False)[0]):
+            seen = activity(model, batches, loss=loss, mode=mode, max_batches=max_batches)
+        reading.add_activity(seen)
         if curvature and loss is not None:
             reading.add_curvature(hessian_eigenvalue(model, batches, loss))
     else:

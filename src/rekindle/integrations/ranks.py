@@ -57,7 +57,9 @@ def refuse(model: nn.Module, optimizer: Any, method: Any) -> None:
         inner = getattr(each, "optimizer", each)
         if any(_sharding(kind) for kind in (type(each), type(inner))):
             raise NotImplementedError(
-                f"{type(each).__name__} holds its state in shards that cannot be reset: train with DDP or fully_shard"
+                f"{type(each).__name__} holds its state in shards that cannot be reset here: train with DDP or "
+                "fully_shard; with DeepSpeed call rekindle.fire(engine, engine.optimizer, optimizer_state='moments') "
+                "between two steps yourself"
             )
     if sharded(model):
         for member in _members(method):

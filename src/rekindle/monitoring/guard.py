@@ -14,12 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rekindle.blocks.names import sharded_parameters
 from rekindle.isolation import Batch, Loss, call, isolated
 from rekindle.optimizers import unwrap
 from rekindle.projection.method import Method
 from rekindle.projection.receipt import Receipt
-from rekindle.sharding.team import SOLO, distributed, settle
+from rekindle.sharding.team import distributed, passes, settle
 
 
 class Guard:
@@ -56,8 +55,7 @@ class Guard:
         settle(model)
         team, _ = distributed(model)
         total, count = 0.0, 0
-        # A forward pass of shards talks to the others itself; copies of a model are alone in theirs.
-        with SOLO.together() if sharded_parameters(model) else team.together():
+        with passes(model, team):
             with isolated(model), torch.no_grad():
                 for batch in self.batches:
                     total += float(self._one(model, batch))

@@ -30,11 +30,13 @@ from rekindle.projection.recalibration import recalibrated, training_layers
 from rekindle.projection.receipt import Measuring, Meter, Receipt, Written, records
 from rekindle.projection.sharded import Numbers, ShardedFire
 from rekindle.projection.stores import LiveStore, Store
-from rekindle.sharding.team import SOLO, opened, settle
+from rekindle.sharding.team import SOLO, opened, passes, settle
+from rekindle.sharding.whole import on_whole
 
 __all__ = ["LiveStore", "Store", "check", "check_finite", "execute", "fire"]
 
 
+@on_whole
 @full_precision()
 def fire(
     model: nn.Module,
@@ -91,7 +93,7 @@ def fire(
     meter = Meter()
     _check_model(model)
     team, spreads = opened(model)
-    # Copies (DDP) are alone until fire itself talks; a plan or a forward pass of shards talks to the others.
+    # Copies (DDP) are alone until fire itself talks; a plan of shards talks to the others.
     apart = SOLO if sharded_parameters(model) else team
     with team.together():
         _check_call(planning)
@@ -114,7 +116,7 @@ def fire(
         call = {**solving, "strength": strength, "biases": biases, "measure": measure}
         sharded.check(check_finite, store, {**call, "optimizer_state": optimizer_state})
         carry_out = partial(sharded.execute, execute, store)
-    with apart.together():
+    with passes(model, team):
         batches = None if batches is None else list(batches)
         before = None if batches is None else _answers(model, batches)
     watch = guard.watch(model, optimizer, also=store.mirrors) if guard is not None else None
@@ -137,7 +139,7 @@ def fire(
                 raise MethodError(f"{error}; everything was put back", Receipt("fire")) from error
         raise
     if before is not None:
-        with apart.together():
+        with passes(model, team):
             receipt = replace(receipt, outputs_moved=relative_change(before, _answers(model, batches or ())))
     settings = {**receipt.settings, "optimizer_state": optimizer_state, "biases": biases, "atomic": atomic}
     receipt = replace(receipt, settings=settings, **meter.cost())

@@ -19,7 +19,7 @@ from rekindle.blocks.names import unwrapped
 from rekindle.isolation import call, callers_device, isolated
 from rekindle.projection.method import MethodError
 from rekindle.projection.receipt import Receipt
-from rekindle.sharding.team import Team
+from rekindle.sharding.team import Team, passes
 
 
 def recalibrate(model: nn.Module, batches: Iterable[Any]) -> tuple[str, ...]:
@@ -108,7 +108,7 @@ def recalibrated(model: nn.Module, batches: Iterable[Any], receipt: Receipt, tea
     # DDP would give every rank the buffers of the first before each forward pass: pass its own module by it.
     inner = unwrapped(model) if team.size > 1 else model
     try:
-        with callers_device(), team.together():
+        with callers_device(), passes(inner, team):
             names = recalibrate(inner, batches)
         agree_statistics(team, training_layers(inner).values())
     except Exception as error:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -136,6 +136,42 @@ class Team:
             error = caught
         self.agree(error)
 
+    @contextmanager
+    def passes(self, modules: Iterable[nn.Module]) -> Iterator[None]:
+        """`together` for forward passes in which each of these modules talks to the others before it is called.
+
+        All processes agree right before, every time. So they meet a process that has failed there and not in the
+        module's own message, for which it would never come; and one that has fewer batches than the others.
+
+        >>> with Team.solo().passes([]):
+        ...     pass
+        """
+        raised: list[Exception] = []  # by an agreement: all know of it
+
+        def meet(error: Exception | None = None, ended: bool = False) -> None:
+            counts = self.sum(torch.tensor([int(error is not None), int(ended)]))
+            try:
+                if int(counts[0]):
+                    self._raise(error)
+                if 0 < int(counts[1]) < self.size:
+                    raise ValueError(f"{int(counts[1])} of {self.size} ranks have fewer batches than the others")
+            except Exception as known:
+                raised.append(known)
+                raise
+
+        hooks = [each.register_forward_pre_hook(lambda *_: meet(), prepend=True) for each in modules]
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as caught:
+            error = caught
+        finally:
+            for hook in hooks:
+                hook.remove()
+        if raised:
+            raise raised[0] from error
+        meet(error, ended=True)
+
     def same(self, what: str, items: Sequence[Any]) -> None:
         """Raise on every process unless all hold the same items; the error names the first that differs."""
         if self.size == 1:
@@ -225,29 +261,20 @@ def refuse_hidden(
                 "with use_orig_params=True, on every rank"
             )
     for name, parameter in model.named_parameters():
-        if hasattr(parameter, "ds_id") and not parameter.numel():
-            inside, kept = call.replace("model.module", "model"), 0 if writes else None
-            then = (
-                "; then set the fp32 copies and the optimizer state by deepspeed.utils.safe_set_full_fp32_param and "
-                "safe_set_full_optimizer_state"
-            )
+        third = hasattr(parameter, "ds_id")
+        if (third or hasattr(parameter, "_hp_mapping")) and (writes or (third and not parameter.numel())):
+            inside = call.replace("model.module", "model").replace("optimizer", "whole")
             raise LayoutNotSupported(
-                f"{name!r} is partitioned by DeepSpeed ZeRO-3. Use `with deepspeed.zero.GatheredParameters(list("
-                f"model.parameters()), modifier_rank={kept}): {inside}` on every rank{then if writes else ''}"
-            )
-        if writes and getattr(parameter, "_hp_mapping", None) is not None:
-            raise LayoutNotSupported(
-                f"{name!r} has its fp32 copy in a DeepSpeed ZeRO optimizer, which would overwrite the change at the "
-                "next step. Take deepspeed.utils.safe_get_full_fp32_param(parameter) of each matrix, project it with "
-                "rekindle.polar, and put it back with safe_set_full_fp32_param and, for the optimizer state, "
-                "safe_set_full_optimizer_state"
+                f"{name!r} is partitioned by DeepSpeed ZeRO. Use `with rekindle.sharding.gathered(model, "
+                f"engine.optimizer) as whole: {inside}` on every rank, where the whole model fits into its memory "
+                "(rekindle.fire does so by itself)"
             )
 
 
 def spreads(model: nn.Module) -> dict[str, Spread]:
     """How every distributed parameter lies, by its name in `named_parameters()`; empty for an ordinary model.
 
-    Under DistributedDataParallel every parameter is a copy on each rank of its process group.
+    Under DistributedDataParallel and DeepSpeed every parameter is a copy on each rank of its process group.
 
     >>> spreads(nn.Linear(2, 2))
     {}
@@ -255,8 +282,9 @@ def spreads(model: nn.Module) -> dict[str, Spread]:
     found = _sharded(model)
     named = dict(model.named_parameters(remove_duplicate=False))
     for path, module in model.named_modules():
-        if _is(module, "DistributedDataParallel"):
-            ranks = _ranks(module.process_group)
+        if _is(module, "DistributedDataParallel") or _is(module, "DeepSpeedEngine"):
+            # An engine holds copies, or whole weights for a moment (`gathered`): partitions were refused before.
+            ranks = _ranks(getattr(module, "process_group", None) or getattr(module, "data_parallel_group", None))
             prefix = f"{path}." if path else ""
             for name, parameter in named.items():
                 if name.startswith(prefix) and name not in found and len(ranks) > 1 and parameter.numel():
@@ -312,6 +340,22 @@ def distributed(model: nn.Module, *, copies: bool = True) -> tuple[Team, dict[st
         return SOLO, {}
     first = dict(model.named_parameters(remove_duplicate=False))[next(iter(found))]
     return Team.of((rank for spread in found.values() for rank in spread.ranks), device_of(first)), found
+
+
+def passes(model: nn.Module, team: Team) -> AbstractContextManager[None]:
+    """Where a model runs on batches: what is raised inside by any process of its team is raised by all.
+
+    Copies are alone in their forward passes. FSDP2 assembles weights before each of its modules. Tensor parallel alone
+    talks in the middle of modules, where nobody can agree: there an error is that of its own process.
+
+    >>> layer = nn.Linear(2, 2)
+    >>> with passes(layer, SOLO):
+    ...     _ = layer(layer.weight)
+    """
+    if not sharded_parameters(model):
+        return team.together()
+    exchanging = [module for module in model.modules() if _is(module, "FSDPModule")]
+    return team.passes(exchanging) if exchanging else SOLO.together()
 
 
 def _sharded(model: nn.Module) -> dict[str, Spread]:

@@ -6,9 +6,10 @@ models that fit. `rekindle.fire` and `rekindle.health` do not need it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +17,17 @@ from torch import Tensor, nn
 from rekindle.blocks.names import is_sharded
 from rekindle.sharding.spread import Spread
 from rekindle.sharding.team import local, settle
+from rekindle.sharding.zero import assembled, partitioned
+
+Verb = TypeVar("Verb", bound=Callable[..., Any])
 
 
 @contextmanager
-def gathered(model: nn.Module, optimizer: Any = None) -> Iterator[None]:
-    """Inside, DTensor parameters of the model and their optimizer state are ordinary tensors; afterwards shards again.
+def gathered(model: nn.Module, optimizer: Any = None) -> Iterator[Any]:
+    """Inside, sharded parameters of the model and their optimizer state are ordinary tensors; afterwards shards again.
+
+    Shards are those of DTensor and of DeepSpeed ZeRO. The result is the optimizer to use inside: under ZeRO another
+    one, which holds the whole state, else the given one.
 
     Every process must enter, and do the same inside: a method draws the same numbers everywhere if it was made with the
     same seed. Forward passes are not possible inside, because FSDP2 and tensor parallel exchange parameters there.
@@ -31,6 +38,14 @@ def gathered(model: nn.Module, optimizer: Any = None) -> Iterator[None]:
     ...     print(type(layer.weight).__name__)
     Parameter
     """
+    if partitioned(model):
+        watch = model.register_forward_pre_hook(_no_forward, prepend=True)
+        try:
+            with assembled(model, optimizer) as inside:
+                yield inside
+        finally:
+            watch.remove()
+        return
     settle(model)
     optimizers = [] if optimizer is None else list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
     twins: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
@@ -41,15 +56,15 @@ def gathered(model: nn.Module, optimizer: Any = None) -> Iterator[None]:
                 if id(parameter) not in twins:
                     twins[id(parameter)] = (parameter, _twin(parameter))
                 places.append((module, name, parameter))
-    guard = model.register_forward_pre_hook(_no_forward, prepend=True) if twins else None
+    barred = model.register_forward_pre_hook(_no_forward, prepend=True) if twins else None
     kept = [_swap_state(each, twins) for each in optimizers]
     for module, name, parameter in places:
         module._parameters[name] = twins[id(parameter)][1]
     try:
-        yield
+        yield optimizer
     finally:
-        if guard is not None:
-            guard.remove()
+        if barred is not None:
+            barred.remove()
         for module, name, parameter in places:
             module._parameters[name] = parameter
         with torch.no_grad():
@@ -59,6 +74,19 @@ def gathered(model: nn.Module, optimizer: Any = None) -> Iterator[None]:
                     parameter.grad = None
         for each, states in zip(optimizers, kept, strict=True):
             _restore_state(each, twins, states)
+
+
+def on_whole(verb: Verb) -> Verb:
+    """A verb of (model, optimizer) that knows no partitions of ZeRO: it is called while the model is whole."""
+
+    @functools.wraps(verb)
+    def call(model: Any, optimizer: Any = None, **options: Any) -> Any:
+        if not (isinstance(model, nn.Module) and partitioned(model)):
+            return verb(model, optimizer, **options)
+        with gathered(model, optimizer) as whole:
+            return verb(model, whole, **options)
+
+    return cast(Verb, call)
 
 
 def _twin(parameter: nn.Parameter) -> nn.Parameter:
