@@ -11,8 +11,8 @@ import difflib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any, Literal, get_args
+from functools import partial, wraps
+from typing import Any, Literal, TypeVar, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -30,13 +30,28 @@ from rekindle.projection.recalibration import recalibrated, training_layers
 from rekindle.projection.receipt import Measuring, Meter, Receipt, Written, records
 from rekindle.projection.sharded import Numbers, ShardedFire
 from rekindle.projection.stores import LiveStore, Store
-from rekindle.sharding.team import SOLO, opened, passes, settle
-from rekindle.sharding.whole import on_whole
+from rekindle.sharding.team import SOLO, opened, partitioned, passes, settle
+from rekindle.sharding.whole import gathered
 
 __all__ = ["LiveStore", "Store", "check", "check_finite", "execute", "fire"]
 
+Verb = TypeVar("Verb", bound=Callable[..., Receipt])
 
-@on_whole
+
+def _on_whole(verb: Verb) -> Verb:
+    """A verb of (model, optimizer) that knows no partitions of ZeRO: it is called while the model is whole."""
+
+    @wraps(verb)
+    def call(model: Any, optimizer: Any = None, **options: Any) -> Receipt:
+        if not (isinstance(model, nn.Module) and partitioned(model)):
+            return verb(model, optimizer, **options)
+        with gathered(model, optimizer) as whole:
+            return verb(model, whole, **options)
+
+    return cast(Verb, call)
+
+
+@_on_whole
 @full_precision()
 def fire(
     model: nn.Module,
@@ -113,12 +128,14 @@ def fire(
     carry_out: Callable[..., Receipt] = partial(execute, plan, store, meter=meter)
     if spreads:
         sharded = ShardedFire(team, plan, store.spreads(spreads), store.tensors(), plan.reasons())
-        call = {**solving, "strength": strength, "biases": biases, "measure": measure}
+        call = {**solving, "strength": strength, "biases": biases, "measure": measure, "batches": batches is not None}
         sharded.check(check_finite, store, {**call, "optimizer_state": optimizer_state})
         carry_out = partial(sharded.execute, execute, store)
-    with passes(model, team):
-        batches = None if batches is None else list(batches)
-        before = None if batches is None else _answers(model, batches)
+    before = None
+    if batches is not None:
+        with passes(model, team):
+            batches = list(batches)
+            before = _answers(model, batches)
     watch = guard.watch(model, optimizer, also=store.mirrors) if guard is not None else None
     if before is not None or watch is not None:
         settle(model)  # a forward pass leaves modules of FSDP2 unsharded

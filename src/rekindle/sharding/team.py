@@ -271,6 +271,20 @@ def refuse_hidden(
             )
 
 
+def partitioned(model: nn.Module) -> bool:
+    """Whether DeepSpeed ZeRO holds the float32 weights of the model.
+
+    >>> partitioned(nn.Linear(2, 2))
+    False
+    """
+    return any(held_by_zero(parameter) for parameter in model.parameters())
+
+
+def held_by_zero(parameter: Tensor) -> bool:
+    """Whether DeepSpeed ZeRO holds this parameter, or its float32 copy."""
+    return hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping")
+
+
 def spreads(model: nn.Module) -> dict[str, Spread]:
     """How every distributed parameter lies, by its name in `named_parameters()`; empty for an ordinary model.
 

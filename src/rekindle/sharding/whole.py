@@ -6,20 +6,17 @@ models that fit. `rekindle.fire` and `rekindle.health` do not need it.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from rekindle.blocks.names import is_sharded
 from rekindle.sharding.spread import Spread
-from rekindle.sharding.team import local, settle
-from rekindle.sharding.zero import assembled, partitioned
-
-Verb = TypeVar("Verb", bound=Callable[..., Any])
+from rekindle.sharding.team import local, partitioned, settle
+from rekindle.sharding.zero import assembled
 
 
 @contextmanager
@@ -74,19 +71,6 @@ def gathered(model: nn.Module, optimizer: Any = None) -> Iterator[Any]:
                     parameter.grad = None
         for each, states in zip(optimizers, kept, strict=True):
             _restore_state(each, twins, states)
-
-
-def on_whole(verb: Verb) -> Verb:
-    """A verb of (model, optimizer) that knows no partitions of ZeRO: it is called while the model is whole."""
-
-    @functools.wraps(verb)
-    def call(model: Any, optimizer: Any = None, **options: Any) -> Any:
-        if not (isinstance(model, nn.Module) and partitioned(model)):
-            return verb(model, optimizer, **options)
-        with gathered(model, optimizer) as whole:
-            return verb(model, whole, **options)
-
-    return cast(Verb, call)
 
 
 def _twin(parameter: nn.Parameter) -> nn.Parameter:

@@ -17,18 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rekindle.sharding.team import RankError, Team
+from rekindle.sharding.team import RankError, Team, held_by_zero
 
 Twins = dict[int, tuple[nn.Parameter, nn.Parameter]]
-
-
-def partitioned(model: nn.Module) -> bool:
-    """Whether DeepSpeed ZeRO holds the float32 weights of the model.
-
-    >>> partitioned(nn.Linear(2, 2))
-    False
-    """
-    return any(_held(parameter) for parameter in model.parameters())
 
 
 @contextmanager
@@ -42,7 +33,7 @@ def assembled(model: nn.Module, optimizer: Any = None) -> Iterator[Any]:
         (module, name, parameter)
         for module in model.modules()
         for name, parameter in module._parameters.items()
-        if parameter is not None and _held(parameter)
+        if parameter is not None and held_by_zero(parameter)
     ]
     team = Team.of(torch.distributed.get_process_group_ranks(_group(places[0][2], optimizer)), _device(places[0][2]))
     twins: Twins = {}
@@ -69,10 +60,6 @@ def assembled(model: nn.Module, optimizer: Any = None) -> Iterator[Any]:
         raise RankError("another rank failed while the model was whole: nothing was put back")
     for parameter, twin in twins.values():
         _put_back(deepspeed, team, parameter, twin, {} if stand_in is None else stand_in.state.get(twin, {}), optimizer)
-
-
-def _held(parameter: nn.Parameter) -> bool:
-    return hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping")
 
 
 def _group(parameter: Any, optimizer: Any) -> Any:
