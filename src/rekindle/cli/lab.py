@@ -269,9 +269,9 @@ def fetch(
       rekindle lab fetch cifar-10
     """
     with needing_extras():
-        from rekindle.lab.data import fetching
+        from rekindle.lab.data import fetching, sets
 
-        expected = max((way.size for way in fetching.known(name).ways), default=0)
+        expected = max((way.size for way in sets.known(name).ways), default=0)
         so_far = 0
 
         with progress(f"fetching {name} ({size(expected)})", float(max(expected, 1))) as advance:
@@ -283,6 +283,6 @@ def fetch(
 
             try:
                 path = fetching.fetch(name, folder, progress=advanced, notice=lambda line: say(escape(printable(line))))
-            except (fetching.Missing, fetching.FetchError) as error:
+            except (sets.Missing, fetching.FetchError) as error:
                 raise ValueError(str(error)) from error
         typer.echo(printable(str(path)))

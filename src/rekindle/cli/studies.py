@@ -122,13 +122,13 @@ def print_tables(found: list[ArmComparison]) -> None:
 
 def _find_data(study: Study) -> None:
     """A data set that is not there is told before anything runs, once, with the command that gets it."""
-    from rekindle.lab.data import fetching
+    from rekindle.lab.data import sets
 
     for setting in study.settings:
         named = setting.stream_options.get("data", ())
         for name in [named] if isinstance(named, str) else named:
-            if name in fetching.KNOWN and "folder" not in setting.stream_options:
-                fetching.find(name)
+            if name in sets.KNOWN and "folder" not in setting.stream_options:
+                sets.find(name)
 
 
 def _keep_command(study: Study) -> None:

