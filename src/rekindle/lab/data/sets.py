@@ -264,6 +264,7 @@ def _inside(package: str, path: str) -> Path | None:
 def verify(path: Path, expected: str | None) -> None:
     """Check a file against "algorithm:hexdigest"; a difference is an error that names the file.
 
+    >>> import tempfile
     >>> with tempfile.NamedTemporaryFile() as file:
     ...     verify(Path(file.name), "md5:d41d8cd98f00b204e9800998ecf8427e")
     """
