@@ -80,6 +80,23 @@ def padding_mask(batch: Batch) -> Tensor | None:
     return mask.bool()
 
 
+def check_asked(verb: str, model: Any, batches: Any) -> None:
+    """Raise if there is no model to copy or no batches to learn, with what to pass instead.
+
+    >>> check_asked("probe", nn.Linear(1, 1).state_dict(), [])
+    Traceback (most recent call last):
+    TypeError: probe() needs an nn.Module, got OrderedDict: load a state dict into its model first (load_state_dict)
+    """
+    if not isinstance(model, nn.Module):
+        hint = ": load a state dict into its model first (load_state_dict)" if isinstance(model, Mapping) else ""
+        raise TypeError(f"{verb}() needs an nn.Module, got {type(model).__name__}{hint}")
+    iterable = hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")
+    if not iterable or isinstance(batches, Tensor | Mapping | str):
+        raise TypeError(
+            f"{verb}() needs an iterable of batches, such as [(inputs, targets), …], got a {type(batches).__name__}"
+        )
+
+
 def check_loss(loss: Any) -> None:
     """Raise if this is no `loss(model, batch)`, with what to pass instead.
 

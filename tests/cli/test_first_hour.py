@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import get_args
 
@@ -489,3 +490,49 @@ def test_a_reader_that_goes_away_is_no_error(tmp_path: Path, command: str) -> No
         ["bash", "-c", f"set -o pipefail; {line}"], capture_output=True, text=True, timeout=120, check=False
     )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+# In Python
+
+
+@pytest.mark.parametrize(
+    ("mistake", "words"),
+    [
+        (lambda m: rekindle.attach(m, "fire", every=3), "expected an optimizer or a list of them, got str"),
+        (lambda m: rekindle.fire(m, "adam"), "expected an optimizer or a list of them, got str"),
+        (lambda m: rekindle.probe(m.state_dict(), []), "load a state dict into its model first"),
+        (lambda m: rekindle.probe(m, torch.randn(8, 6)), "an iterable of batches"),
+        (lambda m: rekindle.advise(m, 3), "an iterable of batches, such as [(inputs, targets), …], got a int"),
+        (lambda m: rekindle.Schedule("fire", rekindle.triggers.Every(3)), "such as rekindle.methods.FIRE()"),
+        (lambda m: rekindle.Schedule(rekindle.methods.FIRE(), "epoch"), "such as rekindle.triggers.Every(1000)"),
+    ],
+)
+def test_natural_mistakes_are_told_what_to_pass(mistake: Callable[[nn.Module], object], words: str) -> None:
+    with pytest.raises(TypeError, match=re.escape(words)):
+        mistake(nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)))
+
+
+@pytest.mark.parametrize(
+    ("start", "words"),
+    [
+        (b"GGUF\x03", "it is GGUF"),
+        (b"\x89HDF\r\n", "as Keras writes it"),
+        (b"\x93NUMPY\x01", "rekindle polar reads it"),
+    ],
+)
+def test_files_of_others_are_called_by_their_name(tmp_path: Path, start: bytes, words: str) -> None:
+    (tmp_path / "a.bin").write_bytes(start + bytes(64))
+    assert words in one_line(run("inspect", tmp_path / "a.bin"))
+
+
+def test_what_the_demo_lacks_is_said_before_its_first_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    told = run("demo")
+    assert told.exit_code == 2 and 'needs pyarrow: pip install "torch-rekindle[lab]"' in told.stderr
+    assert "runs" not in told.stderr.replace("random", "")
+
+
+def test_a_short_probe_names_options(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (own / "asked.py").write_text("import mine\nmodel = mine.build()\nbatches = list(mine.batches())\n")
+    monkeypatch.chdir(own)
+    assert "give more --steps or --budget" in run("probe", "asked.py", "--steps", 2, "--seeds", 1).stdout

@@ -1,6 +1,7 @@
 """`rekindle lab …`: what each command prints, writes and exits with, on studies of a second."""
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -75,6 +76,12 @@ def test_list_has_settings_arms_groups_and_data() -> None:
     data = json.loads(run("lab", "list", "--json").stdout)
     assert data["arms"]["muon"]["options"]["optimizer"] == "muon"
     assert "fire" in data["groups"]["main"]
+
+
+def test_every_setting_says_how_long_a_run_takes() -> None:
+    for name, each in json.loads(run("lab", "list", "--json").stdout)["settings"].items():
+        words = r"for a cluster|for a GPU|; days" if name.startswith("paper/") else r"; about \d+ (s|min) per run$"
+        assert re.search(words, each["about"]), name
 
 
 def test_fetch_says_where_a_set_is(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from rekindle.advice.judging import HORIZONS, Answer, Row, decide, levels, ranke
 from rekindle.advice.tasks import default_loss
 from rekindle.advice.trials import Question, Trace, TrialExecutor, executor
 from rekindle.blocks.names import unwrapped
-from rekindle.isolation import Batch, Loss, check_loss, random_states_kept
+from rekindle.isolation import Batch, Loss, check_asked, check_loss, random_states_kept
 from rekindle.projection.method import Method
 from rekindle.projection.receipt import Receipt
 from rekindle.tables import table, terminal_width
@@ -159,6 +159,7 @@ def advise(
     (True, [...])
     """
     began = perf_counter()
+    check_asked("advise", model, new_batches)
     check_loss(loss)
     seconds = seconds_of(budget)
     chosen = list(range(seeds)) if isinstance(seeds, int) else list(seeds)

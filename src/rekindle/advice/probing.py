@@ -32,7 +32,7 @@ from rekindle import initial
 from rekindle.advice.intervals import Interval, mean_interval
 from rekindle.advice.tasks import Prepared, Task, prepare
 from rekindle.blocks.names import cleaner, unwrapped
-from rekindle.isolation import Batch, Loss, forked_rng, isolated
+from rekindle.isolation import Batch, Loss, check_asked, forked_rng, isolated
 from rekindle.optimizers import unwrap
 
 GAIN = 0.2
@@ -142,6 +142,7 @@ def probe(
     seeds: how many, or which: each draws a fresh network, an order of batches and the noise of dropout.
     """
     began = perf_counter()
+    check_asked("probe", model, batches)
     chosen = list(range(seeds)) if isinstance(seeds, int) else list(seeds)
     if not chosen:
         raise ValueError("probe needs at least one seed")

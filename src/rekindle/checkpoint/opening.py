@@ -18,6 +18,12 @@ from rekindle.projection.planning import Entry, Plan
 from rekindle.projection.planning import plan as make_plan
 
 _DCP = ".metadata"
+_FOREIGN = {
+    b"GGUF": "it is GGUF: take the safetensors that it was made from",
+    b"\x89HDF": "it is HDF5, as Keras writes it: load it there and save the weights as safetensors",
+    b"\x93NUMPY": "it is a NumPy array: rekindle polar reads it",
+    b"\x08": "it may be ONNX: take the torch checkpoint that it was exported from",
+}
 
 
 class Checkpoint:
@@ -202,7 +208,8 @@ def _open_file(path: Path, writable: bool) -> FilePart:
         return TorchPart(path, writable=writable)
     if path.suffix == ".safetensors" or head[8:9] == b"{":
         return SafetensorsPart(path, writable=writable)
-    raise CheckpointError(f"{path}: neither a safetensors nor a torch file (it begins with {head[:8]!r})")
+    foreign = next((what for start, what in _FOREIGN.items() if head.startswith(start)), f"it begins with {head[:8]!r}")
+    raise CheckpointError(f"{path}: neither a safetensors nor a torch file ({foreign})")
 
 
 def _kind(part: FilePart) -> str:

@@ -181,7 +181,8 @@ def _give(asked: Asked, command: str, found: Any, json: bool, html: Path | None,
     if json:
         show_json(facts)
     else:
-        typer.echo("\n".join(map(printable, str(found).splitlines())))  # as it is: the call must stay Python
+        text = str(found).replace("more steps= or seconds=", "more --steps or --budget")
+        typer.echo("\n".join(map(printable, text.splitlines())))  # else as it is: the call must stay Python
 
 
 def _asked(what: str, boundary: int | None, seed: int, changed: Any) -> Asked:

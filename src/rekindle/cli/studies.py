@@ -14,7 +14,7 @@ from rich.markup import escape
 
 from rekindle.cli.page import made, write_page
 from rekindle.cli.terminal import FINDINGS, say, show_json, show_rich, stopped, width, write_text
-from rekindle.extras import install
+from rekindle.extras import install, require
 from rekindle.report.words import printable
 
 if TYPE_CHECKING:
@@ -89,6 +89,11 @@ def run_live(study: Study, *, again: str | None = None, **how: Any) -> Results:
     """Run a study with its live table on a terminal; Ctrl-C says how to go on, or how to start `again`."""
     from rekindle.lab.views.terminal import Board, live
 
+    for module in (
+        "pandas",
+        "pyarrow",
+    ):  # of the table at the end: better said before the first run than after the last
+        require(module, "lab", "the table of a study")
     board = Board(study.name, {run.identity: run.arm.name for run in study.runs()})
     try:
         with live(board) as watch:

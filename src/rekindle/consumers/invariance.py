@@ -41,15 +41,17 @@ def norms_behind(model: nn.Module) -> dict[str, str]:
     {'0': '1'}
     """
     found: dict[str, str] = {}
+    closed: set[type] = set()  # classes that torch.fx cannot follow: a large model has the same one in every block
     for path, owner in model.named_modules():
         children = dict(owner.named_children())
         layers = {name: child for name, child in children.items() if as_layer(name, child) is not None}
-        if not layers or not any(map(is_norm, children.values())):
+        if not layers or type(owner) in closed or not any(map(is_norm, children.values())):
             continue
         try:
             with restored(owner):
                 graph = graph_of(owner, top=not path, closed=frozenset(children.values()))
         except Untraceable:
+            closed.add(type(owner))
             continue
         calls = {str(node.target): node for node in graph.nodes if node.op == "call_module"}
         times = [str(node.target) for node in graph.nodes if node.op == "call_module"]

@@ -42,6 +42,10 @@ class Schedule:
     """
 
     def __init__(self, method: Method, trigger: Trigger | None = None, *, guard: Guard | None = None) -> None:
+        if not callable(method):
+            raise TypeError(f"a schedule applies a method such as rekindle.methods.FIRE(), got {method!r}")
+        if trigger is not None and not hasattr(trigger, "reads"):
+            raise TypeError(f"a trigger such as rekindle.triggers.Every(1000) says when, got {trigger!r}")
         trigger = _own_trigger(method) if trigger is None else trigger
         self.method, self.trigger, self.guard = method, trigger, guard
         self.firings: list[Firing] = []

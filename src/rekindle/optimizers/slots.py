@@ -221,7 +221,7 @@ def unwrap(optimizers: Any) -> tuple[Optimizer, ...]:
         return ()
     if isinstance(optimizers, Mapping):
         optimizers = list(optimizers.values())
-    if isinstance(optimizers, Sequence):
+    if isinstance(optimizers, Sequence) and not isinstance(optimizers, str | bytes):
         found = [inner for one in optimizers for inner in unwrap(one)]
         return tuple({id(one): one for one in found}.values())
     while any(

@@ -21,8 +21,9 @@ from rekindle import tables
 from rekindle.blocks import parametrized
 from rekindle.blocks.finding import Conv, Found, find
 from rekindle.blocks.layouts import Block, Recipe
-from rekindle.blocks.names import is_sharded, locate
+from rekindle.blocks.names import is_sharded, locate, unwrapped
 from rekindle.blocks.state_dicts import find_in_state
+from rekindle.consumers.invariance import norms_behind
 from rekindle.engine.isometry import polar
 from rekindle.extras import install
 from rekindle.isolation import full_precision, to_host
@@ -46,7 +47,8 @@ class Entry:
 
     The tuples `scales` (None where the rule looks at the matrix), `dfi`, `dfi_free` (at the matrix's own scale
     ‖W‖_F/√k) and `small` (matrices below `min_norm`, which stay) run beside `blocks`; `references` holds the norms
-    that the "reference" scale asks for. `left` names the parts of a fused weight that are not touched.
+    that the "reference" scale asks for. `left` names the parts of a fused weight that are not touched, `norm` the
+    normalisation right behind the weight, which takes its scale out of the function.
     """
 
     name: str
@@ -66,6 +68,7 @@ class Entry:
     module: str = ""
     module_type: str = ""
     parametrized: bool = False
+    norm: str = ""
 
     @property
     def scale(self) -> float | None:
@@ -173,6 +176,12 @@ class Plan:
             f"{len(chosen)} of {len(self.entries)} parameters to project: {sum(e.count for e in chosen)} matrices, "
             f"{numbers:,} of {total:,} numbers; scale {self.scale}, targets {self.targets}"
         )
+        free = sum(bool(entry.norm) for entry in chosen)
+        if free:
+            foot += (
+                f". {free} of the {len(chosen)} have a normalisation right behind them, which takes their scale out: "
+                "for them the scale sets only how fast they learn, lr/‖W‖²"
+            )
         rows = [[*cells[:-1], worded(cells[-1])] for cells in (entry.cells() for entry in self.entries)]
         lines = tables.table(_HEADINGS, rows, width, left=range(len(_HEADINGS)), drop=(1,))
         return "\n".join([*lines, *tables.wrapped(foot, width, "")])
@@ -223,6 +232,7 @@ class Plan:
         rows: list[dict[str, Any]] = []
         for e in self.entries:
             base = {"name": e.name, "role": e.role, "shape": e.shape, "dtype": e.dtype, "reason": e.reason}
+            base["norm"] = e.norm
             if e.reason is not None:
                 rows.append(base)
             for i, block in enumerate(e.blocks if e.reason is None else ()):
@@ -288,9 +298,9 @@ def plan(
     by default), `exclude` removes. `conv="flat"` makes one matrix (out, in·taps) of a convolution, at the
     scale √(out/(in·taps)). Matrices whose norm is below `min_norm` stay (0 asks for them). `config` goes with a
     state dict: a transformers config or a model on the meta device. `reference` holds the initial weights for
-    `scale="reference"`. `measure=False` leaves the DfI out. `layouts` states the layout of single weights by name.
-    `trial=False` does not try whether parametrised weights can hold their isometry. A plan that projects nothing is an
-    error, unless `allow_empty`. On a model with DTensor parameters
+    `scale="reference"`. `measure=False` leaves out the DfI and the normalisations behind weights. `layouts` states the
+    layout of single weights by name. `trial=False` does not try whether parametrised weights can hold their isometry.
+    A plan that projects nothing is an error, unless `allow_empty`. On a model with DTensor parameters
     every process must make the call; `sharded=False` skips those parameters.
 
     >>> print(plan(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), measure=False).table(width=90))
@@ -336,6 +346,9 @@ def plan(
         entries = tuple(_tried(drafted, e, f, model) for e, f in zip(entries, found, strict=True))
     if not allow_empty and all(e.reason is not None for e in entries):
         raise ValueError(f"targets={targets!r}: nothing is left to project. " + _reasons(entries))
+    if measure and isinstance(model, nn.Module):
+        norms = norms_behind(unwrapped(model))
+        entries = tuple(replace(e, norm=norms.get(e.name.removesuffix(".weight"), "")) for e in entries)
     return replace(drafted, entries=entries)
 
 
