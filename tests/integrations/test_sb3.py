@@ -107,8 +107,8 @@ def test_targets_equal_their_networks_right_after(kind: str, method: Any, monkey
         callback._batches = [Recorded((torch.randn(32, 4 if kind == "DQN" else 3), torch.randn(32, 1)), {})]
     change = callback._change
 
-    def look(copies: Any) -> Any:
-        receipt = change(copies)
+    def look() -> Any:
+        receipt = change()
         policy = callback.model.policy
         for name in ("q_net", "critic", "actor"):
             target = getattr(policy, f"{name}_target", None)

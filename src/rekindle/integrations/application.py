@@ -26,7 +26,7 @@ from rekindle.integrations.mirroring import Mirror, Mirrors
 from rekindle.integrations.rounds import Rounds
 from rekindle.methods.call import Call, replicated
 from rekindle.methods.remedy import Remedy
-from rekindle.monitoring.guard import Guard, keep
+from rekindle.monitoring.guard import Guard
 from rekindle.monitoring.monitor import Monitor
 from rekindle.monitoring.schedules import Firing, Schedule
 from rekindle.monitoring.triggers import Trigger
@@ -384,15 +384,14 @@ class Application:
 
     def _apply(self, step: int, reason: str) -> Receipt:
         assert self._model is not None
-        copies = self._mirrors.found()
         if ranks.world() > 1 and not self._sharded:
             if self._observing is not None:
                 ranks.average_statistics(self.method)
-            receipt = ranks.together(lambda: self._change(copies), (self._model, *copies), self._optimizer)
+            receipt = ranks.together(self._change, (self._model, *self._mirrors.found()), self._optimizer)
             if self._observing is not None:
                 ranks.copy_statistics(self.method)
         else:
-            receipt = self._change(copies)
+            receipt = self._change()
         if self._trigger is not None:
             self._trigger.fire()  # only now: a method that refused has not been applied
         self.receipts.append(receipt)
@@ -407,23 +406,14 @@ class Application:
             self._unsent.append((step, numbers))
         return receipt
 
-    def _change(self, copies: Sequence[nn.Module]) -> Receipt:
+    def _change(self) -> Receipt:
         assert self._model is not None
-        # What a mirror lacks is an error only if the method changes just that, which shows when it has.
-        whole = not copies or self._mirrors.check(self._model, copies)
-        restore = None if whole else keep((self._model, *copies), self._optimizer)
+        follow = self._mirrors.before(self._model, self._optimizer)
         watch = self._guard.watch(self._model, self._optimizer) if self._guard is not None else None
-        mirrored = self._mirrors.before(self._model) if copies else None
         receipt = self._call("event")
         if watch is not None:
             receipt = watch.settle(receipt)
-        if mirrored is not None:
-            try:
-                mirrored(copies)
-            except ValueError:
-                if restore is not None:
-                    restore()
-                raise
+        follow()
         return receipt
 
     def _after(self) -> None:

@@ -6,11 +6,13 @@ Entries that the method changed are copied; all others keep the mirror's own ave
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from rekindle.initial import tensors_of
+from rekindle.monitoring.guard import keep
 from rekindle.sharding.team import distributed, local, settle
 
 Mirror = nn.Module | Callable[[], nn.Module | None]
@@ -23,7 +25,7 @@ class Mirrors:
     >>> mirrors = Mirrors([average])
     >>> follow = mirrors.before(model)
     >>> _ = nn.init.zeros_(model.weight)
-    >>> follow(mirrors.found())
+    >>> follow()
     >>> average.weight.abs().sum().item(), torch.equal(average.bias, model.bias)
     (0.0, False)
     """
@@ -47,6 +49,8 @@ class Mirrors:
         """
         complete = True
         chosen = [each for each in self._given if isinstance(each, nn.Module)] if mirrors is None else mirrors
+        if not chosen:
+            return True
         team, _ = distributed(model, copies=False)
         with team.together():
             wanted = _own(model)
@@ -61,12 +65,20 @@ class Mirrors:
                 complete = complete and len(shared) == len(wanted)
         return complete
 
-    def before(self, model: nn.Module) -> Callable[[Sequence[nn.Module]], None]:
-        """Remember the model as it is; calling the result copies what has changed since into mirrors."""
+    def before(self, model: nn.Module, optimizer: Any = None) -> Callable[[], None]:
+        """Check the mirrors and remember the model as it is; calling the result copies there what has changed since.
+
+        A mirror may lack a tensor, which is an error only if just that one changes. Then the model, the mirrors and
+        the optimizer are put back.
+        """
+        mirrors = self.found()
+        if not mirrors:
+            return lambda: None
+        restore = None if self.check(model, mirrors) else keep((model, *mirrors), optimizer)
         kept = {name: tensor.clone() for name, tensor in _own(model).items()}
 
         @torch.no_grad()
-        def follow(mirrors: Sequence[nn.Module]) -> None:
+        def follow() -> None:
             changed = {}
             for name, tensor in _own(model).items():
                 if name in kept and kept[name].shape == tensor.shape:
@@ -77,7 +89,10 @@ class Mirrors:
                 own = _own(mirror)
                 for name, (where, tensor) in changed.items():
                     if name not in own or own[name].shape != tensor.shape:
-                        raise ValueError(_unlike(number, mirror, name, own.get(name), tensor))
+                        text = _unlike(number, mirror, name, own.get(name), tensor)
+                        if restore is not None:
+                            restore()
+                        raise ValueError(text)
                     own[name].copy_(torch.where(where.to(own[name].device), tensor.to(own[name]), own[name]))
 
         return follow

@@ -175,8 +175,8 @@ class RekindleCallback(Application, _callbacks.BaseCallback):  # type: ignore[mi
             self.note(numbers)
             self._record(self.num_timesteps, {f"rekindle/{name}/{key}": value for key, value in numbers.items()})
 
-    def _change(self, copies: Sequence[nn.Module]) -> Receipt:
-        receipt = super()._change(copies)
+    def _change(self) -> Receipt:
+        receipt = super()._change()
         if receipt.rolled_back:
             return receipt
         follow_targets(self.model)
