@@ -175,10 +175,11 @@ def case_a_plan_made_before_sharding_is_carried_out() -> None:
     compare(model, alone)
 
 
-def case_a_dcp_checkpoint_is_repaired_as_a_file_and_loaded_under_another_layout() -> None:
+def case_a_dcp_checkpoint_is_repaired_by_the_command_and_loaded_under_another_layout() -> None:
     import torch.distributed.checkpoint as dcp
+    from typer.testing import CliRunner
 
-    from rekindle.checkpoint import fire_file
+    from rekindle.cli.app import app
 
     folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(folder)
@@ -187,7 +188,10 @@ def case_a_dcp_checkpoint_is_repaired_as_a_file_and_loaded_under_another_layout(
     alone = gpt()
     plan = rekindle.plan(alone, layouts=LAYOUTS)
     if dist.get_rank() == 0:
-        fire_file(source, target, plan=plan)
+        plan.save(Path(folder[0]) / "plan.json")
+        command = ["fire", str(source), "-o", str(target), "--plan", str(Path(folder[0]) / "plan.json")]
+        done = CliRunner().invoke(app, command)
+        assert done.exit_code == 0, done.output
     dist.barrier()
     other = placed(gpt(5), world_mesh(), lambda name, p: [Shard(1)] if p.ndim > 1 else None)
     state = {"model": other.state_dict()}
