@@ -21,12 +21,13 @@ ARMS = """
 nothing full-reset shrink-perturb shrink-perturb-fresh dash redo regrama continual-backprop
 self-normalized-reset l2-init parseval spectral isometry-loss adamo weight-decay weight-clip normalize-project
 upgd hare-tortoise injection layer-norm-reset muon fire fire-paper-cnn shrink-reset optimizer-reset rescale
-random-isometry random-isometry-nearest fresh-at-norm head-reset fire-10 fire-5 fire-nearest fire-norm
-fire-init fire-half fire-qk fire-attention fire-mlp fire-all fire-state-fresh fire-state-moments
-fire-state-step fire-state-none fire-heads
+shrink fire-shrink random-isometry-shrink full-reset-shrink dash-shrink random-isometry
+random-isometry-nearest fresh-at-norm head-reset fire-10 fire-5 fire-nearest fire-norm fire-init fire-half
+fire-qk fire-attention fire-mlp fire-all fire-state-fresh fire-state-moments fire-state-step fire-state-none
+fire-heads
 """.split()
 GROUPS = """
-main controls solvers scales targets states nearness continuous all
+main controls norms solvers scales targets states nearness continuous all
 """.split()
 DATA = """
 digits fashion-mnist mnist cifar-10 cifar-100 tiny-imagenet shakespeare bible
