@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 import traceback
@@ -10,17 +11,18 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from torch import Tensor, nn
 
 import rekindle
 from rekindle.methods import ShrinkPerturb
 from rekindle.sharding import RankError
+
+# Not where tests are collected: DeepSpeed may not be there.
+deepspeed: Any = importlib.import_module("deepspeed") if __name__ == "__main__" else None
 
 
 def network() -> nn.Sequential:
@@ -62,7 +64,7 @@ class Trained:
     def whole(self) -> dict[str, Tensor]:
         found = {}
         for name, parameter in self.engine.module.named_parameters():
-            value = safe_get_full_fp32_param(parameter)
+            value = deepspeed.utils.safe_get_full_fp32_param(parameter)
             if value is None:
                 with deepspeed.zero.GatheredParameters([parameter]):
                     value = parameter.detach().clone()
@@ -71,7 +73,7 @@ class Trained:
 
     def slot(self, key: str) -> dict[str, Tensor]:
         named = self.engine.module.named_parameters()
-        return {n: safe_get_full_optimizer_state(p, key).clone() for n, p in named if p.requires_grad}
+        return {n: deepspeed.utils.safe_get_full_optimizer_state(p, key).clone() for n, p in named if p.requires_grad}
 
 
 def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
