@@ -131,3 +131,12 @@ def test_examples_in_docstrings_are_rendered_as_code() -> None:
 def test_every_recipe_names_a_program_that_is_there() -> None:
     named = re.findall(r"`(examples/\w+\.py)`", (ROOT / "docs" / "recipes.md").read_text())
     assert set(named) == {f"examples/{path.name}" for path in (ROOT / "examples").glob("*.py")}
+
+
+def test_nobody_is_told_to_install_the_other_rekindle() -> None:
+    """The name belongs to another project on PyPI; `rekindle.extras` is the one place that knows ours."""
+    files = [*PAGES, *(ROOT / "src").rglob("*.py"), *(ROOT / "examples").glob("*.py")]
+    wrong = [str(file) for file in files if re.search(r'pip install "?rekindle\b', file.read_text())]
+    assert wrong == []
+    named = [file.name for file in (ROOT / "src").rglob("*.py") if re.search(r'"torch-rekindle"', file.read_text())]
+    assert named == ["extras.py"]
