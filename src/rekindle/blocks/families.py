@@ -243,13 +243,14 @@ def is_router(place: Location) -> bool:
 
 def _scores_experts(name: str, parent: nn.Module, child: nn.Module) -> bool:
     """Whether this child of a module chooses among its experts, or among as many branches as the child has outputs."""
-    if not parent._modules or isinstance(parent, nn.ModuleList) or any(_holds_experts(m) for m in child.modules()):
+    if not parent._modules or isinstance(parent, nn.ModuleList) or _is_experts(name):
         return False
     beside = _holds_experts(parent)
-    if beside and not _is_experts(name) and _GATE.fullmatch(name):
-        return True
-    if _is_experts(name) or not (beside or _chooses_among(child, parent)):
+    # What asks every module inside comes last: a model asks this of each weight and each module above it.
+    if not (beside or _chooses_among(child, parent)) or any(_holds_experts(m) for m in child.modules()):
         return False
+    if beside and _GATE.fullmatch(name):
+        return True
     uses = uses_of(parent)
     path = f"{name}.*" if _is_list(child) else name
     if not beside and (uses is None or path in uses.returns):
@@ -262,14 +263,15 @@ def _ends_in_scores(module: nn.Module) -> bool:
     if isinstance(module, nn.Sequential):
         return len(module) > 0 and isinstance(module[-1], nn.Softmax | nn.Sigmoid | nn.LogSoftmax)
     uses = uses_of(module) if module._modules else None
-    return uses is not None and bool(uses.scores & uses.returns)
+    return uses is not None and bool(uses.returns) and uses.returns <= uses.scores
 
 
 def _chooses_among(layer: nn.Module, parent: nn.Module) -> bool:
     """Whether the layer has one output per element of a list of like modules beside it."""
-    widths = [m.out_features for m in layer.modules() if isinstance(m, nn.Linear)]
-    lists = [m for m in parent._modules.values() if _is_list(m) and m is not layer]
-    return any(len(m) == widths[-1] > 1 and len({type(c) for c in m.children()}) == 1 for m in lists if widths)
+    lists = [m for m in parent._modules.values() if _is_list(m) and m is not layer and len(m) > 1]
+    counts = {len(m) for m in lists if len({type(c) for c in m.children()}) == 1}
+    widths = [m.out_features for m in layer.modules() if isinstance(m, nn.Linear)] if counts else []
+    return bool(widths) and widths[-1] in counts
 
 
 def _is_list(module: nn.Module | None) -> TypeGuard[nn.ModuleList | nn.ModuleDict]:

@@ -29,7 +29,18 @@ from torch.nn.parameter import is_lazy
 
 from rekindle.blocks.names import unwrapped, wrapped
 from rekindle.consumers.source import uses_of
-from rekindle.consumers.values import INPUT, Split, as_layer, at, has_matrices, layers_in, with_matrices
+from rekindle.consumers.values import (
+    INPUT,
+    Split,
+    Uses,
+    as_layer,
+    at,
+    base,
+    has_matrices,
+    key_of,
+    layers_in,
+    with_matrices,
+)
 
 _DIRECT = {"head", "heads", "lm_head", "classifier", "fc", "score", "qa_outputs", "cls", "logits", "output_layer"}
 _DIRECT |= {"embed_out", "decoder_head", "action_net", "value_net", "fc_out", "classification_head", "output"}
@@ -51,6 +62,8 @@ _AGENT = re.compile(
     r"|generator|discriminator|^(net)?_?[GD](_\w)?$",
     re.I,
 )
+# Keys of outputs that are no predictions.
+_FEATURES = re.compile(r"hidden|state|feature|embed|attention|latent|memory|cache|past|quantized|codes|maps")
 _TASK = re.compile(r"For[A-Z]|Head|With[A-Z]\w*Head|LMHead|DoubleHeads")
 
 
@@ -66,7 +79,7 @@ def find_heads(model: nn.Module) -> dict[int, str]:
     if as_layer("", core) is not None:
         return {}
     told = {id(layer): "told" for layer in _told(model)}
-    ends = _ends(core, set(), read, root=True)
+    ends = _ends(core, set(), read, _Leaving(root=True))
     if is_backbone(core):
         # A body ends in features, which are as wide as what they come from (a pooler) or wider (a last convolution);
         # what narrows is an output: audio of a codec, an embedding to compare. One that holds whole language models
@@ -104,8 +117,12 @@ def is_backbone(model: nn.Module) -> bool:
     >>> is_backbone(nn.Linear(2, 2))
     False
     """
-    own = getattr(model, "base_model_prefix", None) is not None and getattr(model, "base_model", None) is model
-    return own and _TASK.search(type(model).__name__) is None
+    return getattr(model, "base_model", None) is model and _is_body(model)
+
+
+def _is_body(model: nn.Module) -> bool:
+    prefix = getattr(model, "base_model_prefix", None)
+    return prefix is not None and _TASK.search(type(model).__name__) is None
 
 
 def root_of(model: nn.Module) -> nn.Module:
@@ -164,49 +181,132 @@ def _named(model: nn.Module, read: set[int], only: re.Pattern[str] | None = None
     return found
 
 
-def _ends(module: nn.Module, seen: set[int], read: set[int], root: bool = False) -> list[nn.Module]:
+@dataclass(frozen=True)
+class _Leaving:
+    """How a module's outputs go on: `taken` are the keys that a later matrix reads.
+
+    `root`: it is the model itself; `separate`: the arguments from which the others were not computed.
+    """
+
+    taken: frozenset[str] = frozenset()
+    root: bool = False
+    separate: frozenset[str] = frozenset()
+
+
+_PLAINLY = _Leaving()
+
+
+def _ends(module: nn.Module, seen: set[int], read: set[int], way: _Leaving = _PLAINLY) -> list[nn.Module]:
     """The layers inside whose output leaves the module and is read by no other matrix; those that are go to `read`.
 
-    In the model itself (`root`) a layer that is added to the input as it came predicts a difference (the noise of an
-    image, the next state): that is an output. Deeper down it writes into a residual stream.
+    In the model itself a layer that is added to the input as it came predicts a difference (the noise of an image, the
+    next state): that is an output. Deeper down it writes into a residual stream, unless the input was made beside it.
     """
     if id(module) in seen:
         return []
     seen.add(id(module))
     if as_layer("", module) is not None or isinstance(module, nn.Bilinear):
-        return [module]
+        return [] if way.taken else [module]
     inner = module._modules.get("base_layer")
     if inner is not None:
-        return _ends(inner, seen, read)
+        return _ends(inner, seen, read, way)
     if isinstance(module, nn.Sequential):
         solid = with_matrices(module.children())
         _mark(solid[:-1], read)
-        return _ends(solid[-1], seen, read) if solid else []
+        return _ends(solid[-1], seen, read, way) if solid else []
     if isinstance(module, nn.ModuleList | nn.ModuleDict):
-        return _apart(dict(module.named_children()), seen, read)
+        return [] if way.taken else _apart(dict(module.named_children()), seen, read)
     uses = uses_of(module)
     if _has_no_forward(module) and (uses is None or not uses.called):
-        return _apart(dict(module.named_children()), seen, read)
+        return [] if way.taken else _apart(dict(module.named_children()), seen, read)
     if uses is None:
+        return []
+    taken = _labels(uses, way.taken)
+    if taken is None:  # which of the outputs is read cannot be told: all of them
         return []
     found: list[nn.Module] = []
     solids = {path for path in uses.called if any(has_matrices(m) for m in at(module, path))}
-    consumed = {a for a, b in uses.feeds if (b in solids or b.startswith("<")) and a != b and not _inside(a, b)}
-    added = uses.added - uses.corrects if root else uses.added
-    for path in sorted(consumed | added):
-        _mark(at(module, path), read)
-    for path in sorted(solids - consumed - added):
-        if uses.leaves and path not in uses.leaves | uses.outside:
+    drafts = _drafts(module, uses, way.taken)
+    consumed = taken | {a for a, b in uses.feeds if _is_read(a, b, solids)}
+    consumed |= uses.added - (uses.corrects if way.root else _joining(uses, way.separate))
+    consumed -= {a for a, b in uses.drafts if b in drafts}
+    for path in sorted(solids):
+        chain, labels = at(module, path), {label for label in consumed if base(label) == path}
+        keys = frozenset(map(key_of, labels))
+        if labels:
+            _mark(chain, read)
+        for draft in {label for label in drafts if base(label) == path and labels & {label, path}}:
+            found += drafts[draft]
+        if path in labels or (uses.leaves and path not in set(map(base, uses.leaves | uses.outside))):
             continue
-        chain = at(module, path)
+        again = frozenset(key_of(a) for a, b in uses.feeds if base(a) == b == path)
+        if path not in uses.leaves:  # what is used here and does not leave
+            used = uses.added | {a for a, _ in uses.feeds}
+            keys |= {key_of(label) for label in used - uses.leaves if base(label) == path} - {""}
         for i, child in enumerate(chain):
-            ends = _ends(child, seen, read)
-            if (path, path) in uses.feeds and i < len(chain) - 1:  # the next element reads it, if it fits
+            last = i == len(chain) - 1
+            own = keys if last else keys | (again - {""})
+            separate = frozenset(name for called, name in uses.separate if called == path)
+            ends = _ends(child, seen, read, _Leaving(own, False, separate))
+            if "" in again and not last:  # the next element reads it, if it fits
                 ends = [layer for layer in ends if not _fits(layer, chain[i + 1])]
             found += ends
     called = {path.split(".")[0] for path in uses.called}
     apart = {n: c for n, c in module.named_children() if n not in called and _AGENT.search(n)}
+    read -= {id(layer) for layer in found}
+    if way.taken and _is_body(module):  # beside the features that are read: a pooler is as wide as they are
+        found = [layer for layer in found if _narrows(layer)]
     return found + _apart(apart, seen, read)
+
+
+def _is_read(label: str, reader: str, solids: set[str]) -> bool:
+    """Whether this reader of a layer is another matrix, and not the layer itself or a part of it."""
+    path = base(label)
+    return (reader in solids or reader.startswith("<")) and path != reader and not _inside(path, reader)
+
+
+def _joining(uses: Uses, separate: frozenset[str]) -> set[str]:
+    """What is added to an argument of the class that was made beside it: two branches, no residual stream."""
+    apart = {
+        uses.arguments[int(n)] if n.isdigit() else n
+        for n in separate
+        if not n.isdigit() or int(n) < len(uses.arguments)
+    }
+    related = {path for path, argument in uses.joins if argument not in apart}
+    return {path for path, _ in uses.joins} - related
+
+
+def _labels(uses: Uses, keys: frozenset[str]) -> set[str] | None:
+    """What the outputs of these keys are computed from, None where a key is not known."""
+    found: set[str] = set()
+    for key in keys:
+        rest = uses.outputs.get("**")
+        if key in uses.outputs:
+            found |= uses.outputs[key]
+        elif rest is not None:
+            found |= {f"{path}#{key}" for path in rest}
+        elif key == "0" and uses.outputs:  # the first field of a dataclass
+            found |= next(iter(uses.outputs.values()))
+        elif key.isdigit() and not keys.isdisjoint(uses.outputs):  # the same as a name: `x.boxes if named else x[2]`
+            continue
+        else:
+            return None
+    return found
+
+
+def _drafts(module: nn.Module, uses: Uses, taken: frozenset[str]) -> dict[str, list[nn.Module]]:
+    """Outputs of their own key that are read again: a pitch that is embedded, a spectrogram that is corrected.
+
+    A guess on the careful side: what narrows and is returned by itself is a prediction, unless its key says features.
+    """
+    found = {}
+    for key, path in uses.shown.items() if len(uses.outputs) > 1 else ():
+        layers = [layer for child in at(module, path) for layer in output_layers(child, key_of(path))]
+        if "*" in path or not layers or key in taken or _FEATURES.search(key):
+            continue
+        if "logits" in key or all(map(_narrows, layers)):
+            found[path] = layers
+    return found
 
 
 def _has_no_forward(module: nn.Module) -> bool:
@@ -314,7 +414,7 @@ def cut_layers(model: nn.Module) -> dict[int, CutOutput]:
             found[id(module)] = CutOutput(uses.own, kind)
         for path, split in uses.splits.items():
             for child in at(module, path):
-                for layer in output_layers(child):
+                for layer in output_layers(child, key_of(path)):
                     found.setdefault(id(layer), CutOutput(split, kind))
         for source, reader in uses.passes:
             if source == INPUT:
@@ -344,8 +444,8 @@ def input_split(module: nn.Module) -> Split | None:
     return None if uses is None else uses.splits_input
 
 
-def output_layers(module: nn.Module) -> list[nn.Module]:
-    """The layers whose output is, element by element, the output of this module.
+def output_layers(module: nn.Module, key: str = "") -> list[nn.Module]:
+    """The layers whose output is, element by element, the output of this module, or the one of this key.
 
     >>> net = nn.Sequential(nn.Linear(1, 2), nn.Linear(2, 3), nn.ReLU())
     >>> output_layers(net) == [net[1]]
@@ -361,7 +461,20 @@ def output_layers(module: nn.Module) -> list[nn.Module]:
     uses = uses_of(module)
     if uses is None:
         return []
-    return [layer for path in sorted(uses.returns) for child in at(module, path) for layer in output_layers(child)]
+    if key and len(uses.outputs) > 1:
+        label = uses.shown.get(key, "")
+        return [layer for child in at(module, label) if label for layer in output_layers(child, key_of(label))]
+    return [
+        layer
+        for path in sorted(uses.returns)
+        for child in _at_the_end(module, path, uses)
+        for layer in output_layers(child)
+    ]
+
+
+def _at_the_end(module: nn.Module, path: str, uses: Uses) -> list[nn.Module]:
+    """The modules that a path means; of a chain in which each reads the one before, the last."""
+    return at(module, path)[-1 if (path, path) in uses.feeds else 0 :]
 
 
 def _last_layers(children: list[nn.Module]) -> list[nn.Module]:

@@ -12,7 +12,8 @@ from typing import Any
 
 from torch import nn
 
-from rekindle.consumers.values import EMPTY, INPUT, OWN, Cut, Uses, Value, at, has_matrices
+from rekindle.consumers.containers import Containers
+from rekindle.consumers.values import EMPTY, INPUT, OWN, Cut, Value, at, base, has_matrices
 
 SPLITS = {"chunk", "split", "unbind", "tensor_split", "split_with_sizes", "hsplit", "dsplit"}
 _VIEWS = {"view", "reshape", "unflatten", "rearrange", "permute", "unfold"}
@@ -34,25 +35,14 @@ _NUMBERS = {
     "numel",
     "ndimension",
 }
+_SAME = {"T", "mT", "H", "mH", "data", "real", "imag", "grad", "values"}
 _WEIGHTED = {"linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d"}
 _NONE: frozenset[Any] = frozenset()
+_OPENED: dict[str, Any] = {"items": None, "result": None, "named": ()}  # a tensor, no longer what holds it
 
 
-class Expressions:
+class Expressions(Containers):
     """Evaluates expressions on `Value`s instead of tensors."""
-
-    def __init__(self, module: nn.Module, methods: dict[str, list[ast.FunctionDef]]) -> None:
-        self.module, self.methods = module, methods
-        self.uses = Uses()
-        self.cuts: dict[Any, Cut] = {}
-        self.given: dict[str, frozenset[int]] = {}
-        self.inputs: set[int] = set()  # the arguments of the class's methods, as they came
-        self.attributes: dict[str, Value] = {}
-        self.reached: set[str] = set()
-        self.next, self.steps = 0, 0
-        self.stack: list[tuple[str, int]] = []
-        self.plain: dict[str, bool] = {}
-        self.arguments: dict[int, list[Value]] = {}  # of each call, by its node
 
     def _assign(self, target: ast.expr, value: Value, scope: dict[str, Value]) -> None:
         """Bind a name; statements are walked by `Reader`."""
@@ -61,71 +51,6 @@ class Expressions:
     def _inline(self, name: str, level: int, bound: dict[str, Value], static: bool = False) -> Value:
         """What a method returns; statements are walked by `Reader`."""
         raise NotImplementedError
-
-    # Values
-
-    def _fresh(self, *sources: Value, **known: Any) -> Value:
-        """A new value computed from these."""
-        self.next += 1
-        me = frozenset({self.next})
-        value = Value(
-            ids=me,
-            ancestors=me.union(*(s.ancestors for s in sources)),
-            near=_NONE.union(*(s.near for s in sources)),
-            taint=_NONE.union(*(s.taint for s in sources)),
-            parts=_NONE.union(*(s.parts for s in sources)),
-        )
-        return replace(value, **known)
-
-    @staticmethod
-    def _merged(*values: Value) -> Value:
-        """One of these, it is not known which."""
-        present = [v for v in values if v != EMPTY]
-        if len(present) < 2:
-            return present[0] if present else EMPTY
-        first = present[0]
-        items = None
-        if all(v.items is not None and len(v.items) == len(first.items or ()) for v in present):
-            items = tuple(Expressions._merged(*each) for each in zip(*(v.items or () for v in present), strict=True))
-        sets = {
-            name: _NONE.union(*(getattr(v, name) for v in present))
-            for name in ("ids", "ancestors", "direct", "near", "taint", "parts")
-        }
-        return Value(
-            **sets,  # type: ignore[arg-type]
-            viewed=any(v.viewed for v in present),
-            turned=any(v.turned for v in present),
-            split=next((v.split for v in present if v.split is not None), None),
-            module=next((v.module for v in present if v.module is not None), None),
-            items=items,
-        )
-
-    def _flat(self, value: Value) -> Value:
-        """A tuple or list as one value."""
-        if not value.items:
-            return value
-        return replace(self._merged(value, *(self._flat(v) for v in value.items)), module=None, items=None)
-
-    def _elements(self, value: Value) -> list[Value]:
-        """What a loop runs over, one after the other where they are modules that are written out."""
-        if value.items and all(item.module for item in value.items):
-            return list(value.items)
-        return [self._element(value)]
-
-    def _element(self, value: Value) -> Value:
-        """What iterating gives."""
-        if value.module is not None:
-            return Value(module=f"{value.module}.*".lstrip("."))
-        if value.items:
-            return self._merged(*value.items)
-        return self._part(value, "each") if value.split is not None else value
-
-    def _part(self, value: Value, index: str) -> Value:
-        if value.split is None:
-            return value
-        cut = self.cuts[value.split]
-        cut.parts.add(index)
-        return self._fresh(value, parts=value.parts | {(value.split, index)}, viewed=value.viewed)
 
     # Expressions
 
@@ -146,7 +71,7 @@ class Expressions:
                 return Value(items=left.items + right.items)
             if left.items is not None or right.items is not None:
                 return self._fresh(self._flat(left), self._flat(right))  # (loss,) + outputs joins tuples
-            if isinstance(node.op, ast.Add) and any(_is_outputs(side) for side in (node.left, node.right)):
+            if isinstance(node.op, ast.Add) and all(_is_outputs(side) for side in (node.left, node.right)):
                 return self._fresh(left, right)  # decoder_outputs + encoder_outputs joins tuples too
             if isinstance(node.op, ast.MatMult):
                 return self._product([self._flat(left), self._flat(right)])
@@ -173,15 +98,23 @@ class Expressions:
             for element in self._elements(self._value(last.iter, inner)):
                 self._assign(last.target, element, inner)
                 found.append(self._value(made, inner))
-            return self._merged(*found)
+            whole = self._merged(*found)
+            return whole if isinstance(node, ast.DictComp) else replace(whole, result=None, named=())
         if isinstance(node, ast.Dict):
-            return self._merged(*(self._flat(self._value(v, scope)) for v in node.values))
+            held = [self._value(v, scope) for v in node.values]
+            whole = self._merged(*(self._flat(v) for v in held))
+            keys = [k.value if isinstance(k, ast.Constant) else None for k in node.keys]
+            if not keys or not all(isinstance(k, str) for k in keys):
+                return whole
+            return replace(whole, result=None, named=tuple(zip(map(str, keys), held, strict=True)))
         return self._merged(*(self._value(c, scope) for c in ast.iter_child_nodes(node) if isinstance(c, ast.expr)))
 
     def _attribute(self, node: ast.Attribute, scope: dict[str, Value]) -> Value:
         value = self._value(node.value, scope)
         if value.module is None:
-            return EMPTY if node.attr in _NUMBERS else value
+            if node.attr in _NUMBERS:
+                return EMPTY
+            return self._field(value, node.attr) if (value.result or value.named) and node.attr not in _SAME else value
         path = f"{value.module}.{node.attr}".lstrip(".")
         if at(self.module, path):
             return Value(module=path)
@@ -209,6 +142,11 @@ class Expressions:
             ):
                 return value.items[index.value]
             return self._flat(value)
+        if (value.result or value.named) and isinstance(index, ast.Constant) and isinstance(index.value, str | int):
+            if isinstance(index.value, str):
+                return self._field(value, index.value)
+            if value.result and index.value >= 0:
+                return self._field(value, str(index.value))
         if value.split is not None:
             return self._part(value, ast.unparse(index))
         if not value.direct or not self._on_features(index, value):
@@ -264,18 +202,24 @@ class Expressions:
         sides = (left, right)
         if not left.taint or not right.taint:
             tensor = left if left.taint else right
-            return replace(tensor, module=None, split=None) if tensor.taint else self._fresh(left, right)
+            return replace(tensor, module=None, split=None, **_OPENED) if tensor.taint else self._fresh(left, right)
         direct: frozenset[str] = _NONE
         ids: frozenset[int] = _NONE
         if adds:
             residual = False
             for one, other in (sides, sides[::-1]):
                 for path in one.near - {INPUT}:
-                    if other.ids & self.given.get(path, _NONE) or other.ids & self.inputs:
+                    own = bool(other.ids & self.given.get(base(path), _NONE))
+                    came = {self.inputs[i] for i in other.ids if i in self.inputs}
+                    if own or came:
                         self.uses.added.add(path)
                         residual = True
-                        if other.ids & self.inputs:
+                        self.uses.drafts |= {(path, draft) for draft in other.direct}
+                        if came:
                             self.uses.corrects.add(path)
+                            self.uses.joins |= {(path, argument) for argument in came}
+                        if own:
+                            self.residual.add(path)
             direct = _NONE if residual else left.direct | right.direct
             ids = left.ids | right.ids
         value = self._fresh(left, right)
@@ -297,19 +241,26 @@ class Expressions:
                 level = self.stack[-1][1] + 1 if parent and self.stack and self.stack[-1][0] == name else 0
                 return self._method(name, level, arguments, keywords)
             if receiver.module is not None and name in ("forward", "__call__"):
-                return self._module_call(receiver.module, given)
+                return self._module_call(receiver.module, given, _names(node))
+            if (receiver.result or receiver.named) and name in ("items", "get", "pop"):
+                if name == "items":
+                    return Value(items=(Value(items=(EMPTY, receiver)),))
+                if node.args and isinstance(node.args[0], ast.Constant):
+                    return self._field(receiver, str(node.args[0].value))
             if receiver.module is not None and name in ("values", "items", "children", "modules", "named_children"):
                 held = Value(module=f"{receiver.module}.*".lstrip("."))
                 return Value(items=(EMPTY, held)) if name in ("items", "named_children") else held
             target = self._value(function, scope)
             if target.module:
-                return self._module_call(target.module, given)
+                return self._module_call(target.module, given, _names(node))
             if receiver.taint or receiver.direct:
                 return self._operation(name, [receiver, *arguments], node, keywords, method=True)
             return self._operation(name, arguments, node, keywords, method=False)
         held = self._value(function, scope)
+        if held.function is not None:
+            return self._local(held.function, arguments, keywords, scope)
         if held.module:
-            return self._module_call(held.module, given)
+            return self._module_call(held.module, given, _names(node))
         if held.module == "" and "forward" in self.methods:
             return self._method("forward", 0, arguments, keywords)
         if name == "getattr" and len(node.args) > 1 and arguments[0].module is not None:
@@ -317,16 +268,20 @@ class Expressions:
             return Value(module=path) if at(self.module, path) else EMPTY
         if name in ("enumerate", "zip", "reversed", "list", "tuple", "sorted", "iter"):
             return self._iterated(name, arguments)
-        return self._operation(
+        made = self._operation(
             name, arguments, node, keywords, method=False, foreign=name not in SPLITS | _JOINS | _VIEWS
         )
+        if name[:1].isupper() and keywords and not arguments:  # a dataclass
+            rest = keywords.pop("**", EMPTY)
+            known = [*((k, v) for k, v in rest.named if k not in keywords), *keywords.items()]
+            return replace(made, result=rest.result, named=tuple(known))
+        return made
 
-    def _iterated(self, name: str, arguments: list[Value]) -> Value:
-        if name in ("reversed", "list", "tuple", "sorted", "iter"):
-            return arguments[0] if arguments else EMPTY
-        each = tuple(self._element(a) for a in arguments)
-        pair = (EMPTY, *each) if name == "enumerate" else each
-        return Value(items=(Value(items=pair),))  # iterating gives this one element
+    def _local(
+        self, node: ast.FunctionDef, arguments: list[Value], keywords: dict[str, Value], scope: dict[str, Value]
+    ) -> Value:
+        """A function that a method has defined for itself."""
+        raise NotImplementedError
 
     def _method(self, name: str, level: int, arguments: list[Value], keywords: dict[str, Value]) -> Value:
         definitions = self.methods.get(name, [])
@@ -341,7 +296,7 @@ class Expressions:
             bound[node.args.vararg.arg] = Value(items=tuple(arguments[len(names) :]))
         return self._inline(name, level, bound, static)
 
-    def _module_call(self, path: str, given: list[Value]) -> Value:
+    def _module_call(self, path: str, given: list[Value], names: list[str] | None = None) -> Value:
         if all(isinstance(m, nn.ModuleList | nn.ModuleDict) for m in at(self.module, path)):
             path = f"{path}.*"  # a function that is given a list of modules calls each
         self.uses.called.add(path)
@@ -350,14 +305,18 @@ class Expressions:
         for value in tensors:
             self.uses.feeds |= {(source, path) for source in value.taint}
             if len(tensors) == 1:
-                self.uses.passes |= {(source, path) for source in value.direct}
+                self.uses.passes |= {(base(source), path) for source in value.direct}
+        for name, value in zip(names or (), flat, strict=False):
+            if any(value.ids & other.ancestors for other in tensors if other is not value):
+                self.related.add((path, name))
+            self.uses.separate.add((path, name))
         if path not in self.plain:
             self.plain[path] = not any(has_matrices(m) for m in at(self.module, path))
         if self.plain[path]:
             if len(tensors) == 1 and all(isinstance(m, nn.Embedding | nn.EmbeddingBag) for m in at(self.module, path)):
                 return self._fresh(tensors[0])  # vectors that are looked up are no longer the input
             if len(tensors) == 1:
-                return replace(tensors[0], split=None, module=None, items=None)
+                return replace(tensors[0], split=None, module=None, **_OPENED)
             if len(tensors) > 1:
                 value = tensors[0]
                 for other in tensors[1:]:
@@ -366,7 +325,9 @@ class Expressions:
         here = frozenset({path})
         value = self._fresh(*tensors, direct=here, near=here)
         self.given[path] = self.given.get(path, _NONE).union(*(v.ancestors for v in tensors))
-        return replace(value, taint=value.taint | here, parts=_NONE)
+        value = replace(value, taint=value.taint | here, parts=_NONE, result=path)
+        self.results[value.ids] = value
+        return value
 
     def _operation(
         self,
@@ -401,8 +362,10 @@ class Expressions:
         if not tensors:
             return self._fresh(*values) if values else EMPTY
         first = tensors[0]
+        if name.startswith("masked_") and first.direct and all(v.taint <= {INPUT} for v in tensors[1:]):
+            return replace(first, split=None, **_OPENED)  # by a mask that was given
         if name in _SCORES:
-            self.uses.scores |= first.direct - {INPUT}
+            self.uses.scores |= set(map(base, first.direct)) - {INPUT}
         if name in SPLITS or name == "glu":
             return self._cut(name, first, node, method)
         if name in _TAKES and first.direct:
@@ -411,13 +374,14 @@ class Expressions:
         if name in _VIEWS and first.weight and OWN in first.direct and name != "permute":
             self.cuts.setdefault(("own", name), Cut(frozenset({OWN}), f"{name} of its weight"))
         if name in _VIEWS:
-            return replace(first, viewed=True, split=None)
+            return replace(first, viewed=True, split=None, **_OPENED)
         if name in _TURNS:
-            return replace(first, turned=True, split=None)
+            return replace(first, turned=True, split=None, **_OPENED)
         if name in ("add", "sub"):
             return self._combine(first, tensors[1], True) if len(tensors) > 1 else first
         if len(tensors) == 1 and name not in _MIXES:  # of a function that is not known: soft_cap(x, 15.0)
-            return replace(first, split=None, items=None)
+            # One that is given a dict may give a dict of the same keys.
+            return replace(first, split=None, items=None) if foreign else replace(first, split=None, **_OPENED)
         return self._product(values) if name in _MIXES or name in _WEIGHTED else self._fresh(*values)
 
     def _cut(self, name: str, value: Value, node: ast.Call, method: bool) -> Value:
@@ -459,6 +423,11 @@ class Expressions:
             apart = [each[key] for each in held if key in each]
             if len(apart) > 1 and all(len(a) == 1 for a in apart):
                 self.cuts[key].joined |= set().union(*apart)
+
+
+def _names(node: ast.Call) -> list[str]:
+    """The arguments of a call, by position or name."""
+    return [*map(str, range(len(node.args))), *(k.arg or "**" for k in node.keywords)]
 
 
 def _is_outputs(node: ast.expr) -> bool:

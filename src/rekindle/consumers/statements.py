@@ -10,7 +10,7 @@ import ast
 from dataclasses import replace
 
 from rekindle.consumers.expressions import SPLITS, Expressions
-from rekindle.consumers.values import EMPTY, INPUT, OWN, Cut, Split, Uses, Value, has_matrices
+from rekindle.consumers.values import EMPTY, INPUT, OWN, Cut, Split, Uses, Value, base, has_matrices
 
 _DEPTH, _STEPS = 6, 20_000
 
@@ -45,16 +45,39 @@ class Reader(Expressions):
     def _enter(self, name: str) -> None:
         node = self.methods[name][0]
         values = []
-        for _ in [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]:
-            values.append(self._fresh(taint=frozenset({INPUT}), direct=frozenset({INPUT})))
-            self.inputs |= values[-1].ids
         arguments = [a.arg for a in [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]]
+        for argument in arguments:
+            values.append(self._fresh(taint=frozenset({INPUT}), direct=frozenset({INPUT})))
+            self.inputs |= dict.fromkeys(values[-1].ids, argument)
         static = any(isinstance(d, ast.Name) and d.id == "staticmethod" for d in node.decorator_list)
         bound = dict(zip(arguments, values, strict=True))
         result = self._flat(self._inline(name, 0, bound, static))
         if name == "forward" or "forward" not in self.methods:
-            self.uses.returns |= result.direct - {INPUT, OWN}
+            self.uses.returns |= set(map(base, result.direct)) - {INPUT, OWN}
             self.uses.leaves |= result.near
+        if name == "forward":
+            self.uses.arguments = tuple(arguments[0 if static else 1 :])
+            self._outputs(self.returned)
+
+    def _outputs(self, returned: list[Value]) -> None:
+        """What the class returns by key, where its returns agree on the keys; a dataclass says more than a tuple."""
+        named = [v for v in returned if v.named] or [v for v in returned if v.result]
+        tuples = [v for v in returned if v.items is not None]
+        by_key: dict[str, Value] = {}
+        if named:
+            for key in dict.fromkeys(key for value in named for key, _ in value.named):
+                by_key[key] = self._merged(*(self._field(v, key) for v in named))
+            rest = {v.result for v in named if v.result}
+            if len(rest) == 1:
+                self.uses.outputs["**"] = frozenset(map(str, rest))
+        elif tuples:
+            others = [v for v in returned if v.items is None]
+            by_key = {str(i): self._merged(v, *others) for i, v in enumerate(self._merged(*tuples).items or ())}
+        for key, held in by_key.items():
+            value = self._flat(held)
+            self.uses.outputs[key] = value.near
+            if len(value.direct - {INPUT}) == 1:
+                self.uses.shown[key] = next(iter(value.direct))
 
     def finish(self) -> Uses:
         """What was found."""
@@ -72,6 +95,8 @@ class Reader(Expressions):
                 else:
                     self.uses.splits.setdefault(path, how)
         self.uses.feeds = {(a, b) for a, b in self.uses.feeds if a != INPUT}
+        self.uses.joins = {(path, argument) for path, argument in self.uses.joins if path not in self.residual}
+        self.uses.separate -= self.related
         return self.uses
 
     # Statements
@@ -89,7 +114,23 @@ class Reader(Expressions):
         returned: list[Value] = []
         self._body(node.body, scope, returned)
         self.stack.pop()
-        if len({len(value.items or ()) for value in returned}) > 1:
+        self.returned = returned
+        if len({value.items is None for value in returned}) > 1:
+            returned = [self._flat(value) for value in returned]
+        return self._merged(*returned)
+
+    def _local(
+        self, node: ast.FunctionDef, arguments: list[Value], keywords: dict[str, Value], scope: dict[str, Value]
+    ) -> Value:
+        if ("", id(node)) in self.stack or len(self.stack) > _DEPTH:
+            return self._fresh(*map(self._flat, [*arguments, *keywords.values()]))
+        self.stack.append(("", id(node)))
+        inner = scope | dict(zip([a.arg for a in node.args.args], arguments, strict=False))
+        inner |= {k: v for k, v in keywords.items() if k != "**"}
+        returned: list[Value] = []
+        self._body(node.body, inner, returned)
+        self.stack.pop()
+        if len({value.items is None for value in returned}) > 1:
             returned = [self._flat(value) for value in returned]
         return self._merged(*returned)
 
@@ -105,7 +146,8 @@ class Reader(Expressions):
             value = self._value(node.value, scope)
             for target in node.targets:
                 if isinstance(target, ast.Tuple) and value.items is None and self._gives_several(node.value, scope):
-                    each = Value(items=(value,) * len(target.elts))  # one value per name: nothing is cut
+                    held = [self._field(value, str(i)) if value.result else value for i in range(len(target.elts))]
+                    each = Value(items=tuple(held))  # one value per name: nothing is cut
                     self._assign(target, each, scope)
                     continue
                 self._assign(target, value, scope)
@@ -114,6 +156,12 @@ class Reader(Expressions):
         elif isinstance(node, ast.AugAssign):
             whole = node.target.value if isinstance(node.target, ast.Subscript) else node.target  # written, not cut
             now, other = self._value(whole, scope), self._value(node.value, scope)
+            if now.items is not None or other.items is not None:  # outputs += (x,)
+                joined = self._merged(self._flat(now), self._flat(other))
+                if now.items is not None and other.items is not None and not self.loops:
+                    joined = Value(items=now.items + other.items)
+                self._assign(node.target, joined, scope)
+                return
             self._assign(node.target, self._combine(now, other, isinstance(node.op, ast.Add | ast.Sub)), scope)
         elif isinstance(node, ast.Return):
             if node.value is not None:
@@ -126,6 +174,7 @@ class Reader(Expressions):
             for name in {*branches[0], *branches[1]}:
                 scope[name] = self._merged(branches[0].get(name, EMPTY), branches[1].get(name, EMPTY))
         elif isinstance(node, ast.For):
+            self.loops += 1
             for _ in range(2):  # twice: what the body makes is what it reads the next time
                 elements = self._elements(self._value(node.iter, scope))
                 for element in elements:
@@ -133,6 +182,7 @@ class Reader(Expressions):
                     self._body(node.body, scope, returned)
                 if len(elements) > 1:
                     break
+            self.loops -= 1
             self._body(node.orelse, scope, returned)
         elif isinstance(node, ast.While):
             for _ in range(2):
@@ -145,6 +195,8 @@ class Reader(Expressions):
             for handler in node.handlers:
                 self._body(handler.body, scope, returned)
             self._body(node.finalbody, scope, returned)
+        elif isinstance(node, ast.FunctionDef):
+            scope[node.name] = Value(function=node)
         elif isinstance(node, ast.Expr):
             self._value(node.value, scope)
             self._mutate(node.value, scope)
@@ -160,7 +212,11 @@ class Reader(Expressions):
         if held.module is not None or not isinstance(holder, ast.Name | ast.Attribute):
             return
         given = [self._flat(v) for v in self.arguments.get(id(node), ())]
-        changed = self._merged(held, *(v for v in given if v.taint))
+        given = [v for v in given if v.taint]
+        if held.result or held.named:
+            self._assign(holder, self._holding(held, *given), scope)
+            return
+        changed = self._merged(held, *given)
         if node.func.attr.endswith("_"):
             changed = self._fresh(changed)
         self._assign(holder, changed, scope)
@@ -196,6 +252,8 @@ class Reader(Expressions):
             for i, each in enumerate(target.elts):
                 if value.items is not None and len(value.items) == count:
                     part = value.items[i]
+                elif value.result is not None and not isinstance(each, ast.Starred):
+                    part = self._field(value, str(i))
                 else:
                     part = self._part(value, str(i))
                 self._assign(each, part, scope)
@@ -205,8 +263,17 @@ class Reader(Expressions):
             held = self._value(target.value, scope)
             if held.module == "":
                 self.attributes[target.attr] = value
+            elif held.module is None and (held.result or held.named):
+                scope[target.value.id] = self._with_field(held, target.attr, value)
             elif held.module is None:  # outputs.pooler_output = self.projection(x)
                 scope[target.value.id] = self._merged(held, self._flat(value))
         elif isinstance(target, ast.Subscript) and isinstance(target.value, ast.Name):
             held = scope.get(target.value.id, EMPTY)
+            named = isinstance(target.slice, ast.Constant) and isinstance(target.slice.value, str)
+            if named and held.module is None:
+                scope[target.value.id] = self._with_field(held, str(target.slice.value), value)  # type: ignore[attr-defined]
+                return
+            if held.result or held.named:
+                scope[target.value.id] = self._holding(held, value)
+                return
             scope[target.value.id] = self._merged(held, self._fresh(held, self._flat(value)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -97,12 +98,30 @@ def at(module: nn.Module, path: str) -> list[nn.Module]:
     ['ReLU', 'Tanh']
     """
     found = [module]
-    for name in filter(None, path.split(".")):
+    for name in filter(None, base(path).split(".")):
         if "*" in name:
             found = [child for m in found for key, child in m.named_children() if fnmatchcase(key, name)]
         else:
             found = [child for m in found if (child := m._modules.get(name)) is not None]
     return found
+
+
+def base(label: str) -> str:
+    """The path of a label: `encoder` of `encoder#states`, which is one of the outputs of `encoder`.
+
+    >>> base("encoder#states"), base("encoder")
+    ('encoder', 'encoder')
+    """
+    return label.partition("#")[0]
+
+
+def key_of(label: str) -> str:
+    """Which of several outputs a label means, empty for all of them.
+
+    >>> key_of("encoder#states"), key_of("encoder")
+    ('states', '')
+    """
+    return label.partition("#")[2]
 
 
 def layers_in(module: nn.Module) -> Iterator[nn.Module]:
@@ -125,12 +144,21 @@ class Split:
 class Uses:
     """What a class does with the outputs of its submodules, by path.
 
+    In `feeds`, `added`, `corrects`, `joins`, `drafts`, `leaves`, `outputs` and `shown` a path may carry the key of one
+    of several outputs: `decoder#0`, `trunk#angles` (`base`, `key_of`).
+
     `splits` and `splits_input`: what is cut into parts that do not come together again. `feeds`: (a, b) where b reads
     something computed from a; `passes`: the same with nothing but elementwise functions and reshapes between.
     `added`: a is added to what it was computed from (a residual connection), `corrects`: to the class's input as it
     came. `outside`: what only methods that `forward` does not reach call. `scores`: a's output is turned into
     scores (softmax, top-k). `returns`: a's output leaves, unchanged in kind; `leaves`: something computed from it and
     from no later matrix leaves. `own` says how the class cuts its own weight.
+
+    `outputs`: by the key of a tuple, dict or dataclass that the class returns, from what it was computed without
+    another matrix between (`**`: the outputs of that submodule as they are); `shown`: what it is, element by element.
+    `joins`: (a, argument) where a is added to an input from which it was not computed; `separate`: (submodule,
+    argument) given something from which its other arguments were not computed, so that what joins it is no residual
+    stream. `drafts`: (a, b) where a is added to b. `arguments`: the names of those of `forward`.
     """
 
     called: set[str] = field(default_factory=set)
@@ -145,6 +173,12 @@ class Uses:
     returns: set[str] = field(default_factory=set)
     leaves: set[str] = field(default_factory=set)
     own: Split | None = None
+    outputs: dict[str, frozenset[str]] = field(default_factory=dict)
+    shown: dict[str, str] = field(default_factory=dict)
+    joins: set[tuple[str, str]] = field(default_factory=set)
+    separate: set[tuple[str, str]] = field(default_factory=set)
+    drafts: set[tuple[str, str]] = field(default_factory=set)
+    arguments: tuple[str, ...] = ()
 
 
 _NONE: frozenset[Any] = frozenset()
@@ -157,7 +191,8 @@ class Value:
     `ids` are the values that it is or has as addends, `ancestors` all values it was computed from; `direct` the
     submodules whose output it still is, element by element; `near` those from whose output it was computed without
     another matrix between; `taint` all of them. `viewed`: reshaped, `turned`: its axes are in another order. `parts`
-    are (split, index) pairs; `split` is a sequence of parts.
+    are (split, index) pairs; `split` is a sequence of parts. `result`: all that a call of this submodule returned;
+    `named`: what is known by key of a dict or dataclass; `function`: one that is defined inside a method.
     """
 
     ids: frozenset[int] = _NONE
@@ -173,6 +208,9 @@ class Value:
     weight: bool = False
     items: tuple[Value, ...] | None = None
     method: str | None = None
+    result: str | None = None
+    named: tuple[tuple[str, Value], ...] = ()
+    function: ast.FunctionDef | None = None
 
 
 EMPTY = Value()

@@ -29,12 +29,17 @@ Look = tuple[Tensor, float | None, float | None]
 _SPECTRAL = ("effective_rank", "stable_rank", "srank", "condition_number", "spectrum")
 # Elements of matrices whose Gram matrices are held at a time.
 _CHUNK = 1 << 21
+# DfI is estimated where all Gram matrices would take more multiplications than this, of matrices with so many rows;
+# by so many vectors, with at most so many numbers in a float32 copy (64 MB).
+_EXACT, _LARGE = 4e11, 1024
+_SPAN, _PROBES, _COPY = 16, 32, 1 << 24
 
 
-def look(block: Block, weight: Tensor, scale: float | None) -> Look:
+def look(block: Block, weight: Tensor, scale: float | None, estimate: bool = False) -> Look:
     """(norm of each matrix, DfI of the block at `scale`, DfI at each matrix's own scale ‖W‖_F/√k).
 
-    From one Gram matrix each, in bounded memory. Without a scale the first DfI is taken at the own one too.
+    From one Gram matrix each, in bounded memory. Without a scale the first DfI is taken at the own one too. `estimate`
+    takes both DfI from products with random vectors instead.
 
     >>> from rekindle.blocks.layouts import matrices
     >>> block = matrices("out in")((2, 3))[0]
@@ -42,6 +47,12 @@ def look(block: Block, weight: Tensor, scale: float | None) -> Look:
     (tensor([2.8284]), 18.0, 0.0)
     """
     squares, total, free = [], 0.0, 0.0
+    if estimate:
+        for matrix in block.read(weight.detach()):
+            square, at_scale, at_own = _estimated(matrix if block.out <= block.in_ else matrix.mT, scale)
+            squares.append(square)
+            total, free = total + at_scale, free + at_own
+        return torch.stack(squares).sqrt(), total, free
     for several in torch.split(block.read(weight.detach()), max(1, _CHUNK // (block.out * block.in_))):
         products = gram(several)
         square = products.diagonal(dim1=1, dim2=2).sum(1)
@@ -53,6 +64,54 @@ def look(block: Block, weight: Tensor, scale: float | None) -> Look:
         free += _deviation(apart, diagonal, torch.ones_like(own))
         total += _deviation(apart, diagonal, torch.ones_like(own) if scale is None else own / scale**2)
     return torch.cat(squares).sqrt(), total, free
+
+
+def too_many(weights: Iterable[Found]) -> set[str]:
+    """The weights whose DfI is estimated: the large ones of a model whose Gram matrices would take longer than _EXACT.
+
+    Of TinyLlama (1.1 B) they are 2 × 10¹² operations, half of each matrix: 10 s for two cores at the peak of float32.
+    """
+    chosen = [(f.name, block) for f in weights if f.refusal is None for block in f.blocks]
+    work = sum(b.count * b.smaller**2 * max(b.out, b.in_) for _, b in chosen)
+    return {name for name, block in chosen if block.smaller >= _LARGE} if work > _EXACT else set()
+
+
+def _estimated(w: Tensor, scale: float | None) -> tuple[Tensor, float, float]:
+    """(‖W‖²_F, DfI at the scale, DfI at the own one) of a wide matrix, the two DfI as estimates.
+
+    DfI is the trace of D², D = WWᵀ/s² − I. Hutch++ (Meyer et al., SOSA 2021): exactly on the span of WWᵀS, where the
+    largest singular values are, and by random signs on the rest: 4·km operations for each of 64 vectors instead of
+    k²m in all.
+    """
+    k, dtype = len(w), torch.promote_types(w.dtype, torch.float32)
+    generator = torch.Generator(w.device).manual_seed(0)
+    signs = torch.randint(0, 2, (k, _SPAN + _PROBES), generator=generator, device=w.device).to(dtype) * 2 - 1
+    lots = torch.split(w, max(1, _COPY // k), dim=1)
+    if len(lots) == 1:
+        lots = (w.to(dtype),)  # once for both passes
+
+    def products(x: Tensor) -> tuple[Tensor, Tensor]:
+        made, square = torch.zeros_like(x), torch.zeros((), dtype=torch.float64, device=w.device)
+        for columns in lots:
+            columns = columns.to(dtype)
+            made.addmm_(columns, columns.mT @ x)
+            square += torch.linalg.vector_norm(columns, dim=1).double().square().sum()
+        return made, square
+
+    first, square = products(signs[:, :_SPAN].contiguous())
+    if not torch.isfinite(square):
+        return square, float("nan"), float("nan")
+    span = torch.linalg.qr(first)[0]
+    rest = signs[:, _SPAN:] - span @ (span.mT @ signs[:, _SPAN:])
+    both = torch.cat([span, rest], 1)
+    seen, _ = products(both)
+    own = float(square) / k or 1.0
+
+    def deviation(squared_scale: float) -> float:
+        apart = (seen / squared_scale - both).double().square().sum(0)
+        return float(apart[:_SPAN].sum() + apart[_SPAN:].mean())
+
+    return square, deviation(own if scale is None else scale**2), deviation(own)
 
 
 def _apart(products: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:

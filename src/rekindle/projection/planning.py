@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ from rekindle.engine.isometry import polar
 from rekindle.extras import install
 from rekindle.isolation import full_precision, to_host
 from rekindle.measures.spectra import real
-from rekindle.projection.measuring import Look, Reader, look, looks
+from rekindle.projection.measuring import Look, Reader, look, looks, too_many
 from rekindle.projection.targets import Scale, Targets, choose, describe, preset_layouts, terms
 from rekindle.sharding.spread import Spread
 from rekindle.sharding.team import SOLO, opened
@@ -48,7 +48,8 @@ class Entry:
     The tuples `scales` (None where the rule looks at the matrix), `dfi`, `dfi_free` (at the matrix's own scale
     ‖W‖_F/√k) and `small` (matrices below `min_norm`, which stay) run beside `blocks`; `references` holds the norms
     that the "reference" scale asks for. `left` names the parts of a fused weight that are not touched, `norm` the
-    normalisation right behind the weight, which takes its scale out of the function.
+    normalisation right behind the weight, which takes its scale out of the function. `estimated` says that both DfI
+    are estimates.
     """
 
     name: str
@@ -69,6 +70,7 @@ class Entry:
     module_type: str = ""
     parametrized: bool = False
     norm: str = ""
+    estimated: bool = False
 
     @property
     def scale(self) -> float | None:
@@ -105,7 +107,7 @@ class Entry:
             action += f"; {sum(self.small)} zero matrices stay"
         if self.parametrized:
             action += " through its parametrisation"
-        dfi = "-" if self.dfi_now is None else f"{self.dfi_now:.3g}"
+        dfi = "-" if self.dfi_now is None else f"{'≈' if self.estimated else ''}{self.dfi_now:.3g}"
         return [self.name, role, shape, matrices, scales, dfi, action]
 
     def to_dict(self) -> dict[str, Any]:
@@ -286,7 +288,7 @@ def plan(
     config: Any = None,
     reference: nn.Module | Mapping[str, Tensor] | None = None,
     layouts: Mapping[str, Recipe] | None = None,
-    measure: bool = True,
+    measure: bool | Literal["exact"] = True,
     sharded: bool = True,
     trial: bool = True,
     allow_empty: bool = False,
@@ -298,7 +300,8 @@ def plan(
     by default), `exclude` removes. `conv="flat"` makes one matrix (out, in·taps) of a convolution, at the
     scale √(out/(in·taps)). Matrices whose norm is below `min_norm` stay (0 asks for them). `config` goes with a
     state dict: a transformers config or a model on the meta device. `reference` holds the initial weights for
-    `scale="reference"`. `measure=False` leaves out the DfI and the normalisations behind weights. `layouts` states the
+    `scale="reference"`. `measure=False` leaves out the DfI and the normalisations behind weights; of models of a billion
+    numbers the DfI is an estimate (≈), unless `measure="exact"`. `layouts` states the
     layout of single weights by name. `trial=False` does not try whether parametrised weights can hold their isometry.
     A plan that projects nothing is an error, unless `allow_empty`. On a model with DTensor parameters
     every process must make the call; `sharded=False` skips those parameters.
@@ -334,13 +337,17 @@ def plan(
         chosen = choose(found, targets, include=include, exclude=exclude, allow_empty=allow_empty)
     read = _reader(model)
     seen: dict[tuple[str, int], Look] = {}
+    rough: set[str] = set()
     if measure or min_norm > 0:
         elsewhere = spreads.keys() if isinstance(model, nn.Module) else {k for k, t in model.items() if is_sharded(t)}
-        seen = _local_looks([f for f in chosen if f.key not in elsewhere], read, rule, measure, min_norm)
+        local = [f for f in chosen if f.key not in elsewhere]
+        rough = too_many(local) if measure is True else set()
+        seen = _local_looks(local, read, rule, bool(measure), min_norm, rough)
         if spreads:
-            seen |= looks(team, spreads, chosen, read, rule, measure)
+            seen |= looks(team, spreads, chosen, read, rule, bool(measure))
     initial = None if reference is None else _by_name(reference)
     entries = tuple(_entry(f, rule, initial, min_norm, seen) for f in chosen)
+    entries = tuple(replace(e, estimated=e.name in rough and e.dfi_now is not None) for e in entries)
     drafted = Plan(entries, rule, describe(targets, include, exclude), min_norm, conv)
     if isinstance(model, nn.Module) and trial:
         entries = tuple(_tried(drafted, e, f, model) for e, f in zip(entries, found, strict=True))
@@ -368,7 +375,7 @@ def _surely_larger(block: Block, weight: Tensor, least: float) -> bool:
 
 
 def _local_looks(
-    weights: Iterable[Found], read: Reader, rule: Scale, measure: bool, min_norm: float
+    weights: Iterable[Found], read: Reader, rule: Scale, measure: bool, min_norm: float, rough: set[str]
 ) -> dict[tuple[str, int], Look]:
     """What `look` says of every chosen block of a weight that is whole, by (name, place of the block).
 
@@ -381,7 +388,7 @@ def _local_looks(
             continue
         for place, block in enumerate(f.blocks):
             if measure:
-                found[f.name, place] = look(block, weight, rule.known(block))
+                found[f.name, place] = look(block, weight, rule.known(block), f.name in rough)
             elif not _surely_larger(block, weight, min_norm):
                 norms = block.layout.norms(weight, torch.promote_types(weight.dtype, torch.float32))
                 found[f.name, place] = (norms, None, None)
