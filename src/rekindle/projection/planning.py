@@ -300,9 +300,9 @@ def plan(
     by default), `exclude` removes. `conv="flat"` makes one matrix (out, in·taps) of a convolution, at the
     scale √(out/(in·taps)). Matrices whose norm is below `min_norm` stay (0 asks for them). `config` goes with a
     state dict: a transformers config or a model on the meta device. `reference` holds the initial weights for
-    `scale="reference"`. `measure=False` leaves out the DfI and the normalisations behind weights; of models of a billion
-    numbers the DfI is an estimate (≈), unless `measure="exact"`. `layouts` states the
-    layout of single weights by name. `trial=False` does not try whether parametrised weights can hold their isometry.
+    `scale="reference"`. `measure=False` leaves out the DfI and the normalisations behind weights; the DfI of a model
+    of a billion numbers is an estimate (≈), unless `measure="exact"`. `layouts` states the layout of single weights.
+    `trial=False` does not try whether parametrised weights can hold their isometry.
     A plan that projects nothing is an error, unless `allow_empty`. On a model with DTensor parameters
     every process must make the call; `sharded=False` skips those parameters.
 
