@@ -90,21 +90,22 @@ def _estimated(w: Tensor, scale: float | None) -> tuple[Tensor, float, float]:
     if len(lots) == 1:
         lots = (w.to(dtype),)  # once for both passes
 
-    def products(x: Tensor) -> tuple[Tensor, Tensor]:
-        made, square = torch.zeros_like(x), torch.zeros((), dtype=torch.float64, device=w.device)
+    def products(x: Tensor) -> Tensor:
+        made = torch.zeros_like(x)
         for columns in lots:
             columns = columns.to(dtype)
             made.addmm_(columns, columns.mT @ x)
-            square += torch.linalg.vector_norm(columns, dim=1).double().square().sum()
-        return made, square
+        return made
 
-    first, square = products(signs[:, :_SPAN].contiguous())
+    square = torch.zeros((), dtype=torch.float64, device=w.device)
+    for columns in lots:  # in rows or columns as they lie in memory
+        square += torch.linalg.vector_norm(columns, dim=int(w.stride(1) == 1), dtype=dtype).double().square().sum()
     if not torch.isfinite(square):
         return square, float("nan"), float("nan")
-    span = torch.linalg.qr(first)[0]
+    span = torch.linalg.qr(products(signs[:, :_SPAN].contiguous()))[0]
     rest = signs[:, _SPAN:] - span @ (span.mT @ signs[:, _SPAN:])
     both = torch.cat([span, rest], 1)
-    seen, _ = products(both)
+    seen = products(both)
     own = float(square) / k or 1.0
 
     def deviation(squared_scale: float) -> float:
