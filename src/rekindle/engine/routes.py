@@ -8,7 +8,8 @@ an X that has W's singular vectors and singular values close to 1, except in dir
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -380,20 +381,27 @@ def _repair(
     index = index[~many]
     if not len(index):
         return
+    # A single matrix is worked on where it lies; several are gathered.
+    at: Any = slice(int(index), int(index) + 1) if len(index) == 1 else index
     repaired = rebuild(
-        solved.x[index],
-        w[index],
-        sigma=sigma2[index].sqrt(),
-        expected=int(expected[index].max()),
+        solved.x[at],
+        w[at],
+        sigma=sigma2[at].sqrt(),
+        expected=int(expected[at].max()),
         most=most,
         threshold=2e-3,
-        seeds=seeds[index.cpu()],
+        seeds=seeds[at if isinstance(at, slice) else at.cpu()],
         complete=complete,
     )
     keep = repaired.failed
-    solved.hard[index] = keep
-    solved.x[index] = torch.where(keep[:, None, None], solved.x[index], repaired.x)
-    solved.null[index] = torch.where(keep, solved.null[index], repaired.null)
+    solved.hard[at] = keep
+    if len(index) > 1 or bool(keep.any()):
+        repaired = replace(
+            repaired,
+            x=torch.where(keep[:, None, None], solved.x[at], repaired.x),
+            null=torch.where(keep, solved.null[at], repaired.null),
+        )
+    solved.x[at], solved.null[at] = repaired.x, repaired.null
 
 
 def polish(solved: Solved, tol: float | Tensor, *, complete: bool = True) -> None:
