@@ -8,6 +8,7 @@ their own with `rekindle.blocks.register`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -19,26 +20,20 @@ Rule = Callable[[Any], Mapping[str, Recipe]]
 _QKV = ("query", "key", "value")
 
 
-def _thirds(layer: str, heads: str, out: str = "") -> Rule:
-    """q | k | v, each (head dim): the `reshape(…, 3, heads, dim)` of most vision transformers."""
+def _fused(pattern: str, layer: str, heads: str, out: str = "") -> Rule:
+    """q, k and v of all heads in one weight, ordered by the pattern; `heads` names the attribute that counts them."""
 
     def rule(m: Any) -> dict[str, Recipe]:
         count = int(getattr(m, heads))
-        fused = matrices("(part head dim) in", part=_QKV, head=count, heads="head")
-        return {f"{layer}.weight": fused} | _output(out, count)
+        return {f"{layer}.weight": matrices(pattern, part=_QKV, head=count, heads="head")} | _output(out, count)
 
     return rule
 
 
-def _per_head(layer: str, heads: str, out: str = "") -> Rule:
-    """q, k, v of head 0, then of head 1, …: the `view(…, heads, 3, dim)` of the Megatron lineage."""
-
-    def rule(m: Any) -> dict[str, Recipe]:
-        count = int(getattr(m, heads))
-        fused = matrices("(head part dim) in", part=_QKV, head=count, heads="head")
-        return {f"{layer}.weight": fused} | _output(out, count)
-
-    return rule
+_thirds = partial(_fused, "(part head dim) in")  # q | k | v: `reshape(…, 3, heads, dim)` of most vision transformers
+_per_head = partial(
+    _fused, "(head part dim) in"
+)  # q, k, v of each head: `view(…, heads, 3, dim)` of the Megatron lineage
 
 
 def _sections(weight: str, queries: int, keys: int, m: Any, out: str) -> dict[str, Recipe]:
