@@ -31,7 +31,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import rekindle
-from rekindle.sharding.team import Team, settle
+from rekindle.sharding.team import Team
 
 
 def case_health_measures_whole_matrices_of_shards() -> None:
@@ -113,6 +113,27 @@ def case_methods_refuse_by_name_with_a_way_out_that_works() -> None:
     compare(model, alone, 1e-3)
 
 
+def case_what_copies_a_model_refuses_by_name() -> None:
+    model = sharded(gpt(), world_mesh())
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def loss(m: nn.Module, batch: Tensor) -> Tensor:
+        return m(batch).square().mean()
+
+    calls: list[tuple[Callable[[], Any], str]] = [
+        (lambda: rekindle.probe(model, [TOKENS], loss=loss), r"^probe\(\) works on whole .*plain copy"),
+        (lambda: rekindle.advise(model, [TOKENS], loss=loss), r"^advise\(\) works on whole .*plain copy"),
+        (
+            lambda: rekindle.health(model, [TOKENS], loss=loss, curvature=True),
+            r"^health\(curvature=True\) .*plain copy",
+        ),
+        (lambda: rekindle.Keeper([TOKENS], loss=loss).bind(model, optimizer), "Keeper.*Monitor"),
+    ]
+    for call, message in calls:
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
 def case_fire_as_a_method_and_the_optimizer_reset_work_on_shards() -> None:
     from rekindle import methods
 
@@ -134,58 +155,6 @@ def case_batches_and_guard_leave_nothing_unsharded() -> None:
         if hasattr(module, "reshard"):
             module.reshard()
     compare(model, alone)
-
-
-def case_an_error_in_a_forward_pass_of_one_rank_is_raised_by_all() -> None:
-    last = dist.get_world_size() - 1
-    here = dist.get_rank() == last
-    wrong = torch.full_like(TOKENS, 10**6)  # no such token: an error in the middle of FSDP2's messages
-    bad = [TOKENS, wrong] if here else [TOKENS, TOKENS]
-
-    def late(model: nn.Module, batch: Tensor) -> Tensor:
-        loss = model(batch).square().mean()
-        if here:
-            raise KeyError("no label")
-        return loss
-
-    def early(model: nn.Module, batch: Tensor) -> Tensor:
-        if here:
-            raise TypeError("no batch")
-        return plain(model, batch)
-
-    def deep(module: nn.Module, given: Any, output: Any) -> None:
-        if here:
-            raise RuntimeError("out of memory")
-
-    def guard(batches: Any, loss: Any) -> rekindle.Guard:
-        return rekindle.Guard(batches, loss, max_rise=100.0)
-
-    def plain(model: nn.Module, batch: Tensor) -> Tensor:
-        return model(batch).square().mean()
-
-    attempts: list[tuple[Callable[[nn.Module], Any], type[Exception], str]] = [
-        (lambda m: rekindle.fire(m, guard=guard(bad, plain), **OPTIONS), IndexError, "index out of range"),
-        (lambda m: rekindle.fire(m, guard=guard([TOKENS], late), **OPTIONS), KeyError, "no label"),
-        (lambda m: rekindle.fire(m, guard=guard([TOKENS], early), **OPTIONS), TypeError, "no batch"),
-        (lambda m: rekindle.fire(m, guard=guard([TOKENS] * (1 + (not here)), plain), **OPTIONS), ValueError, "fewer"),
-        (lambda m: rekindle.fire(m, batches=bad, **OPTIONS), IndexError, "index out of range"),
-        (lambda m: rekindle.health(m, bad), IndexError, "index out of range"),
-    ]
-    for attempt, kind, said in attempts:
-        model = sharded(gpt(), world_mesh())
-        kept = [whole(parameter.detach()).clone() for parameter in model.parameters()]
-        with pytest.raises(kind, match=said if said == "fewer" else f"rank {last}: .*{said}"):
-            attempt(model)
-        settle(model)
-        assert all(torch.equal(a, whole(b.detach())) for a, b in zip(kept, model.parameters(), strict=True))
-        rekindle.fire(model, batches=[TOKENS], **OPTIONS)  # all ranks can go on
-    model = sharded(gpt(), world_mesh())
-    handle = model.layers[0].down.register_forward_hook(deep)
-    with pytest.raises(RuntimeError, match=f"rank {last}: out of memory"):
-        rekindle.fire(model, guard=guard([TOKENS], plain), **OPTIONS)
-    handle.remove()
-    settle(model)
-    compare(model, gpt())
 
 
 def case_batch_norm_statistics_are_those_of_all_ranks() -> None:

@@ -23,6 +23,8 @@ ON_TWO = [
     "case_optimizer_state_is_reset",
     "case_zero_matrices_and_dead_experts_end_as_on_one_process",
     "case_nan_on_one_rank_only_raises_everywhere_and_changes_nothing",
+    "case_errors_of_one_rank_under_tensor_parallel_alone",
+    "case_batches_that_differ_within_a_tensor_parallel_group_are_named",
 ]
 
 

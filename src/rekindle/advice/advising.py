@@ -26,6 +26,7 @@ from rekindle.blocks.names import unwrapped
 from rekindle.isolation import Batch, Loss, check_asked, check_loss, random_states_kept
 from rekindle.projection.method import Method
 from rekindle.projection.receipt import Receipt
+from rekindle.sharding.team import refuse_shards
 from rekindle.tables import table, terminal_width
 
 _FIRST_STEPS = 4  # trained before the time of a step is known
@@ -160,6 +161,7 @@ def advise(
     """
     began = perf_counter()
     check_asked("advise", model, new_batches)
+    refuse_shards(model, "advise()", batches=True)
     check_loss(loss)
     seconds = seconds_of(budget)
     chosen = list(range(seeds)) if isinstance(seeds, int) else list(seeds)

@@ -219,7 +219,10 @@ class Asking(Trigger):
         if self._model is model:
             return
         if any(is_sharded(parameter) for parameter in model.parameters()):
-            raise ValueError("a Keeper tries remedies on copies of the model, and one in shards cannot be copied")
+            raise ValueError(
+                "a Keeper tries remedies on copies of the model, and one in shards cannot be copied: watch it with "
+                "rekindle.Monitor and call rekindle.fire, which work on shards"
+            )
         self.close()
         self._model, self._optimizer, self._last_look = model, optimizer, self._clock()
         if self.watching is not None:

@@ -34,6 +34,7 @@ from rekindle.advice.tasks import Prepared, Task, prepare
 from rekindle.blocks.names import cleaner, unwrapped
 from rekindle.isolation import Batch, Loss, check_asked, forked_rng, isolated
 from rekindle.optimizers import unwrap
+from rekindle.sharding.team import refuse_shards
 
 GAIN = 0.2
 _CHUNK = 25
@@ -143,6 +144,7 @@ def probe(
     """
     began = perf_counter()
     check_asked("probe", model, batches)
+    refuse_shards(model, "probe()", batches=True)
     chosen = list(range(seeds)) if isinstance(seeds, int) else list(seeds)
     if not chosen:
         raise ValueError("probe needs at least one seed")

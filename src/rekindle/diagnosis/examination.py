@@ -33,7 +33,8 @@ from rekindle.measures.matrices import Measures, Mode, measure
 from rekindle.measures.spectra import NoSpectrum, side_by_side, workers_for
 from rekindle.projection.targets import Scale
 from rekindle.sharding.assembly import Assembly, Item
-from rekindle.sharding.team import distributed, passes, refuse_hidden, settle
+from rekindle.sharding.passes import passes
+from rekindle.sharding.team import distributed, refuse_hidden, refuse_shards, settle
 from rekindle.sharding.units import Part
 
 # Rows of an embedding are looked up, a depthwise kernel has 1-wide matrices: their spectra say nothing.
@@ -73,16 +74,20 @@ def health(
         raise TypeError(f"health needs an nn.Module, got {type(model).__name__}")
     refuse_hidden(model, "rekindle.health(model.module)", writes=False)
     settle(model)
-    check_loss(loss)
-    if loss is not None and batches is None:
-        raise ValueError("loss is given but batches is not: gradients need data")
-    if curvature and loss is None:
-        raise ValueError("curvature=True needs a loss(model, batch)")
-    if reference is not None and not isinstance(reference, Health | nn.Module):
-        raise TypeError(f"reference is an earlier Health or a model, got {type(reference).__name__}")
     limits = thresholds or Thresholds()
-    if batches is not None and (curvature or isinstance(reference, nn.Module)) and iter(batches) is batches:
-        batches = list(batches)
+    team, _ = distributed(model, copies=False)
+    with team.together():
+        check_loss(loss)
+        if loss is not None and batches is None:
+            raise ValueError("loss is given but batches is not: gradients need data")
+        if curvature:
+            if loss is None:
+                raise ValueError("curvature=True needs a loss(model, batch)")
+            refuse_shards(model, "health(curvature=True)", batches=True)
+        if reference is not None and not isinstance(reference, Health | nn.Module):
+            raise TypeError(f"reference is an earlier Health or a model, got {type(reference).__name__}")
+        if batches is not None and (curvature or isinstance(reference, nn.Module)) and iter(batches) is batches:
+            batches = list(batches)
     if isinstance(reference, nn.Module):
         reference = health(
             reference, batches, loss=loss, mode=mode, curvature=curvature, max_batches=max_batches, thresholds=limits
@@ -92,7 +97,7 @@ def health(
     reading.read_weights(model)
     reading.add_norms(model, optimizer)
     if batches is not None:
-        with passes(model, distributed(model, copies=False)[0]):
+        with passes(model, team):
             seen = activity(model, batches, loss=loss, mode=mode, max_batches=max_batches)
         reading.add_activity(seen)
         if curvature and loss is not None:

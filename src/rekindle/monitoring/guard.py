@@ -18,7 +18,8 @@ from rekindle.isolation import Batch, Loss, call, isolated
 from rekindle.optimizers import unwrap
 from rekindle.projection.method import Method
 from rekindle.projection.receipt import Receipt
-from rekindle.sharding.team import distributed, passes, settle
+from rekindle.sharding.passes import passes
+from rekindle.sharding.team import distributed, settle
 
 
 class Guard:

@@ -36,7 +36,8 @@ from rekindle.measures.matrices import Mode
 from rekindle.monitoring.sinks import Sink, send
 from rekindle.optimizers.steps import Steps
 from rekindle.sharding.norms import norms
-from rekindle.sharding.team import refuse_hidden, settle
+from rekindle.sharding.passes import passes
+from rekindle.sharding.team import distributed, refuse_hidden, settle
 
 
 @dataclass(frozen=True)
@@ -176,10 +177,11 @@ class Monitor:
 
     def _activity(self) -> Activity:
         batches = self.batches if self.batches is not None else [self._input] if self._input is not None else None
-        if batches is None:
-            reason = "no forward pass of this model was seen; give batches, or watch the module that is called"
-            return Activity((), unmeasured=(Unmeasured("", "activity", reason),))
-        return activity(self.model, batches, loss=self.loss, mode=self.mode, attention=self.mode == "full")
+        with passes(self.model, distributed(self.model, copies=False)[0]):
+            if batches is None:
+                reason = "no forward pass of this model was seen; give batches, or watch the module that is called"
+                return Activity((), unmeasured=(Unmeasured("", "activity", reason),))
+            return activity(self.model, batches, loss=self.loss, mode=self.mode, attention=self.mode == "full")
 
     def _add_step(self, reading: HealthBuilder) -> None:
         """What the step itself shows: gradients as they were used, and how far the weights went."""

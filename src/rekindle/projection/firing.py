@@ -30,7 +30,8 @@ from rekindle.projection.recalibration import recalibrated, training_layers
 from rekindle.projection.receipt import Measuring, Meter, Receipt, Written, records
 from rekindle.projection.sharded import Numbers, ShardedFire
 from rekindle.projection.stores import LiveStore, Store
-from rekindle.sharding.team import SOLO, opened, partitioned, passes, settle
+from rekindle.sharding.passes import passes
+from rekindle.sharding.team import SOLO, opened, partitioned, settle
 from rekindle.sharding.whole import gathered
 
 __all__ = ["LiveStore", "Store", "check", "check_finite", "execute", "fire"]

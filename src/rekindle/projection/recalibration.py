@@ -19,7 +19,8 @@ from rekindle.blocks.names import unwrapped
 from rekindle.isolation import call, callers_device, isolated
 from rekindle.projection.method import MethodError
 from rekindle.projection.receipt import Receipt
-from rekindle.sharding.team import Team, passes
+from rekindle.sharding.passes import passes
+from rekindle.sharding.team import Team
 
 
 def recalibrate(model: nn.Module, batches: Iterable[Any]) -> tuple[str, ...]:

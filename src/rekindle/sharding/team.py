@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -24,7 +24,10 @@ from rekindle.blocks.names import is_sharded, sharded_parameters
 from rekindle.sharding.spread import LayoutNotSupported, Spread
 
 # Errors that cross the processes keep their type where it is one of these, so that callers may catch them as usual.
-_KINDS = (ValueError, TypeError, KeyError, RuntimeError, NotImplementedError, IndexError, MemoryError)
+_KINDS = (
+    *(ValueError, TypeError, KeyError, RuntimeError, NotImplementedError, IndexError, MemoryError),
+    LayoutNotSupported,
+)
 _KEPT: Mapping[str, type[Exception]] = {kind.__name__: kind for kind in _KINDS}
 
 
@@ -136,42 +139,6 @@ class Team:
             error = caught
         self.agree(error)
 
-    @contextmanager
-    def passes(self, modules: Iterable[nn.Module]) -> Iterator[None]:
-        """`together` for forward passes in which each of these modules talks to the others before it is called.
-
-        All processes agree right before, every time. So they meet a process that has failed there and not in the
-        module's own message, for which it would never come; and one that has fewer batches than the others.
-
-        >>> with Team.solo().passes([]):
-        ...     pass
-        """
-        raised: list[Exception] = []  # by an agreement: all know of it
-
-        def meet(error: Exception | None = None, ended: bool = False) -> None:
-            counts = self.sum(torch.tensor([int(error is not None), int(ended)]))
-            try:
-                if int(counts[0]):
-                    self._raise(error)
-                if 0 < int(counts[1]) < self.size:
-                    raise ValueError(f"{int(counts[1])} of {self.size} ranks have fewer batches than the others")
-            except Exception as known:
-                raised.append(known)
-                raise
-
-        hooks = [each.register_forward_pre_hook(lambda *_: meet(), prepend=True) for each in modules]
-        error: Exception | None = None
-        try:
-            yield
-        except Exception as caught:
-            error = caught
-        finally:
-            for hook in hooks:
-                hook.remove()
-        if raised:
-            raise raised[0] from error
-        meet(error, ended=True)
-
     def same(self, what: str, items: Sequence[Any]) -> None:
         """Raise on every process unless all hold the same items; the error names the first that differs."""
         if self.size == 1:
@@ -237,7 +204,7 @@ def settle(model: nn.Module) -> int:
     """
     found = 0
     for module in model.modules():
-        if _is(module, "FSDPModule"):
+        if is_a(module, "FSDPModule"):
             module.reshard()  # type: ignore[operator]
             found += 1
     return found
@@ -254,7 +221,7 @@ def refuse_hidden(
     """
     for name, module in model.named_modules():
         # Inside summon_full_params the root gives its parameters other names than they have: take the module in it.
-        if _is(module, "FullyShardedDataParallel") and not (name and _summoned(module)):
+        if is_a(module, "FullyShardedDataParallel") and not (name and _summoned(module)):
             raise LayoutNotSupported(
                 f"{name or 'the model'} is wrapped by FSDP1, which flattens its parameters. Use fully_shard (FSDP2), "
                 f"or `with FullyShardedDataParallel.summon_full_params(model, writeback={writes}): {call}` "
@@ -296,7 +263,7 @@ def spreads(model: nn.Module) -> dict[str, Spread]:
     found = _sharded(model)
     named = dict(model.named_parameters(remove_duplicate=False))
     for path, module in model.named_modules():
-        if _is(module, "DistributedDataParallel") or _is(module, "DeepSpeedEngine"):
+        if is_a(module, "DistributedDataParallel") or is_a(module, "DeepSpeedEngine"):
             # An engine holds copies, or whole weights for a moment (`gathered`): partitions were refused before.
             ranks = _ranks(getattr(module, "process_group", None) or getattr(module, "data_parallel_group", None))
             prefix = f"{path}." if path else ""
@@ -356,22 +323,6 @@ def distributed(model: nn.Module, *, copies: bool = True) -> tuple[Team, dict[st
     return Team.of((rank for spread in found.values() for rank in spread.ranks), device_of(first)), found
 
 
-def passes(model: nn.Module, team: Team) -> AbstractContextManager[None]:
-    """Where a model runs on batches: what is raised inside by any process of its team is raised by all.
-
-    Copies are alone in their forward passes. FSDP2 assembles weights before each of its modules. Tensor parallel alone
-    talks in the middle of modules, where nobody can agree: there an error is that of its own process.
-
-    >>> layer = nn.Linear(2, 2)
-    >>> with passes(layer, SOLO):
-    ...     _ = layer(layer.weight)
-    """
-    if not sharded_parameters(model):
-        return team.together()
-    exchanging = [module for module in model.modules() if _is(module, "FSDPModule")]
-    return team.passes(exchanging) if exchanging else SOLO.together()
-
-
 def _sharded(model: nn.Module) -> dict[str, Spread]:
     return {name: Spread.of(parameter, name) for name, parameter in sharded_parameters(model).items()}
 
@@ -396,7 +347,12 @@ def device_of(tensor: Tensor) -> str:
     return str(mesh.device_type) if mesh is not None else tensor.device.type
 
 
-def _is(module: nn.Module, name: str) -> bool:
+def is_a(module: nn.Module, name: str) -> bool:
+    """Whether a module is of a class of this name.
+
+    >>> is_a(nn.Linear(1, 1), "Module")
+    True
+    """
     # By name: importing the wrappers costs a second that most users never need.
     return any(kind.__name__ == name for kind in type(module).__mro__)
 
