@@ -12,7 +12,7 @@ from torch import Tensor
 
 import rekindle
 from matrices import ZOO, build
-from rekindle.engine import isometry, schedules, solving
+from rekindle.engine import arithmetic, isometry, schedules, solving
 from rekindle.engine import routes as solvers
 from rekindle.engine.completion import Rebuilt
 from rekindle.engine.isometry import polar
@@ -282,9 +282,9 @@ class TestSolvers:
     @pytest.mark.parametrize("shape", [(1, 60, 60), (3, 100, 130), (2, 300, 300)])
     def test_the_products_only_route_of_accelerators(self, name: str, shape: tuple[int, int, int]) -> None:
         w = torch.stack([build(name, *shape[1:], seed=seed) for seed in range(shape[0])])
-        known = solvers.start(w)
+        known = arithmetic.start(w)
         solved = solvers.by_products(w, known)
-        solvers.settle(
+        arithmetic.settle(
             w,
             solved,
             known,
@@ -298,13 +298,13 @@ class TestSolvers:
             assert dfi(q) <= 1e-6 and overlap(q, each) >= 1 - 5e-4
 
     def test_a_missed_tolerance_falls_back_to_svd(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        def spoiled(w: Tensor, *_: object) -> solvers.Solved:
-            return solvers.Solved.new(torch.full_like(w, 0.01), 1)
+        def spoiled(w: Tensor, *_: object) -> arithmetic.Solved:
+            return arithmetic.Solved.new(torch.full_like(w, 0.01), 1)
 
         monkeypatch.setattr(solvers, "by_products", spoiled)
         monkeypatch.setattr(solvers, "by_halley", spoiled)
         failed = torch.ones(1, dtype=torch.bool)
-        monkeypatch.setattr(solvers, "rebuild", lambda x, *_, **__: Rebuilt(x, failed.int(), failed))
+        monkeypatch.setattr(arithmetic, "rebuild", lambda x, *_, **__: Rebuilt(x, failed.int(), failed))
         w = torch.randn(40, 40)
         q, proof = polar(w, certificate=True)
         assert bool(proof.converged) and dfi(q) <= 1e-6 and overlap(q, w) >= 1 - 5e-4

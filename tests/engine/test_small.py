@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rekindle.engine import routes, schedules, solving
+from rekindle.engine import arithmetic, schedules, solving
 from rekindle.engine.isometry import polar
 from rekindle.engine.solving import Source
 
@@ -33,7 +33,7 @@ def test_missing_directions_are_as_exact_as_the_others(n: int, smallest: float, 
 @pytest.mark.parametrize("n", [16, 64, 128])
 def test_the_bound_before_the_last_step_holds_after_it(n: int) -> None:
     w = torch.randn(60, n, n, generator=torch.Generator().manual_seed(n))
-    solved = solving.by_bulk(w, routes.start(w, estimate=False), 1e-6)
+    solved = solving.by_bulk(w, arithmetic.start(w, estimate=False), 1e-6)
     x = solved.x.double()
     dfi = (x @ x.mT - torch.eye(n, dtype=torch.float64)).square().sum((1, 2)) / n
     assert bool((dfi <= 1.01 * solved.residual + 1e-9)[~solved.hard].all())

@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from rekindle.blocks.names import cleaner, is_sharded
 from rekindle.diagnosis.hooks import Activated, Attended, HeadEntropy, Watch, entropy, entropy_share
 from rekindle.diagnosis.units import UnitActivity, UnitSums, rows_of
-from rekindle.isolation import Batch, Loss, call, full_precision, isolated, padding_mask
+from rekindle.engine.arithmetic import full_precision
+from rekindle.isolation import Batch, Loss, call, isolated, padding_mask
 from rekindle.measures.matrices import Mode
 
 __all__ = ["Activity", "Unmeasured", "activity"]

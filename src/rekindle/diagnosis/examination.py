@@ -28,7 +28,8 @@ from rekindle.diagnosis.curvature import Curvature, hessian_eigenvalue
 from rekindle.diagnosis.results import Comparison, Health
 from rekindle.diagnosis.units import UnitActivity
 from rekindle.diagnosis.verdict import Thresholds, Verdict
-from rekindle.isolation import Batch, Loss, check_loss, full_precision
+from rekindle.engine.arithmetic import full_precision
+from rekindle.isolation import Batch, Loss, check_loss
 from rekindle.measures.matrices import Measures, Mode, measure
 from rekindle.measures.spectra import NoSpectrum, side_by_side, workers_for
 from rekindle.projection.targets import Scale

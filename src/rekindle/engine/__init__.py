@@ -1,8 +1,9 @@
 """The polar factor of a batch of matrices, checked numerically.
 
-Knows tensors only; may import `isolation`, for what surrounds its arithmetic.
+Knows tensors only; imports no other package.
 
-`isometry` is the verb `polar`, `solving` solves lists of weights; `routes` has the ways to a polar factor, `schedules`
-their step coefficients, `symmetric` the arithmetic of Gram matrices, `completion` the directions that a matrix lacks,
-`tuning` which route pays on which `cpu`. Start reading at `isometry.polar`.
+`isometry` is the verb `polar`, `solving` solves lists of weights; `arithmetic` is how every solve begins and ends: in
+full precision, with Gram matrices, checked; `routes` has the ways to a polar factor, `schedules` their step
+coefficients, `symmetric` block solves, `completion` the directions that a matrix lacks, `tuning` which route pays on
+which `cpu`. Start reading at `isometry.polar`.
 """

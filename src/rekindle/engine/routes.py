@@ -1,32 +1,19 @@
 """Routes to the polar factor of a batch of matrices (batch, n, m) with n ≤ m, in float32 or float64.
 
-Each route is a short function with one reason to exist; `isometry.py` chooses between them. An iterative route returns
-an X that has W's singular vectors and singular values close to 1, except in directions that were too small for it.
-`settle` finds those and repairs them, and with a Gram matrix certifies the result.
+Each route is a short function with one reason to exist; `solving.py` chooses between them. An iterative route returns
+an X that has W's singular vectors and singular values close to 1, except in directions that were too small for it:
+`arithmetic.settle` finds those and repairs them.
 """
 
 from __future__ import annotations
-
-import math
-from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from rekindle.engine import schedules
-from rekindle.engine.completion import fill, rebuild
-from rekindle.engine.symmetric import (
-    factor,
-    gram,
-    inverse,
-    leaf,
-    mirrored,
-    norm2,
-    solve_lower,
-    solve_upper,
-    symmetric_product,
-)
+from rekindle.engine.arithmetic import HEADROOM, WATCHED_FROM, Solved, Start, gram, lots, measure, mirrored
+from rekindle.engine.completion import fill
+from rekindle.engine.symmetric import factor, inverse, leaf, solve_lower, solve_upper, symmetric_product
 
 # What a first Halley step may assume of σ_min/σ_max. In float32 its constant c is then 1.6e4, so that rounding in the
 # Gram matrix (1e-7) moves the smallest directions by 1e-3 and no more; float64 has room to spare.
@@ -35,75 +22,8 @@ LIFTED = 0.005  # where a float64 Halley step leaves a singular value of 1e-8
 GRAM_FLOOR = 0.05  # the same for the Gram-side route, whose matrices carry the squares
 GRAM_REACHED = 0.46  # σ² that its first step must lift all directions to: then the second one reaches DfI/n = 8e-7
 FAST_FLOORS = (0.03, 0.02, 0.014, 0.01, 0.007)  # the first leaves DfI/n at .09 on Gaussians, half of the recipe's
-HEADROOM = 1.2  # on the estimate of σ_max², which comes from below; Halley steps do not mind if it is too much
 MANY = 0.3  # share of directions near zero from which on float64 is the shorter way
-WATCHED_FROM = 192  # rows from which on a power iteration is cheaper than a Gram matrix
-CLOSE = 1e-6  # DfI/n that every route reaches before any polishing
-SHORT = (1e-5, 0.45)  # of ‖W‖_* that tr(QᵀW) may lack: at least the first, and up to the second × √tol
 ROUNDING = {torch.float32: 1e-11, torch.float64: 1e-25}  # DfI/n that rounding alone may leave
-
-
-@dataclass
-class Start:
-    """What is known of W beforehand: A = WWᵀ (lower half), and for each matrix σ_max² (an estimate) and ‖W‖²_F."""
-
-    a: Tensor
-    sigma2: Tensor
-    norm2: Tensor
-
-
-@dataclass
-class Solved:
-    """The matrices, and for each: steps taken, DfI/n, ‖X‖²_F, directions that W lacks, and two marks on the way.
-
-    `hard` says that float32 was too little; `deficit` is the largest |1 − σ²| seen before the last step.
-    """
-
-    x: Tensor
-    steps: Tensor
-    residual: Tensor
-    size2: Tensor
-    null: Tensor
-    hard: Tensor
-    deficit: Tensor
-
-    @classmethod
-    def new(cls, x: Tensor, steps: int) -> Solved:
-        """A result that nothing is known about yet."""
-        count = torch.full((x.shape[0],), steps, dtype=torch.int32, device=x.device)
-        unknown = torch.full((x.shape[0],), torch.nan, dtype=x.dtype, device=x.device)
-        none, easy = torch.zeros_like(count), torch.zeros_like(count, dtype=torch.bool)
-        return cls(x, count, residual=unknown, size2=unknown, null=none, hard=easy, deficit=unknown)
-
-    def put(self, index: Tensor, other: Solved) -> None:
-        """Replace the matrices at `index` by another route's result for them."""
-        self.x[index] = other.x.to(self.x.dtype)
-        self.steps[index] += other.steps
-        self.residual[index] = other.residual.to(self.residual.dtype)
-        self.size2[index] = other.size2.to(self.size2.dtype)
-        self.null[index] = other.null
-        self.hard[index] = other.hard
-
-
-def start(w: Tensor, *, estimate: bool = True) -> Start:
-    """One Gram matrix, and σ_max² by power iteration in row form, up to 7 times cheaper on a CPU than column form.
-
-    The first vector is random, because a structured one can be orthogonal to what it looks for (opposite rows). Without
-    `estimate` σ_max² is only bounded, by ‖W‖²_F: for tiny matrices the iteration costs as much as eight products.
-    """
-    a = gram(w, mirror=False)
-    weight = a.diagonal(0, 1, 2)
-    total = weight.sum(1)
-    if not estimate:
-        return Start(a, torch.where(total > 0, total, 1.0), total)
-    signs = torch.randn(w.shape[1], generator=torch.Generator().manual_seed(0)).to(w.device, w.dtype)
-    u = (weight.sqrt() * signs)[:, None]
-    for _ in range(4):
-        u = torch.bmm(torch.bmm(u, w), w.mT)
-        length = torch.linalg.vector_norm(u, dim=2, keepdim=True)
-        u = u / length.clamp_min(1e-30)
-    sigma2 = torch.maximum(length[:, 0, 0], total / w.shape[1]) * HEADROOM
-    return Start(a, torch.where(total > 0, sigma2, 1.0), total)
 
 
 def by_recipe(x: Tensor, steps: int) -> Tensor:
@@ -163,10 +83,10 @@ def by_halley(w: Tensor, known: Start, floor: float) -> Solved:
     taken = 1
     while step.reached < 0.96:
         step = schedules.halley(step.reached)
-        x, _ = halley_step(x, gram(x, mirror=False, out=a), step)
+        x, _ = halley_step(x, gram(x, by="half", out=a), step)
         taken += 1
     last = schedules.centred(schedules.cubic(step.reached))
-    a = gram(x, mirror=True, out=a)
+    a = gram(x, by="blocks", out=a)
     deficit = largest_deficit(a) if w.shape[1] >= WATCHED_FROM else None
     a.mul_(last.b)
     a.diagonal(0, 1, 2).add_(last.a)
@@ -259,9 +179,9 @@ def by_eigh(w: Tensor) -> Solved:
     One float64 Gram matrix resolves singular values down to 3e-6 of the largest; `settle` rebuilds what is below.
     """
     x = torch.empty_like(w)
-    for one, out in zip(_lots(w), _lots(x), strict=True):
+    for one, out in zip(lots(w), lots(x), strict=True):
         some = one.double()
-        values, vectors = torch.linalg.eigh(gram(some, mirror=True))
+        values, vectors = torch.linalg.eigh(gram(some, by="blocks"))
         weight = torch.where(values > 1e-11 * values[:, -1:], values.clamp_min(1e-300).rsqrt(), 0.0)
         # In float32 small directions would be lost in rounding.
         out.copy_(((vectors * weight[:, None]) @ vectors.mT) @ some)
@@ -274,7 +194,7 @@ def by_svd(w: Tensor, *, complete: bool, seeds: Tensor) -> Solved:
     small = s <= s[:, :1] * (torch.finfo(torch.float64).eps * w.shape[2])
     x = (u * ~small[:, None]) @ vh
     count = small.sum(1, dtype=torch.int32)
-    for index in _lots(count.nonzero().flatten()) if complete else ():
+    for index in lots(count.nonzero().flatten()) if complete else ():
         lacking = int(count[index].max())
         left = (u[index, :, -lacking:] * small[index, None, -lacking:]).mT
         x[index] = fill(x[index], left, count[index], seeds[index.cpu()])
@@ -287,142 +207,7 @@ def by_svd(w: Tensor, *, complete: bool, seeds: Tensor) -> Solved:
 def lift(w: Tensor, sigma2: Tensor) -> Tensor:
     """One Halley step in float64: takes singular values from 1e-8 of the largest to where float32 can go on."""
     wide = w.double()
-    return halley_step(wide, gram(wide, mirror=False), schedules.halley(FLOOR[torch.float64]), sigma2.double())[0]
-
-
-def measure(solved: Solved, *, complete: bool = True) -> None:
-    """Fill in ‖X‖²_F and the residual DfI/n; without `complete`, over the directions that W has."""
-    g = gram(solved.x, mirror=False)
-    g.diagonal(0, 1, 2).sub_(1)
-    solved.size2 = g.shape[1] + g.diagonal(0, 1, 2).sum(1)
-    solved.residual = norm2(g) / g.shape[1]
-    if not complete:
-        solved.residual = solved.residual - solved.null / g.shape[1]
-
-
-def settle(
-    w: Tensor,
-    solved: Solved,
-    known: Start,
-    *,
-    tol: float,
-    complete: bool,
-    seeds: Tensor,
-    exact: bool,
-    last: bool,
-    resolve_up_to: int = 0,
-) -> None:
-    """Repair what is not yet an isometry, and mark as hard what should rather be solved again in float64.
-
-    A route that watched its largest deficit before the last step knows which matrices lack a direction. With `exact`
-    (and always where that is cheap) a Gram matrix measures every result, and what still falls short is repaired too.
-    With `last` no matrix is marked as hard because too much is missing. Up to `resolve_up_to` rows nothing is repaired
-    matrix by matrix: one batched SVD of all that fall short costs less than the calls.
-    """
-    n, sigma2 = w.shape[1], known.sigma2
-    # A cubic step leaves ¾e² of a deficit e; one direction may take up a third of the tolerance, and no more than is
-    # allowed to be missing from tr(QᵀW) if it is the largest one: σ_max/‖W‖_* ≤ σ_max²/‖W‖²_F.
-    watched = ~solved.deficit.isnan()
-    allowed = (2 * lacking(tol) * known.norm2 / sigma2).clamp_max((0.3 * max(tol, CLOSE) * n) ** 0.5)
-    short = watched & (0.75 * solved.deficit.square() > allowed) & ~solved.hard
-    expected = torch.zeros_like(solved.steps)
-    for attempt in range(2):
-        for some in _lots(short.nonzero().flatten()) if n > resolve_up_to else ():
-            _repair(some, w, solved, sigma2, expected, complete, seeds, n if last else n // 4)
-        if not exact and n >= WATCHED_FROM and tol >= CLOSE and bool(watched.all()):
-            solved.residual = torch.zeros_like(solved.residual)
-            return
-        measure(solved, complete=complete)
-        polish(solved, near_enough(w, solved, known.norm2, tol).clamp_max(max(tol, CLOSE)), complete=complete)
-        if n <= resolve_up_to:
-            break
-        short = (solved.residual > max(tol, CLOSE)) & ~solved.hard
-        expected = (solved.residual * n).int()
-        if attempt or not bool(short.any()):
-            break
-    polish(solved, tol, complete=complete)
-
-
-def lacking(tol: float) -> float:
-    """The share of ‖W‖_* that tr(QᵀW) may fall short by at this tolerance."""
-    return max(SHORT[0], SHORT[1] * math.sqrt(tol))
-
-
-def near_enough(w: Tensor, solved: Solved, norm2: Tensor, tol: float) -> Tensor:
-    """The residual DfI/n of each matrix at which tr(QᵀW) is sure to be as near to ‖W‖_* as promised.
-
-    The residual is a mean over n directions, ‖W‖_* a sum weighted by singular values. One direction that is off by 2e-3
-    is within 1e-6 of 80, and if W has its weight there, all of it is missing. With singular values q of X,
-    ‖W‖_* − tr(XᵀW) = Σσ(1 − q) ≤ ‖W‖_F·‖1 − q‖ ≤ ½‖W‖_F·√(n·residual).
-    """
-    found = torch.linalg.vecdot(solved.x.flatten(1), w.flatten(1))
-    bound = (2 * lacking(tol) * found).square() / (w.shape[1] * norm2)
-    return torch.where(norm2 > 0, bound, torch.inf)
-
-
-def _lots(several: Tensor) -> tuple[Tensor, ...]:
-    """What is worked on together: one matrix on a CPU, where memory counts; all on an accelerator, where waits do."""
-    return torch.split(several, 1 if several.device.type == "cpu" else len(several)) if len(several) else ()
-
-
-def _repair(
-    index: Tensor,
-    w: Tensor,
-    solved: Solved,
-    sigma2: Tensor,
-    expected: Tensor,
-    complete: bool,
-    seeds: Tensor,
-    most: int,
-) -> None:
-    """Rebuild the missing directions of the matrices at `index`; those with more than `most` are marked as hard."""
-    many = expected[index] > most
-    solved.hard[index[many]] = True
-    index = index[~many]
-    if not len(index):
-        return
-    # A single matrix is worked on where it lies; several are gathered.
-    at: Any = slice(int(index), int(index) + 1) if len(index) == 1 else index
-    repaired = rebuild(
-        solved.x[at],
-        w[at],
-        sigma=sigma2[at].sqrt(),
-        expected=int(expected[at].max()),
-        most=most,
-        threshold=2e-3,
-        seeds=seeds[at if isinstance(at, slice) else at.cpu()],
-        complete=complete,
-    )
-    keep = repaired.failed
-    solved.hard[at] = keep
-    if len(index) > 1 or bool(keep.any()):
-        repaired = replace(
-            repaired,
-            x=torch.where(keep[:, None, None], solved.x[at], repaired.x),
-            null=torch.where(keep, solved.null[at], repaired.null),
-        )
-    solved.x[at], solved.null[at] = repaired.x, repaired.null
-
-
-def polish(solved: Solved, tol: float | Tensor, *, complete: bool = True) -> None:
-    """Cubic steps, each squaring the error, while the residual is above `tol` and falls; not for missing directions."""
-    n = solved.x.shape[1]
-    for _ in range(3):
-        near = (solved.residual > tol) & (solved.residual < 0.3 / n) & ~solved.hard
-        index = near.nonzero().flatten()
-        if not len(index):
-            return
-        x = solved.x[index]
-        g = gram(x, mirror=True).mul_(-0.5)
-        g.diagonal(0, 1, 2).add_(1.5)
-        better = Solved.new(torch.bmm(g, x), 1)
-        better.null = solved.null[index]
-        measure(better, complete=complete)
-        keep = better.residual < 0.5 * solved.residual[index]  # chosen by `where`: an accelerator need not be asked
-        solved.x[index] = torch.where(keep[:, None, None], better.x, x)
-        solved.residual[index] = torch.where(keep, better.residual, solved.residual[index])
-        solved.size2[index] = torch.where(keep, better.size2, solved.size2[index])
-        solved.steps[index] += keep.int()
+    return halley_step(wide, gram(wide, by="half"), schedules.halley(FLOOR[torch.float64]), sigma2.double())[0]
 
 
 def largest_deficit(a: Tensor) -> Tensor:

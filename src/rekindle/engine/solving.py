@@ -1,8 +1,8 @@
 """solve(): the polar factors of many matrices, checked numerically; small ones in bulk.
 
 From top to bottom: `solve` brings matrices into groups of one shape and chunks that bound memory; `_by_route` chooses a
-route. `routes.py` has the routes, `completion.py` the directions that a matrix lacks, `symmetric.py` and `schedules.py`
-what they are made of.
+route. `arithmetic.py` is how all routes begin and end, `routes.py` has the routes, `completion.py` the directions that
+a matrix lacks, `symmetric.py` and `schedules.py` what they are made of.
 
 Small matrices on a CPU go by polynomials for the bulk of the spectrum, and one rank-one correction for the rest
 (`by_bulk`). Up to about a hundred rows every pass over memory counts, and a factorisation costs many products. A square
@@ -20,11 +20,9 @@ from typing import Any, Literal, TypedDict, cast, get_args
 import torch
 from torch import Tensor
 
-from rekindle.engine import routes, schedules
-from rekindle.engine.routes import Solved, Start, lacking
-from rekindle.engine.symmetric import mirrored, norm2
+from rekindle.engine import arithmetic, routes, schedules
+from rekindle.engine.arithmetic import Solved, Start, full_precision, lacking, mirrored, norm2, to_host
 from rekindle.engine.tuning import tuning
-from rekindle.isolation import full_precision, to_host
 
 Solver = Literal["auto", "fast", "paper", "svd", "products", "halley", "gram"]
 CONVERGING = ("auto", "svd", "products", "halley", "gram")  # the solvers that promise the tolerance
@@ -216,10 +214,10 @@ def _solve_group(w: Tensor, seeds: Tensor, options: _Options) -> tuple[Tensor, C
     else:
         # Small matrices go by polynomials, which have their own bound of σ_max, and are never repaired one by one.
         plain = options.solver == "auto" and _small(w) and not options.certificate
-        known = routes.start(w, estimate=not plain)
+        known = arithmetic.start(w, estimate=not plain)
         if not bool(((known.norm2 > TAME[0]) & (known.norm2 < TAME[1])).all()):  # a NaN is in no range
             w, unit = _in_range(w)
-            known = routes.start(w, estimate=not plain)
+            known = arithmetic.start(w, estimate=not plain)
         gram2 = norm2(known.a) if options.certificate else known.norm2
         solved = _by_route(w, known, seeds, options)
     if not options.certificate:
@@ -233,7 +231,7 @@ def _solve_group(w: Tensor, seeds: Tensor, options: _Options) -> tuple[Tensor, C
         norm=known.norm2.double().sqrt() * scale,
         gram_norm=gram2.double().sqrt() * scale.square(),
         # Routes divide by sigma2, which is 1 for a zero matrix.
-        spectral_norm=torch.where(known.norm2 > 0, known.sigma2.double() / routes.HEADROOM, 0.0).sqrt() * scale,
+        spectral_norm=torch.where(known.norm2 > 0, known.sigma2.double() / arithmetic.HEADROOM, 0.0).sqrt() * scale,
         nuclear=torch.linalg.vecdot(solved.x.flatten(1), w.flatten(1)).double() * scale,
         factor_norm=solved.size2.double().sqrt(),
     )
@@ -262,13 +260,13 @@ def _by_route(w: Tensor, known: Start, seeds: Tensor, options: _Options) -> Solv
         solved = routes.by_halley(w, known, routes.FLOOR[w.dtype])
     if options.solver not in CONVERGING:
         if options.certificate:
-            routes.measure(solved)
+            arithmetic.measure(solved)
         return solved
 
     settings: dict[str, Any] = {"tol": options.tol, "complete": options.complete, "exact": options.certificate}
     settings["resolve_up_to"] = row.resolve_up_to
-    if options.certificate or options.tol < routes.CLOSE or bool(solved.residual.isnan().any()):
-        routes.settle(w, solved, known, seeds=seeds, last=False, **settings)
+    if options.certificate or options.tol < arithmetic.CLOSE or bool(solved.residual.isnan().any()):
+        arithmetic.settle(w, solved, known, seeds=seeds, last=False, **settings)
     hard = solved.hard.nonzero().flatten()
     if len(hard):
         some, start = w[hard], Start(known.a, known.sigma2[hard], known.norm2[hard])
@@ -276,9 +274,9 @@ def _by_route(w: Tensor, known: Start, seeds: Tensor, options: _Options) -> Solv
             again = routes.by_eigh(some)
         else:
             lifted = routes.lift(some, start.sigma2).to(w.dtype)
-            again = routes.by_halley(lifted, routes.start(lifted), routes.LIFTED)
+            again = routes.by_halley(lifted, arithmetic.start(lifted), routes.LIFTED)
             again.hard[:] = False
-        routes.settle(some, again, start, seeds=seeds[hard.cpu()], last=True, **settings)
+        arithmetic.settle(some, again, start, seeds=seeds[hard.cpu()], last=True, **settings)
         solved.put(hard, again)
     missed = (solved.residual > _reach(options.tol, w.dtype)).nonzero().flatten()
     if len(missed):

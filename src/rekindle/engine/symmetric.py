@@ -1,9 +1,8 @@
-"""Half-price arithmetic with symmetric matrices: Gram matrices, and solves with I + cA by block Cholesky.
+"""Symmetric matrices at half the price: products of two that commute, and solves with I + cA by block Cholesky.
 
-All functions take batches (batch, n, …). A Gram matrix is computed for its block-lower half alone; a positive definite
-matrix is factored in place, recursively, into blocks large enough that nearly all the work is matrix products. Both are
-worth it on CPUs, where LAPACK's own routines reach a third to a half of the speed of a product at these sizes
-(benchmarks/polar.py).
+All functions take batches (batch, n, …). A positive definite matrix is factored in place, recursively, into blocks
+large enough that nearly all the work is matrix products: worth it on CPUs, where LAPACK's own routines reach a third to
+a half of the speed of a product at these sizes (benchmarks/polar.py).
 """
 
 from __future__ import annotations
@@ -11,65 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-WHOLE = 160  # below this the halves cost more in calls than they save in products
-
-
-def band(n: int) -> int:
-    """Rows of a Gram matrix of side n that are computed at a time, measured best."""
-    return 64 if n <= 512 else 128
-
-
-def gram(x: Tensor, *, mirror: bool, out: Tensor | None = None) -> Tensor:
-    """XXᵀ of x (batch, n, m). Without `mirror` the blocks above the diagonal blocks are zero
-    (or what `out` had there) if n ≥ WHOLE.
-
-    >>> x = torch.randn(2, 400, 500, dtype=torch.float64)
-    >>> torch.allclose(gram(x, mirror=True), x @ x.mT)
-    True
-    """
-    n = x.shape[1]
-    if n < WHOLE:
-        return torch.bmm(x, x.mT) if out is None else torch.bmm(x, x.mT, out=out)
-    if out is None:
-        out = x.new_zeros(x.shape[0], n, n)
-    step = band(n)
-    for top in range(0, n, step):
-        end = min(n, top + step)
-        torch.bmm(x[:, top:end], x[:, :end].mT, out=out[:, top:end, :end])
-    return mirrored(out) if mirror else out
-
-
-def mirrored(a: Tensor) -> Tensor:
-    """Copy the blocks below the diagonal blocks of a (batch, n, n) to above them, in place.
-
-    >>> x = torch.randn(1, 400, 400)
-    >>> torch.equal(mirrored(gram(x, mirror=False)), gram(x, mirror=True))
-    True
-    """
-    n = a.shape[1]
-    step = band(n)
-    for top in range(step, n, step):
-        end = min(n, top + step)
-        a[:, :top, top:end] = a[:, top:end, :top].mT
-    return a
-
-
-def norm2(a: Tensor) -> Tensor:
-    """‖A‖²_F of Gram matrices from `gram(mirror=False)`: a mirrored half would be counted twice.
-
-    >>> x = torch.randn(2, 400, 400, dtype=torch.float64)
-    >>> torch.allclose(norm2(gram(x, mirror=False)), (x @ x.mT).square().sum((1, 2)))
-    True
-    """
-    n = a.shape[1]
-    total: Tensor = torch.linalg.vector_norm(a, dim=(1, 2)).square()
-    if n < WHOLE:
-        return total
-    step = band(n)
-    for top in range(0, n, step):
-        corner = torch.linalg.vector_norm(a[:, top : top + step, top : top + step], dim=(1, 2)).square()
-        total = total - corner / 2
-    return 2 * total
+from rekindle.engine.arithmetic import WHOLE, band, mirrored
 
 
 def symmetric_product(a: Tensor, b: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from rekindle import initial
-from rekindle.isolation import full_precision
+from rekindle.engine.arithmetic import full_precision
 from rekindle.methods.call import Call
 from rekindle.projection.method import Batch, Loss
 from rekindle.projection.receipt import Meter, Receipt

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 
 from rekindle.blocks.finding import Block
 from rekindle.blocks.names import sharded_parameters
+from rekindle.engine.arithmetic import callers_device, full_precision, to_host
 from rekindle.engine.solving import CONVERGING, Certificate, Solver, Solving, Source, solve
-from rekindle.isolation import callers_device, full_precision, outputs, relative_change, to_host
+from rekindle.isolation import outputs, relative_change
 from rekindle.optimizers import resetting as optimizers
 from rekindle.projection.measuring import measured, observed
 from rekindle.projection.method import MethodError

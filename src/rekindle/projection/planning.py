@@ -24,9 +24,9 @@ from rekindle.blocks.layouts import Block, Recipe
 from rekindle.blocks.names import is_sharded, locate, unwrapped
 from rekindle.blocks.state_dicts import find_in_state
 from rekindle.consumers.invariance import norms_behind
+from rekindle.engine.arithmetic import full_precision, to_host
 from rekindle.engine.isometry import polar
 from rekindle.extras import install
-from rekindle.isolation import full_precision, to_host
 from rekindle.measures.spectra import real
 from rekindle.projection.measuring import Look, Reader, look, looks, too_many
 from rekindle.projection.targets import Scale, Targets, choose, describe, preset_layouts, terms

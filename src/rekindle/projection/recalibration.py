@@ -16,7 +16,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from rekindle.blocks.names import unwrapped
-from rekindle.isolation import call, callers_device, isolated
+from rekindle.engine.arithmetic import callers_device
+from rekindle.isolation import call, isolated
 from rekindle.projection.method import MethodError
 from rekindle.projection.receipt import Receipt
 from rekindle.sharding.passes import passes

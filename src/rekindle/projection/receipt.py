@@ -20,9 +20,9 @@ from torch import Tensor
 
 from rekindle import tables
 from rekindle.blocks.finding import Block
+from rekindle.engine.arithmetic import to_host
 from rekindle.engine.solving import Certificate
 from rekindle.extras import install
-from rekindle.isolation import to_host
 from rekindle.optimizers.resetting import StateReset
 
 if TYPE_CHECKING:

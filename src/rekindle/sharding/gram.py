@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rekindle.engine.arithmetic import gram, mirrored
 from rekindle.engine.isometry import polar
 from rekindle.engine.solving import Certificate
 from rekindle.sharding.owners import Parcel
@@ -61,16 +62,15 @@ def gram_of(local: Tensor, pieces: Sequence[Piece], shape: Sequence[int]) -> Ten
     """
     tall = shape[0] >= shape[1]
     side = min(shape)
-    total = torch.zeros(side, side, dtype=torch.float64, device=local.device)
+    total = torch.zeros(1, side, side, dtype=torch.float64, device=local.device)
     for piece in pieces:
         rows = local[piece.local] if tall else local[piece.local].mT
         for part in torch.split(rows, max(1, _ROWS // side)):
-            wide = part.double()
-            total.addmm_(wide.mT, wide)
-    return total
+            gram(part.double().mT[None], by="half", out=total, add=True)
+    return mirrored(total)[0]
 
 
-def factor(gram: Tensor, dtype: torch.dtype, **solving: Any) -> tuple[Tensor, Certificate] | None:
+def factor(products: Tensor, dtype: torch.dtype, **solving: Any) -> tuple[Tensor, Certificate] | None:
     """What the rows of a weight of `dtype` are to be multiplied with, and its certificate; None if G is not fit for it.
 
     An exact G^(-1/2) would be 1e-4 from what one process writes, which ends within the tolerance and no further. So the
@@ -82,13 +82,13 @@ def factor(gram: Tensor, dtype: torch.dtype, **solving: Any) -> tuple[Tensor, Ce
     >>> factor(torch.diag(torch.tensor([1.0, 1e-9], dtype=torch.float64)), torch.float32) is None
     True
     """
-    values, vectors = torch.linalg.eigh(gram)
+    values, vectors = torch.linalg.eigh(products)
     if not bool(values[0] > WORST_CONDITION**2 * values[-1]):
         return None
     root = values.sqrt()
     # Rounded to float32 G^½ is off by 6e-8/1e-2 in its smallest direction; beyond that float64 is the solver's way too.
     rounded = dtype != torch.float64 and bool(root[0] > ROUNDED_CONDITION * root[-1])
-    same = gram.new_zeros(len(root), 2 * len(root))  # wide enough for the routes of any wider one
+    same = products.new_zeros(len(root), 2 * len(root))  # wide enough for the routes of any wider one
     same[:, : len(root)] = (vectors * root) @ vectors.mT
     isometry, certificate = polar(same.to(torch.float32 if rounded else torch.float64), certificate=True, **solving)
     if not bool(certificate.converged) or bool(certificate.completed):
