@@ -27,7 +27,7 @@ STARTS: dict[str, Any] = {
 def _registered() -> Iterator[None]:
     optimizers.register(StackedMuonAdam, STARTS)
     yield
-    slots._SLOTS.pop(StackedMuonAdam)
+    slots.SLOTS.pop(StackedMuonAdam)
 
 
 def model() -> nn.Sequential:
@@ -131,7 +131,7 @@ def test_a_stack_that_nobody_registered_is_not_taken_for_no_state() -> None:
     class Unregistered(StackedMuonAdam):
         pass
 
-    slots._SLOTS.pop(StackedMuonAdam)
+    slots.SLOTS.pop(StackedMuonAdam)
     try:
         net = model()
         optimizer = Unregistered([{"params": [layer[0].weight for layer in net], "kind": "muon"}])

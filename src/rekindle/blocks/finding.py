@@ -21,7 +21,8 @@ from rekindle.blocks import parametrized
 from rekindle.blocks.families import looks_fused, recipes_of, register, roles
 from rekindle.blocks.layouts import ROLES, Block, LayoutError, Recipe, convolution, matrices
 from rekindle.blocks.names import Location, cleaner, locations, packed_weights, storage_of
-from rekindle.blocks.outputs import cut_layers, find_heads, is_backbone, keeps_width, root_of
+from rekindle.blocks.outputs import cut_layers, find_heads, is_backbone, root_of
+from rekindle.consumers.values import keeps_width
 
 __all__ = ["ROLES", "Block", "Conv", "Found", "LayoutError", "find", "matrices", "register"]
 

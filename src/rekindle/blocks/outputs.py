@@ -24,7 +24,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parameter import is_lazy
 
 from rekindle.blocks.names import unwrapped, wrapped
@@ -37,8 +37,11 @@ from rekindle.consumers.values import (
     at,
     base,
     has_matrices,
+    input_width,
     key_of,
     layers_in,
+    narrows,
+    output_width,
     with_matrices,
 )
 
@@ -84,7 +87,7 @@ def find_heads(model: nn.Module) -> dict[int, str]:
         # A body ends in features, which are as wide as what they come from (a pooler) or wider (a last convolution);
         # what narrows is an output: audio of a codec, an embedding to compare. One that holds whole language models
         # (Bark) has their heads.
-        found = {id(layer): "traced" for layer in ends if _narrows(layer)}
+        found = {id(layer): "traced" for layer in ends if narrows(layer)}
         return found | {id(layer): "named" for layer in _named(core, read, only=_OF_A_BODY)} | told
     found = {id(layer): "traced" for layer in [*ends, *_returned(core)]}
     return found | {id(layer): "named" for layer in _named(core, read)} | told
@@ -97,13 +100,13 @@ def _returned(core: nn.Module) -> list[nn.Module]:
     returned and read may as well be a hidden layer that is shown (`conv_head` of timm's EfficientNet), and so may a
     list of layers, unless they narrow (scores after each stage, which the next stage reads too).
     """
-    uses = uses_of(core)
+    uses = None if _is_torch(core) else uses_of(core)  # a Sequential returns its last layer, which is known
     alike: dict[tuple[int, ...], list[nn.Module]] = {}
     for path in sorted(uses.returns - uses.added) if uses is not None else ():
         for layer in at(core, path):
             if not isinstance(layer, nn.Linear | nn.modules.conv._ConvNd) or is_lazy(layer.weight):
                 continue
-            if "*" not in path or _narrows(layer):
+            if "*" not in path or narrows(layer):
                 alike.setdefault(tuple(layer.weight.shape), []).append(layer)
     return [layer for layers in alike.values() if len(layers) > 1 for layer in layers]
 
@@ -255,7 +258,7 @@ def _ends(module: nn.Module, seen: set[int], read: set[int], way: _Leaving = _PL
     apart = {n: c for n, c in module.named_children() if n not in called and _AGENT.search(n)}
     read -= {id(layer) for layer in found}
     if way.taken and _is_body(module):  # beside the features that are read: a pooler is as wide as they are
-        found = [layer for layer in found if _narrows(layer)]
+        found = [layer for layer in found if narrows(layer)]
     return found + _apart(apart, seen, read)
 
 
@@ -304,7 +307,7 @@ def _drafts(module: nn.Module, uses: Uses, taken: frozenset[str]) -> dict[str, l
         layers = [layer for child in at(module, path) for layer in output_layers(child, key_of(path))]
         if "*" in path or not layers or key in taken or _FEATURES.search(key):
             continue
-        if "logits" in key or all(map(_narrows, layers)):
+        if "logits" in key or all(map(narrows, layers)):
             found[path] = layers
     return found
 
@@ -323,12 +326,12 @@ def _apart(children: dict[str, nn.Module], seen: set[int], read: set[int]) -> li
     What another one could read by its size is no head: an encoder beside a decoder.
     """
     found = []
-    widths = {name: _input_width(child) for name, child in children.items()}
+    widths = {name: input_width(child) for name, child in children.items()}
     for name, child in children.items():
         if as_layer("", child) is not None:
             continue
         for layer in _ends(child, seen, read):
-            width = _output_width(layer)
+            width = output_width(layer)
             if _AGENT.search(name) or not any(w == width for n, w in widths.items() if n != name):
                 found.append(layer)
     return found
@@ -336,39 +339,8 @@ def _apart(children: dict[str, nn.Module], seen: set[int], read: set[int]) -> li
 
 def _fits(layer: nn.Module, reader: nn.Module) -> bool:
     """Whether a module could read this layer's output by its size, flattened, joined to its like or cut."""
-    made, taken = _output_width(layer), _input_width(reader)
+    made, taken = output_width(layer), input_width(reader)
     return made is None or taken is None or made % taken == 0 or taken % made == 0
-
-
-def keeps_width(block: nn.Module, layer: nn.Module | None = None) -> bool:
-    """Whether this last layer of a block makes vectors as wide as the block takes, as the middle of a network does.
-
-    >>> keeps_width(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))), keeps_width(nn.Linear(4, 3))
-    (True, False)
-    """
-    last = layer if layer is not None else list(layers_in(block))[-1]
-    made, taken = _output_width(last), _input_width(block)
-    return made is None or taken is None or made == taken
-
-
-def _narrows(layer: nn.Module) -> bool:
-    made, taken = _output_width(layer), _input_width(layer)
-    return made is not None and taken is not None and made < taken
-
-
-def _input_width(module: nn.Module) -> int | None:
-    first = next((layer for m in module.modules() if (layer := as_layer("", m)) is not None), None)
-    return None if first is None else _size(first.module, first.in_axis)
-
-
-def _output_width(module: nn.Module) -> int | None:
-    layer = as_layer("", module)
-    return None if layer is None else _size(module, layer.out_axis)
-
-
-def _size(module: nn.Module, axis: int) -> int | None:
-    weight = module.weight  # a parametrised one is a tensor, no Parameter
-    return weight.shape[axis] if isinstance(weight, Tensor) else None
 
 
 def _inside(a: str, b: str) -> bool:

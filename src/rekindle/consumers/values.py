@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 PLAIN_CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -129,6 +129,40 @@ def layers_in(module: nn.Module) -> Iterator[nn.Module]:
     for inner in module.modules():
         if any(p is not None and _is_matrix(p) for p in inner._parameters.values()):
             yield inner
+
+
+def input_width(module: nn.Module) -> int | None:
+    """How many values the first layer inside a module reads; None if there is none."""
+    first = next((layer for m in module.modules() if (layer := as_layer("", m)) is not None), None)
+    return None if first is None else _size(first.module, first.in_axis)
+
+
+def output_width(module: nn.Module) -> int | None:
+    """How many values a layer makes; None if it is none."""
+    layer = as_layer("", module)
+    return None if layer is None else _size(module, layer.out_axis)
+
+
+def narrows(layer: nn.Module) -> bool:
+    """Whether a layer makes fewer values than it reads."""
+    made, taken = output_width(layer), input_width(layer)
+    return made is not None and taken is not None and made < taken
+
+
+def keeps_width(block: nn.Module, layer: nn.Module | None = None) -> bool:
+    """Whether this last layer of a block makes vectors as wide as the block takes, as the middle of a network does.
+
+    >>> keeps_width(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))), keeps_width(nn.Linear(4, 3))
+    (True, False)
+    """
+    last = layer if layer is not None else list(layers_in(block))[-1]
+    made, taken = output_width(last), input_width(block)
+    return made is None or taken is None or made == taken
+
+
+def _size(module: nn.Module, axis: int) -> int | None:
+    weight = module.weight  # a parametrised one is a tensor, no Parameter
+    return weight.shape[axis] if isinstance(weight, Tensor) else None
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ other parameter's slots alone. `check` finds everything that could go wrong befo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -17,22 +17,26 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from rekindle.optimizers.slots import (
-    MASTER_NAMES,
+    COMMON,
+    GROUP_COUNTS,
+    MASTERS,
     ONE_HISTORY,
+    SLOTS,
     Group,
     Held,
     Slot,
-    can_drop,
-    group_counts,
-    known_slots,
+    by_structure,
     register,
-    stacked,
-    unwrap,
 )
 
-__all__ = ["Policy", "StateReset", "check", "register", "reset", "snapshot", "unwrap"]
+__all__ = ["Policy", "StateReset", "check", "register", "reset", "unwrap"]
 
 Policy = Literal["fresh", "moments", "step", "none"]
+_WRAPPERS = {
+    "AcceleratedOptimizer": "accelerate",
+    "LightningOptimizer": "lightning",
+    "_FabricOptimizer": "lightning",
+}
 
 
 @dataclass(frozen=True)
@@ -160,42 +164,6 @@ def start_over(checked: Iterable[Checked], parameters: Mapping[str, Parameter], 
     return total
 
 
-def snapshot(optimizers: Any, parameters: Mapping[str, Parameter]) -> Callable[[], None]:
-    """Copy the slots of `parameters`; calling the result puts them back into the same tensors.
-
-    >>> weight = torch.nn.Parameter(torch.ones(2, 2))
-    >>> sgd = torch.optim.SGD([weight], momentum=0.9)
-    >>> weight.sum().backward(); sgd.step()
-    >>> restore = snapshot(sgd, {"weight": weight})
-    >>> _ = reset(sgd, {"weight": weight})
-    >>> restore()
-    >>> sgd.state[weight]["momentum_buffer"].sum().item()
-    4.0
-    """
-    kept: list[tuple[dict[str, Any], dict[str, Any], dict[str, Tensor]]] = []
-    for optimizer in unwrap(optimizers):
-        owners = [parameter for _, parameter, _ in held_by(optimizer, parameters)]
-        # Stacked slots are in the state of the first parameter of a group.
-        leaders = {id(group["params"][0]): group["params"][0] for _, _, group in held_by(optimizer, parameters)}
-        owners += [leader for key, leader in leaders.items() if not any(id(owner) == key for owner in owners)]
-        if owners and isinstance(optimizer, ONE_HISTORY):
-            owners = list(optimizer.state)
-        for owner in owners:
-            state = optimizer.state.get(owner)
-            if state:
-                copies = {key: value.clone() for key, value in state.items() if isinstance(value, Tensor)}
-                kept.append((state, dict(state), copies))
-
-    def restore() -> None:
-        for state, entries, copies in kept:
-            state.clear()
-            state.update(entries)
-            for key, copy in copies.items():
-                state[key].copy_(copy)
-
-    return restore
-
-
 def held_by(optimizer: Optimizer, parameters: Mapping[str, Parameter]) -> Iterator[Held]:
     """Those of the parameters that the optimizer holds, each with its group."""
     names = {id(parameter): name for name, parameter in reversed(list(parameters.items()))}
@@ -298,7 +266,7 @@ def _reset_one(
         state.clear()
         return StateReset(policy, matched=matched, reset=matched)
     if isinstance(known, str):  # only policy "none" gets here
-        known = {name: (Slot("master"), None) for name in state if name in MASTER_NAMES}
+        known = {name: (Slot("master"), None) for name in state if name in MASTERS}
     matched = started = masters = 0
     with torch.no_grad():
         for name, (slot, start) in known.items():
@@ -331,3 +299,143 @@ def _drop_history(optimizer: Optimizer, changed: bool, policy: str, label: str) 
     for state in optimizer.state.values():
         state.clear()
     return StateReset(policy, matched=matched, reset=matched, dropped=(label,) if matched else ())
+
+
+def unwrap(optimizers: Any) -> tuple[Optimizer, ...]:
+    """The torch optimizers behind None, one optimizer, a list of them, and accelerate's and lightning's wrappers.
+
+    >>> adam = torch.optim.Adam([torch.nn.Parameter(torch.ones(2))])
+    >>> unwrap(None), unwrap([adam, adam]) == (adam,)
+    ((), True)
+    """
+    if optimizers is None:
+        return ()
+    if isinstance(optimizers, Mapping):
+        optimizers = list(optimizers.values())
+    if isinstance(optimizers, Sequence) and not isinstance(optimizers, str | bytes):
+        found = [inner for one in optimizers for inner in unwrap(one)]
+        return tuple({id(one): one for one in found}.values())
+    while any(
+        cls.__module__.split(".")[0].startswith(_WRAPPERS.get(cls.__name__, "\0")) for cls in type(optimizers).__mro__
+    ):
+        optimizers = optimizers.optimizer
+    if not hasattr(optimizers, "param_groups") or not hasattr(optimizers, "state"):
+        raise TypeError(f"expected an optimizer or a list of them, got {type(optimizers).__name__}")
+    return (optimizers,)
+
+
+def group_counts(optimizer: Optimizer, group: Group) -> dict[str, float]:
+    """The step counts that a group keeps for all its parameters, with their starts; none for torch's own classes.
+
+    Only where they matter: a moment alone (Lion, Muon) starts over without them, a second moment is corrected by them.
+    """
+    if _registered(optimizer) is not None or builds_when_empty(optimizer):
+        return {}
+    counts = {name: start for name, start in GROUP_COUNTS.items() if isinstance(group.get(name), (int, float))}
+    if not counts.keys() & {"step", "k"}:
+        return {}
+    kept = {name for parameter in group["params"] for name in optimizer.state.get(parameter, {})}
+    alone = all(name in COMMON and COMMON[name].kind in ("moment", "count") for name in kept)
+    return {} if alone else counts
+
+
+def builds_when_empty(optimizer: Optimizer) -> bool:
+    """Whether a parameter's state may be dropped, to be built anew at its next step: the classes of bitsandbytes."""
+    return _comes_from(optimizer, "bitsandbytes", "Optimizer8bit")
+
+
+def can_drop(optimizer: Optimizer) -> bool:
+    """Whether a fresh state is one that is not there; for a group, once all its parameters are known to change.
+
+    The latter are the classes of pytorch_optimizer, without those that estimate the learning rate (d): that estimate
+    belongs to all groups.
+    """
+    rates = any("d" in group or "d0" in group for group in optimizer.param_groups)
+    grouped = _comes_from(optimizer, "pytorch_optimizer", "BaseOptimizer") and not rates
+    return grouped or builds_when_empty(optimizer)
+
+
+def _comes_from(optimizer: Optimizer, package: str, base: str) -> bool:
+    return any(cls.__name__ == base and cls.__module__.startswith(f"{package}.") for cls in type(optimizer).__mro__)
+
+
+def _registered(optimizer: Optimizer) -> Mapping[str, Slot] | None:
+    return next((SLOTS[cls] for cls in type(optimizer).__mro__ if cls in SLOTS), None)
+
+
+def slots(optimizer: Optimizer, parameter: Parameter) -> Mapping[str, Slot]:
+    """What each entry of `parameter`'s state in `optimizer` is; KeyError where that is not known.
+
+    >>> weight = torch.nn.Parameter(torch.ones(2))
+    >>> sgd = torch.optim.SGD([weight], momentum=0.9)
+    >>> weight.sum().backward(); sgd.step()
+    >>> slots(sgd, weight)["momentum_buffer"].kind
+    'moment'
+    """
+    known = _registered(optimizer)
+    if known is None:
+        return by_structure(optimizer, parameter)
+    table = {**MASTERS, **known}
+    return {name: table[name] for name in optimizer.state.get(parameter, {}) if not table[name].stacked}
+
+
+def known_slots(optimizer: Optimizer, held: Iterable[Held]) -> list[Mapping[str, tuple[Slot, Any]] | str]:
+    """For each of these parameters: slot name → (what it is, what it starts from), or the name that is not understood.
+
+    >>> weight = torch.nn.Parameter(torch.ones(2))
+    >>> sgd = torch.optim.SGD([weight], momentum=0.9)
+    >>> weight.sum().backward(); sgd.step()
+    >>> known_slots(sgd, [("weight", weight, sgd.param_groups[0])])
+    [{'momentum_buffer': (Slot(kind='moment', ...), 0.0)}]
+    """
+    found: list[Mapping[str, tuple[Slot, Any]] | str] = []
+    for _, parameter, group in held:
+        try:
+            kept = slots(optimizer, parameter)
+            if not optimizer.state.get(parameter):
+                slots(optimizer, group["params"][0])  # it may hold the state of the whole group in a way nobody told
+        except KeyError as error:
+            found.append(str(error.args[0]))
+        else:
+            found.append({name: (slot, _begin(slot, optimizer, group)) for name, slot in kept.items()})
+    return found
+
+
+def stacked(
+    optimizer: Optimizer, held: Iterable[Held], *, masters: bool = False
+) -> list[dict[str, tuple[Slot, Any, Tensor]]]:
+    """For each of these parameters its stacked slots: what each is, where it starts, and a view of what it holds.
+
+    ValueError where there is not one entry per parameter.
+
+    masters: only copies of the weight.
+    """
+    known = _registered(optimizer) or {}
+    wanted = {name: slot for name, slot in known.items() if slot.stacked and (slot.kind == "master" or not masters)}
+    return [_views(optimizer, parameter, group, wanted) if wanted else {} for _, parameter, group in held]
+
+
+def _views(
+    optimizer: Optimizer, parameter: Parameter, group: Group, wanted: Mapping[str, Slot]
+) -> dict[str, tuple[Slot, Any, Tensor]]:
+    members = group["params"]
+    state = optimizer.state.get(members[0], {})
+    place = next(number for number, member in enumerate(members) if member is parameter)
+    found = {}
+    for name, slot in wanted.items():
+        value = state.get(name)
+        if value is None:
+            continue
+        if not isinstance(value, Tensor) or value.ndim == 0 or len(value) != len(members):
+            held = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise ValueError(
+                f"{type(optimizer).__name__} is registered with a stacked slot {name!r}, which must have one entry for "
+                f"each of the {len(members)} parameters of its group, and it is {held}: pass optimizer_state='none'"
+            )
+        found[name] = slot, _begin(slot, optimizer, group), value[place]
+    return found
+
+
+def _begin(slot: Slot, optimizer: Optimizer, group: Group) -> Any:
+    """What a slot starts from for a parameter of this group."""
+    return slot.start(optimizer, group) if callable(slot.start) else slot.start

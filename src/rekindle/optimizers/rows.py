@@ -9,8 +9,18 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from rekindle.optimizers.resetting import StateReset, check, held_by, reset, understood
-from rekindle.optimizers.slots import ONE_HISTORY, Slot, builds_when_empty, known_slots, stacked, unwrap
+from rekindle.optimizers.resetting import (
+    StateReset,
+    builds_when_empty,
+    check,
+    held_by,
+    known_slots,
+    reset,
+    stacked,
+    understood,
+    unwrap,
+)
+from rekindle.optimizers.slots import ONE_HISTORY, Slot
 
 Index = Tensor | Iterable[int] | None
 

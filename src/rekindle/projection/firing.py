@@ -23,6 +23,7 @@ from rekindle.engine.arithmetic import callers_device, full_precision, to_host
 from rekindle.engine.solving import CONVERGING, Certificate, Solver, Solving, Source, solve
 from rekindle.isolation import outputs, relative_change
 from rekindle.optimizers import resetting as optimizers
+from rekindle.optimizers.snapshots import snapshot
 from rekindle.projection.measuring import measured, observed
 from rekindle.projection.method import MethodError
 from rekindle.projection.planning import Entry, Plan
@@ -487,7 +488,7 @@ def _finish(
 def _snapshot(model: nn.Module, optimizer: Any, store: LiveStore, statistics: bool) -> Callable[[], None]:
     layers: Sequence[nn.Module] = list(training_layers(model).values()) if statistics else []
     weights = store.snapshot(buffer for layer in layers for buffer in layer.buffers())
-    state = optimizers.snapshot(optimizer, store.parameters())
+    state = snapshot(optimizer, store.parameters())
 
     def restore() -> None:
         weights()
