@@ -24,8 +24,8 @@ from torch import Tensor
 
 from measuring import growth, interleaved, processor
 from rekindle import polar
+from rekindle.engine import bulk, schedules
 from rekindle.engine import routes as solvers
-from rekindle.engine import schedules, solving
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from matrices import ZOO, build
@@ -98,7 +98,7 @@ def bulk_products(matrices: Matrices) -> None:
     x = torch.stack(matrices)
     n = x.shape[1]
     a, y = torch.empty_like(x), torch.empty_like(x)
-    for step in (*schedules.bulk(solving.REACH / n, solving.BEFORE / n**0.25), schedules.cubic(0.9)):
+    for step in (*schedules.bulk(bulk.REACH / n, bulk.BEFORE / n**0.25), schedules.cubic(0.9)):
         torch.bmm(x, x.mT, out=a)
         if step.c:
             torch.bmm(a, a, out=y)
@@ -203,7 +203,7 @@ def measure(label: str, rounds: int, quick: bool) -> list[str]:
     run = runners(matrices, label in LARGE)
     if quick:
         run = {name: each for name, each in run.items() if name.startswith("auto") or name in bars}
-    floor = {"floor": lambda: bulk_products(matrices)} if "lean" in run and len(matrices[0]) <= solving.MOST else {}
+    floor = {"floor": lambda: bulk_products(matrices)} if "lean" in run and len(matrices[0]) <= bulk.MOST else {}
     times = interleaved({"product": lambda: products(matrices), **floor, **run}, rounds)
     print(f"\n{label}: {len(matrices)} matrices")
     missed = []

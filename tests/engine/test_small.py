@@ -1,9 +1,11 @@
 """Small matrices: polynomials for the bulk and one corrected direction, against float64 SVD."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
-from rekindle.engine import arithmetic, schedules, solving
+from rekindle.engine import arithmetic, bulk, schedules, solving
 from rekindle.engine.isometry import polar
 from rekindle.engine.solving import Source
 
@@ -33,11 +35,30 @@ def test_missing_directions_are_as_exact_as_the_others(n: int, smallest: float, 
 @pytest.mark.parametrize("n", [16, 64, 128])
 def test_the_bound_before_the_last_step_holds_after_it(n: int) -> None:
     w = torch.randn(60, n, n, generator=torch.Generator().manual_seed(n))
-    solved = solving.by_bulk(w, arithmetic.start(w, estimate=False), 1e-6)
+    solved = bulk.by_bulk(w, arithmetic.start(w, estimate=False), 1e-6)
     x = solved.x.double()
     dfi = (x @ x.mT - torch.eye(n, dtype=torch.float64)).square().sum((1, 2)) / n
     assert bool((dfi <= 1.01 * solved.residual + 1e-9)[~solved.hard].all())
     assert float(solved.hard.float().mean()) < 0.2
+
+
+def test_random_square_matrices_are_hardly_ever_hard() -> None:
+    for n in (16, 24, 48):  # a value just below the reach, a tiny one, and none: all three are met among so many
+        w = torch.randn(2000, n, n, generator=torch.Generator().manual_seed(n))
+        solved = bulk.by_bulk(w, arithmetic.norms(w), 1e-6)
+        assert float(solved.hard.float().mean()) < 0.003
+        u, _, vh = torch.linalg.svd(w.double())
+        assert float((solved.x - u @ vh)[~solved.hard].flatten(1).norm(dim=1).max()) < 3e-3
+
+
+def test_the_arrays_it_works_in_serve_every_mode_and_thread() -> None:
+    w = torch.randn(40, 20, 20, generator=torch.Generator().manual_seed(0))
+    bulk._workspace.room = None
+    with torch.inference_mode():
+        inside = polar(w)
+    with ThreadPoolExecutor(2) as pool:
+        results = list(pool.map(polar, [w] * 8))
+    assert all(torch.equal(q, inside) for q in [polar(w), *results])
 
 
 def test_a_schedule_reaches_what_it_promises() -> None:

@@ -254,6 +254,12 @@ def start(w: Tensor, *, estimate: bool = True) -> Start:
     return Start(a, torch.where(total > 0, sigma2, 1.0), total)
 
 
+def norms(w: Tensor) -> Start:
+    """‖W‖²_F, which bounds σ_max², and no Gram matrix: for a route that computes its own."""
+    total = torch.linalg.vector_norm(w, dim=(1, 2)).square()
+    return Start(w.new_empty(0), torch.where(total > 0, total, 1.0), total)
+
+
 def measure(solved: Solved, *, complete: bool = True) -> None:
     """Fill in ‖X‖²_F and the residual DfI/n; without `complete`, over the directions that W has."""
     g = gram(solved.x, by="half")

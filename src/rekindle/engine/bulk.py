@@ -1,0 +1,194 @@
+"""by_bulk(): the polar factors of many small matrices on a CPU.
+
+Polynomials take the bulk of the spectrum to 1, and one rank-one correction does the rest. Up to about a hundred rows
+every pass over memory counts, and a factorisation costs many products. A square random matrix often has one singular
+value far below the others. Polynomials that reach so far down cost as much as the published recipe; so the schedule
+covers the others, and where one direction is missing at its end, it is read off the Gram matrix that the last step
+needs anyway.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+
+import torch
+from torch import Tensor
+
+from rekindle.engine import schedules
+from rekindle.engine.arithmetic import Solved, Start, lacking
+
+REACH = 0.1  # σ_min/σ_max that the schedule covers is this over n: of a random matrix 1 in 10 has one value below it
+PART = 2**18  # entries worked on at a time: the four arrays of a part stay near the caches
+MOST = 128  # rows: beyond, a Gram matrix has more noise than the bound in `by_bulk` allows for
+BEFORE = 0.017  # over n^¼: how far from 1 the schedule leaves singular values before the last cubic step
+MILD = 0.1  # ‖XXᵀ − I‖²_F up to which one more cubic step is enough: all σ² are then above .68
+LIFTED = 0.02  # length that a missing direction must have been lifted to: below, float32 has too little left of it
+SIGNED = 3e-4  # the same for a square matrix, where its sign alone must be sure
+TILT = 2e-4  # by how much a corrected direction may lean towards another one
+
+
+class _Workspace(threading.local):
+    """Arrays to work in that outlive a call, one set per thread: fresh ones cost a tenth of the time in page faults."""
+
+    room: Tensor | None = None
+
+    def arrays(self, like: Tensor, *shapes: tuple[int, ...]) -> list[Tensor]:
+        sizes = [math.prod(shape) for shape in shapes]
+        if type(like) is not Tensor or sum(sizes) > 3 * PART:
+            room = like.new_empty(sum(sizes))
+        else:
+            if self.room is None:
+                with torch.inference_mode(False):  # what inference mode makes cannot be written to outside of it
+                    self.room = torch.empty(3 * PART, dtype=torch.float32, device="cpu")
+            room = self.room[: sum(sizes)]
+        return [part.view(shape) for part, shape in zip(torch.split(room, sizes), shapes, strict=True)]
+
+
+_workspace = _Workspace()
+
+
+def by_bulk(w: Tensor, known: Start, tol: float) -> Solved:
+    """The polar factors of a batch of small matrices; what one correction cannot finish is marked as hard.
+
+    A cubic step takes σ² = 1 − e to 1 − ¾e² − ¼e³, so that ‖XXᵀ − I‖²_F = r before it bounds DfI by .64r² after it
+    (for r ≤ .04). That is a bound, for one pass over a matrix that is there already. tr(QᵀW) then lacks at most
+    .4r‖W‖_F, and ‖W‖_F/‖W‖_* ≤ (‖WWᵀWWᵀ‖_F/‖W‖⁴_F)^⅓ by Hölder's inequality.
+
+    Parts of the batch go through it one after the other, in arrays that stay in the caches and are not allocated anew:
+    a fresh one costs as much as three products in page faults.
+    """
+    count, n, m = w.shape
+    steps = schedules.bulk(REACH / n, BEFORE / n**0.25)
+    solved = Solved.new(torch.empty_like(w), len(steps) + 1)
+    solved.residual = torch.empty_like(known.norm2)
+    most = (0.8 * max(tol, 1e-6) * n / 0.64) ** 0.5
+    size = min(count, max(1, PART // (n * m)))
+    room_x, room_a, room_p = _workspace.arrays(w, (size, n, m), (size, n, n), (size, n, n))
+    mild: list[tuple[Tensor, ...]] = []
+    far: list[tuple[Tensor, ...]] = []
+    for top in range(0, count, size):
+        part = slice(top, min(top + size, count))
+        x, a, p = (room[: part.stop - top] for room in (room_x, room_a, room_p))
+        y = solved.x[part]
+        torch.bmm(w[part], w[part].mT, out=a)
+        if len(steps) % 2 == 0:  # steps go to and fro between two arrays, and the last one is to end in `solved.x`
+            x, y = y, x
+        bound = _first_step(w[part], a, known.norm2[part], steps[0], p, x)
+        for step in steps[1:]:
+            torch.bmm(x, x.mT, out=a)
+            _step(x, a, step, p, y)
+            x, y = y, x
+        g = _off_identity(x, a)
+        r = torch.linalg.vector_norm(g, dim=(1, 2)).square()
+        enough = (lacking(tol) / 0.4 * (known.norm2[part] / bound).pow(2 / 3)).clamp_max(most)
+        for left, which in ((mild, ~(r <= enough) & (r <= MILD)), (far, ~(r <= MILD))):
+            index = which.nonzero().flatten()
+            if len(index):
+                left.append((index + top, x[index], g[index], enough[index]))
+        _last_step(x, g, out=y)
+        solved.residual[part] = 0.64 * r.square() / n
+    for left, finish in ((mild, _once_more), (far, _one_direction)):
+        if left:
+            index, *rest = left[0] if len(left) == 1 else map(torch.cat, zip(*left, strict=True))
+            x, g, r = finish(*rest)
+            solved.x[index] = _last_step(x, g, out=torch.empty_like(x))
+            solved.hard[index] = ~(r <= rest[-1])
+            solved.residual[index] = 0.64 * r.square() / n
+    return solved
+
+
+def _first_step(w: Tensor, a: Tensor, norm2: Tensor, step: schedules.Polynomial, p: Tensor, out: Tensor) -> Tensor:
+    """out ← the first step on W/√bound, where λ_max(A) ≤ bound = ‖A²‖_F^½, which is returned.
+
+    A quintic has A and A² already. `p` is an array to work in.
+    """
+    torch.bmm(a, a, out=p)
+    bound = torch.linalg.vector_norm(p, dim=(1, 2)).sqrt() * (1 + 2e-4)
+    bound = torch.where(norm2 > 0, bound, 1.0)
+    scale = bound.reciprocal()[:, None, None]
+    root = scale.sqrt()
+    if step.c:
+        p.mul_(step.c * root * scale.square()).addcmul_(a, step.b * root * scale)
+    else:
+        torch.mul(a, step.b * root * scale, out=p)
+    p.diagonal(0, 1, 2).add_(step.a * root[:, :, 0])
+    torch.bmm(p, w, out=out)
+    return bound
+
+
+def _step(x: Tensor, a: Tensor, step: schedules.Polynomial, p: Tensor, out: Tensor) -> None:
+    """out ← (αI + βA + γA²)X as products and diagonals alone: baddbmm would copy what it adds to.
+
+    The square is completed: γA² + βA + αI = γ((A + β/2γ)² + (α/γ − β²/4γ²)I).
+    """
+    if step.c:
+        half = step.b / (2 * step.c)
+        a.diagonal(0, 1, 2).add_(half)
+        torch.bmm(a, a, out=p)
+        p.diagonal(0, 1, 2).add_(step.a / step.c - half * half)
+        out.baddbmm_(p, x, beta=0, alpha=step.c)
+    else:
+        a.diagonal(0, 1, 2).add_(step.a / step.b)
+        out.baddbmm_(a, x, beta=0, alpha=step.b)
+
+
+def _off_identity(x: Tensor, out: Tensor | None = None) -> Tensor:
+    g = torch.bmm(x, x.mT) if out is None else torch.bmm(x, x.mT, out=out)
+    g.diagonal(0, 1, 2).sub_(1)
+    return g
+
+
+def _last_step(x: Tensor, g: Tensor, *, out: Tensor) -> Tensor:
+    """out ← (3I − XXᵀ)X/2 from G = XXᵀ − I, which is destroyed."""
+    g.diagonal(0, 1, 2).sub_(2)
+    return out.baddbmm_(g, x, beta=0, alpha=-0.5)
+
+
+def _once_more(x: Tensor, g: Tensor, enough: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """One more cubic step, and a second one for all if it was not enough for one of them."""
+    for _ in range(2):
+        x = torch.baddbmm(x, g, x, alpha=-0.5)
+        g = _off_identity(x, g)
+        r = torch.linalg.vector_norm(g, dim=(1, 2)).square()
+        if bool((r <= enough).all()):
+            break
+    return x, g, r
+
+
+def _row_times(row: Tensor, x: Tensor) -> Tensor:
+    """A row (batch, 1, n) times X: torch multiplies up to 400 numbers in a slow loop of its own."""
+    return torch.bmm(row, x) if x[0].numel() >= 400 else (row.mT * x).sum(1, keepdim=True)
+
+
+def _one_direction(x: Tensor, g: Tensor, enough: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Give the one left direction v that is missing its length: X ← X + v(û − vᵀX) with û near vᵀX/‖vᵀX‖.
+
+    G = XXᵀ − I is −(1 − s²)vvᵀ and a remainder of .02, so that its largest row is nearly v, and a few products with G
+    make it so. Of a square X the other rows leave one direction for û, however short vᵀX is: I − XᵀX multiplies what
+    leans towards them by .02. G changes by two rank-one terms, which are added instead of computed anew. Where û is
+    not sharp enough, or its sign not sure, r is infinite.
+    """
+    at = g.diagonal(0, 1, 2).abs().argmax(1)
+    v = g[torch.arange(len(g), device=g.device), at][:, None]
+    for _ in range(4):  # the eigenvalue that is looked for is near −1, so that v keeps its length
+        v = torch.bmm(v, g.mT)  # G is symmetric, and this form is the faster one for few rows
+    v = v / torch.linalg.vector_norm(v, dim=2, keepdim=True)
+    row = _row_times(v, x)
+    length = torch.linalg.vector_norm(row, dim=2, keepdim=True)
+    u = row / length
+    if x.shape[1] == x.shape[2]:
+        for _ in range(2):
+            u = u - _row_times(torch.bmm(u, x.mT), x)
+        u = u / torch.linalg.vector_norm(u, dim=2, keepdim=True)
+        image, shortest = torch.bmm(u, x.mT), SIGNED
+    else:
+        image, shortest = torch.bmm(v, g.mT) / length, LIFTED
+    lean = torch.linalg.vector_norm(image - (image * v).sum(2, keepdim=True) * v, dim=2)
+    change = u - row
+    moved = torch.bmm(change, x.mT).addcmul_(v, torch.linalg.vecdot(change, change)[:, :, None], value=0.5)
+    x = x.addcmul(v.mT, change)  # a product with one column goes through a slower loop
+    g = g.addcmul(v.mT, moved).addcmul_(moved.mT, v)
+    r = torch.linalg.vector_norm(g, dim=(1, 2)).square()
+    sharp = (length[:, :, 0] > shortest) & (lean < TILT)
+    return x, g, torch.where(sharp[:, 0], r, torch.inf)
