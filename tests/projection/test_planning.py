@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import rekindle
-from rekindle.projection.planning import Entry, Plan, plan
+from rekindle.blocks.finding import Found
+from rekindle.projection.planning import Plan, plan
 from rekindle.projection.targets import Scale
 from zoo_models import NAMES, build
 
@@ -222,7 +223,7 @@ def test_entries_know_their_scale() -> None:
     assert entry.scale is None
     assert entry.scales == pytest.approx((1.0, 0.5, 0.5))
     assert Scale.parse("paper").known(entry.blocks[1]) == 0.5
-    assert Entry.from_dict(json.loads(json.dumps(entry.to_dict()))) == entry
+    assert Found.from_dict(json.loads(json.dumps(entry.to_dict()))) == entry
 
 
 def test_weights_before_a_normalisation_are_counted() -> None:

@@ -42,13 +42,17 @@ _EMBEDDING_NAMES = re.compile(r"pos(itional)?_?emb|position_emb|token|embed", re
 
 @dataclass(frozen=True)
 class Found:
-    """One parameter: its matrices, its role, and the reasons for which it is skipped by default.
+    """One parameter on its way: as it was found, as a request chose of it, and as it is planned.
 
     `name` is the clean name (wrappers seen through; `layer.weight` for a parametrised weight), `key` the name in
-    `named_parameters()`. `refusal` says why there is nothing to project at all; `marks` map a kind ("head",
-    "frozen", …) to its reason in words. `also` lists the other names of a tied parameter. After a request
-    (`rekindle.projection.targets.choose`) `refusal` says why it does not mean this parameter, and `left` has the blocks
-    that it does not mean.
+    `named_parameters()`. `marks` map a kind ("head", "frozen", …) to the reason, in words, for which it is skipped by
+    default; `refusal` says why there is nothing to project at all. `also` lists the other names of a tied parameter.
+
+    A request (`rekindle.projection.targets.choose`) leaves the blocks that it means, names the others in `left`, and
+    gives a `refusal` to a parameter that it does not mean. `rekindle.plan` adds the tuples that run beside `blocks`:
+    `scales` (None where the rule looks at the matrix), `dfi`, `dfi_free` (at the matrix's own scale ‖W‖_F/√k), `small`
+    (matrices below `min_norm`, which stay), `references` (the norms that the "reference" scale asks for); `norm` is the
+    normalisation right behind the weight, which takes its scale out of the function. `estimated`: both DfI are.
     """
 
     name: str
@@ -60,21 +64,63 @@ class Found:
     module: str
     module_type: str
     refusal: str | None = None
-    marks: Mapping[str, str] = field(default_factory=dict)
+    marks: Mapping[str, str] = field(default_factory=dict, hash=False)
     also: tuple[str, ...] = ()
     parametrized: bool = False
-    classes: tuple[type, ...] = ()
-    left: tuple[Block, ...] = ()
+    classes: tuple[type, ...] = field(default=(), compare=False)
+    left: tuple[str, ...] = ()
+    scales: tuple[float | None, ...] = ()
+    dfi: tuple[float | None, ...] = ()
+    dfi_free: tuple[float | None, ...] = ()
+    small: tuple[int, ...] = ()
+    references: tuple[tuple[float, ...], ...] = ()
+    norm: str = ""
+    estimated: bool = False
 
     @property
     def reason(self) -> str | None:
-        """Why it is skipped by default, or None."""
+        """Why it is skipped (as long as nothing was asked for: by default), or None."""
         return self.refusal or next(iter(self.marks.values()), None)
 
     @property
     def count(self) -> int:
         """The number of matrices."""
         return sum(block.count for block in self.blocks)
+
+    @property
+    def scale(self) -> float | None:
+        """The scale, if it is known and the same for every block."""
+        return self.scales[0] if self.scales and len(set(self.scales)) == 1 else None
+
+    @property
+    def dfi_now(self) -> float | None:
+        """DfI summed over the blocks, None if unmeasured."""
+        values = [d for d in self.dfi if d is not None]
+        return sum(values) if values and len(values) == len(self.blocks) else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything that a plan says of it, as JSON can hold it."""
+        row = {name: getattr(self, name) for name in _SAVED}
+        row = {k: list(v) if isinstance(v, tuple) else v for k, v in row.items()}
+        row["blocks"] = [block.to_dict() for block in self.blocks]
+        row["references"] = [list(r) for r in self.references]
+        row["dtype"] = str(self.dtype).removeprefix("torch.")
+        return row
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Found:
+        """The inverse of `to_dict`."""
+        row: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}
+        row["blocks"] = tuple(Block.from_dict(b) for b in data["blocks"])
+        row["references"] = tuple(tuple(r) for r in data["references"])
+        row["dtype"] = getattr(torch, data["dtype"])
+        return cls(refusal=row.pop("reason"), **row)
+
+
+_SAVED = (
+    *("name", "key", "shape", "dtype", "role", "blocks", "reason", "scales", "dfi", "dfi_free", "small", "references"),
+    *("left", "also", "module", "module_type", "parametrized", "norm", "estimated"),
+)
 
 
 def find(

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from rekindle.blocks.finding import Block
+from rekindle.blocks.finding import Block, Found
 from rekindle.checkpoint import training_state
 from rekindle.checkpoint.journal import Journal, identify
 from rekindle.checkpoint.opening import Checkpoint, match_plan, open_checkpoint
@@ -26,7 +26,7 @@ from rekindle.checkpoint.staging import Staging, allocated, assemble, check_spac
 from rekindle.engine.solving import Solver, solve
 from rekindle.optimizers import StateReset
 from rekindle.projection.firing import check_finite, execute
-from rekindle.projection.planning import Entry, Plan
+from rekindle.projection.planning import Plan
 from rekindle.projection.receipt import Meter, Receipt
 from rekindle.projection.stores import bias_entries, bias_names
 
@@ -132,11 +132,11 @@ class FileStore:
         self._source, self._output = source, output
         self._begun: set[str] = set()
 
-    def read(self, entry: Entry) -> Tensor:
+    def read(self, entry: Found) -> Tensor:
         """The weight as it is in the source."""
         return self._source.read(entry.key)
 
-    def write(self, entry: Entry, block: Block, matrices: Tensor) -> Tensor | None:
+    def write(self, entry: Found, block: Block, matrices: Tensor) -> Tensor | None:
         """Write one block to the staged file; the first write of a weight brings the rest of it along."""
         value = self._output.read(entry.key)
         if entry.key not in self._begun and block.count * block.out * block.in_ < value.numel():
@@ -257,7 +257,7 @@ class _Job:
         return Receipt("fire", records, skipped, settings, optimizer=state, biases_zeroed=len(zeroed), notes=told)
 
 
-def _biases(source: Checkpoint, entries: Iterable[Entry]) -> Biases:
+def _biases(source: Checkpoint, entries: Iterable[Found]) -> Biases:
     """The biases of these weights that the file has beside them, by the weights' names: key and entries."""
     found: Biases = {}
     for entry in entries:
@@ -276,9 +276,9 @@ def _zeroed(journal: Journal, biases: Biases) -> Biases:
     return {name: bias for name, bias in biases.items() if name in changed}
 
 
-def batches(entries: Iterable[Entry]) -> list[tuple[Entry, ...]]:
+def batches(entries: Iterable[Found]) -> list[tuple[Found, ...]]:
     """Neighbouring entries in groups of about `BATCH` numbers."""
-    groups: list[list[Entry]] = [[]]
+    groups: list[list[Found]] = [[]]
     size = 0
     for entry in entries:
         count = torch.Size(entry.shape).numel()
@@ -301,7 +301,7 @@ def _planned(checkpoint: Checkpoint, plan: Plan | str | Path | None, config: Any
         return Plan.load(plan)
 
 
-def _check_finite(source: Checkpoint, entries: Iterable[Entry]) -> None:
+def _check_finite(source: Checkpoint, entries: Iterable[Found]) -> None:
     # A job of hours should not fail at its end because of the last tensor; the look costs a per cent of it.
     for entry in entries:
         try:

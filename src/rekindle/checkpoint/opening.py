@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rekindle.blocks.finding import Found
 from rekindle.checkpoint.folders import OPTIMIZER_FILES, Weights, check_index, companions, find_weights, read_json
 from rekindle.checkpoint.parts import CheckpointError, FilePart, TensorMeta, clearly
 from rekindle.checkpoint.safetensors_files import SafetensorsPart
-from rekindle.projection.planning import Entry, Plan
+from rekindle.projection.planning import Plan
 from rekindle.projection.planning import plan as make_plan
 
 _DCP = ".metadata"
@@ -142,12 +143,12 @@ class Checkpoint:
                 return None
         return self.config
 
-    def _tied_entries(self, drafted: Plan) -> Iterator[Entry]:
+    def _tied_entries(self, drafted: Plan) -> Iterator[Found]:
         known = {entry.name: entry for entry in drafted.entries}
         for name, owner in self.tied.items():
             if name in self._owner and name not in known and owner in known:
                 reason = f"tied to {owner}, treated there"
-                yield replace(known[owner], name=name, key=name, blocks=(), reason=reason, scales=(), references=())
+                yield replace(known[owner], name=name, key=name, blocks=(), refusal=reason, scales=(), references=())
 
 
 def open_checkpoint(path: str | Path, *, writable: bool = False) -> Checkpoint:
@@ -267,7 +268,7 @@ def match_plan(plan: Plan, checkpoint: Checkpoint) -> Plan:
     for entry in plan.entries:
         key = way(entry)
         if entry.parametrized and entry.reason is None and key not in names:
-            entry = replace(entry, reason=_COMPUTED)
+            entry = replace(entry, refusal=_COMPUTED)
         if entry.reason is None:
             shape = checkpoint.meta(key).shape
             if tuple(entry.shape) != shape:
@@ -280,8 +281,8 @@ def match_plan(plan: Plan, checkpoint: Checkpoint) -> Plan:
     return replace(plan, entries=tuple(entries))
 
 
-def _ways(first: Entry, checkpoint: Checkpoint) -> list[Callable[[Entry], str]]:
-    ways: list[Callable[[Entry], str]] = [_key, lambda entry: entry.name]
+def _ways(first: Found, checkpoint: Checkpoint) -> list[Callable[[Found], str]]:
+    ways: list[Callable[[Found], str]] = [_key, lambda entry: entry.name]
     for name in checkpoint.names:
         if name.endswith(f".{first.name}"):
             ways.append(_with_prefix(name.removesuffix(first.name)))
@@ -290,20 +291,20 @@ def _ways(first: Entry, checkpoint: Checkpoint) -> list[Callable[[Entry], str]]:
     return ways
 
 
-def _key(entry: Entry) -> str:
+def _key(entry: Found) -> str:
     # The key of a parametrised weight is one of its originals, which is another tensor, maybe of the same shape.
     return entry.name if entry.parametrized else entry.key
 
 
-def _with_prefix(prefix: str) -> Callable[[Entry], str]:
+def _with_prefix(prefix: str) -> Callable[[Found], str]:
     return lambda entry: prefix + entry.name
 
 
-def _without_prefix(prefix: str) -> Callable[[Entry], str]:
+def _without_prefix(prefix: str) -> Callable[[Found], str]:
     return lambda entry: entry.name.removeprefix(prefix)
 
 
-def _check_twice(entries: list[Entry], checkpoint: Checkpoint) -> None:
+def _check_twice(entries: list[Found], checkpoint: Checkpoint) -> None:
     seen: dict[str, str] = {}
     for entry in entries:
         if entry.reason is not None:

@@ -29,8 +29,9 @@ from rekindle.report.view import MOVED, how_far
 from rekindle.report.words import printable
 
 if TYPE_CHECKING:
+    from rekindle.blocks.finding import Found
     from rekindle.checkpoint import Checkpoint
-    from rekindle.projection.planning import Entry, Plan
+    from rekindle.projection.planning import Plan
     from rekindle.projection.receipt import Receipt
     from rekindle.sharding.estimate import Estimate
 
@@ -114,7 +115,7 @@ def draw(checkpoint: Checkpoint, config: Any, asked: Mapping[str, Any]) -> Plan:
     return replace(drawn, entries=entries)
 
 
-def _measured(drawn: Plan, entry: Entry, checkpoint: Checkpoint, advance: Callable[[float], None]) -> Entry:
+def _measured(drawn: Plan, entry: Found, checkpoint: Checkpoint, advance: Callable[[float], None]) -> Found:
     from rekindle.projection.measuring import look
 
     if entry.reason is not None:
@@ -124,7 +125,7 @@ def _measured(drawn: Plan, entry: Entry, checkpoint: Checkpoint, advance: Callab
     advance(weight.numel())
     small = tuple(int((norms < drawn.min_norm).sum()) for norms, _, _ in seen)
     if all(few == block.count for few, block in zip(small, entry.blocks, strict=True)):
-        return replace(entry, reason=f"norm below min_norm ({drawn.min_norm:g}): a zero weight is taken as intended")
+        return replace(entry, refusal=f"norm below min_norm ({drawn.min_norm:g}): a zero weight is taken as intended")
     return replace(entry, dfi=tuple(dfi for _, dfi, _ in seen), dfi_free=tuple(free for *_, free in seen), small=small)
 
 

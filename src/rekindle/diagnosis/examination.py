@@ -112,7 +112,7 @@ def health(
 
 
 class Held(Protocol):
-    """A weight and the matrices that it holds: `Found`, a plan's `Entry`, or a tensor of a file."""
+    """A weight and the matrices that it holds: a `Found`, or a tensor of a file."""
 
     @property
     def name(self) -> str:

@@ -164,7 +164,7 @@ class FreshAtNorm(FromStart):
     def apply(self, call: Call) -> Receipt:
         """Draw every targeted matrix anew at its old norm."""
         picked, _ = chosen_weights(call.model, self.targets)
-        if computed := [each.name for each in picked if each.weight.computed]:
+        if computed := [each.name for each in picked if each.computed]:
             raise ValueError(f"{computed[0]!r} is parametrised: leave it out with targets=")
         drawn = self.drawn(call, [each.name for each in picked])
 

@@ -9,10 +9,11 @@ from torch.nn.functional import cosine_similarity
 from rekindle.isolation import isolated
 from rekindle.methods.call import Call
 from rekindle.methods.remedy import Remedy
-from rekindle.methods.selection import ChosenWeight, Share, chosen_biases, mask_of, plain_weights
+from rekindle.methods.selection import Share, chosen_biases, mask_of, plain_weights
 from rekindle.methods.writing import overwrite
 from rekindle.projection.method import Loss
 from rekindle.projection.receipt import Receipt
+from rekindle.projection.stores import LiveWeight
 from rekindle.projection.targets import Targets
 
 
@@ -65,7 +66,7 @@ class DASH(Remedy):
         self.check(call)
         assert call.batches is not None and call.loss is not None
         picked, skipped = plain_weights(call.model, self.targets)
-        held = {c.name: c.weight.parameters(c.name)[c.name] for c in picked}
+        held = {c.name: c.parameters()[c.name] for c in picked}
         weights = {c.name: Share(c.name, held[c.name], None if c.whole else mask_of(c)) for c in picked}
         biases = chosen_biases(call.model, picked)
         wanted = self._direction(call, call.loss, {**weights, **biases})
@@ -97,9 +98,9 @@ class DASH(Remedy):
         return dict(zip(shares, call.mean(average), strict=True))
 
 
-def unit_cosine(chosen: ChosenWeight, weight: Tensor, direction: Tensor) -> Tensor:
+def unit_cosine(chosen: LiveWeight, weight: Tensor, direction: Tensor) -> Tensor:
     """cos(w, g) of each kernel or row, in a shape that multiplies the weight."""
-    if isinstance(chosen.weight.owner, nn.modules.conv._ConvNd):
+    if isinstance(chosen.owner, nn.modules.conv._ConvNd):
         cosine = cosine_similarity(weight.flatten(2), direction.flatten(2), dim=-1)
         return cosine.reshape(*weight.shape[:2], *(1 for _ in weight.shape[2:]))
     transposed = chosen.blocks[0].layout.in_[0] < chosen.blocks[0].layout.out[0]

@@ -33,7 +33,7 @@ def muon(
     ['Muon', 'AdamW']
     """
     picked, _ = chosen_weights(model, targets)
-    weights = [p for c in picked for p in c.weight.parameters(c.name).values() if p.ndim == 2]
+    weights = [p for c in picked for p in c.parameters().values() if p.ndim == 2]
     if not weights:
         raise ValueError(f"targets={targets!r} hold no 2-D weight, which is all that torch.optim.Muon takes")
     fault = bfloat16_fault() if any(p.device.type == "cpu" for p in weights) else None

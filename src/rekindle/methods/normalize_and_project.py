@@ -77,7 +77,7 @@ class NormalizeAndProject(Remedy):
         def choose() -> tuple[list[Share], dict[str, str]]:
             picked, skipped = plain_weights(model, self.targets)
             masks = [None if each.whole else mask_of(each) for each in picked]
-            held = [each.weight.parameters(each.name)[each.name] for each in picked]
+            held = [each.parameters()[each.name] for each in picked]
             return [Share(c.name, p, mask) for c, p, mask in zip(picked, held, masks, strict=True)], skipped
 
         return self._chosen.get(model, choose)

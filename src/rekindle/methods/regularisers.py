@@ -15,18 +15,19 @@ from rekindle.methods.caching import PerModel
 from rekindle.methods.call import Call
 from rekindle.methods.remedy import FromStart, Remedy
 from rekindle.methods.selection import (
-    ChosenWeight,
     Share,
     chosen_biases,
     chosen_norms,
     chosen_parameters,
     chosen_weights,
+    matrices_of,
     trainable,
 )
 from rekindle.methods.writing import isometry_scale
 from rekindle.optimizers import StateReset
 from rekindle.optimizers import resetting as optimizers
 from rekindle.projection.receipt import BlockRecord, Receipt
+from rekindle.projection.stores import LiveWeight
 from rekindle.projection.targets import Scale, Targets
 
 
@@ -194,20 +195,20 @@ class Parseval(Regulariser):
             raise ValueError(f"side={side!r} is neither 'rows' nor 'smaller'")
         super().__init__(coefficient, decoupled=decoupled, seed=seed)
         self.scale, self.side, self.norms, self.targets = scale, side, norms, targets
-        self._chosen: PerModel[tuple[list[ChosenWeight], list[Parameter]]] = PerModel()
+        self._chosen: PerModel[tuple[list[LiveWeight], list[Parameter]]] = PerModel()
 
     def penalty(self, model: nn.Module) -> Tensor:
         """The sum over all targeted matrices."""
         chosen, scales = self._chosen.get(model, lambda: self._choose(model))
         terms = []
-        for block, w in (pair for each in chosen for pair in each.matrices()):
+        for block, w in (pair for each in chosen for pair in matrices_of(each)):
             rows = w.mT if self.side == "smaller" and block.out > block.in_ else w
             eye = torch.eye(rows.shape[-2], dtype=rows.dtype, device=rows.device)
             terms.append((rows @ rows.mT - self.scale * eye).square().sum())
         terms += [(gamma.square() - self.scale).square().sum() for gamma in scales]
         return torch.stack(terms).sum()
 
-    def _choose(self, model: nn.Module) -> tuple[list[ChosenWeight], list[Parameter]]:
+    def _choose(self, model: nn.Module) -> tuple[list[LiveWeight], list[Parameter]]:
         weights = chosen_weights(model, self.targets, conv="flat")[0]
         return weights, norm_scales(model, self.targets) if self.norms else []
 
@@ -243,7 +244,7 @@ class SpectralRegulariser(Regulariser):
             raise ValueError(f"k={k} and iterations={iterations} must be at least 1")
         super().__init__(coefficient, decoupled=decoupled, seed=seed)
         self.k, self.iterations, self.targets = k, iterations, targets
-        self._chosen: PerModel[tuple[list[ChosenWeight], list[Parameter], list[Share]]] = PerModel()
+        self._chosen: PerModel[tuple[list[LiveWeight], list[Parameter], list[Share]]] = PerModel()
         self._vectors: dict[str, Tensor] = {}
 
     def penalty(self, model: nn.Module) -> Tensor:
@@ -252,11 +253,11 @@ class SpectralRegulariser(Regulariser):
         terms = [share.of(share.parameter).square().sum() ** self.k for share in biases]
         terms += [(scale.abs().amax() ** self.k - 1).square() for scale in scales]
         for each in chosen:
-            for number, (_, w) in enumerate(each.matrices()):
+            for number, (_, w) in enumerate(matrices_of(each)):
                 terms.append((self._largest(f"{each.name}:{number}", w) ** self.k - 1).square().sum())
         return torch.stack(terms).sum()
 
-    def _choose(self, model: nn.Module) -> tuple[list[ChosenWeight], list[Parameter], list[Share]]:
+    def _choose(self, model: nn.Module) -> tuple[list[LiveWeight], list[Parameter], list[Share]]:
         weights = chosen_weights(model, self.targets, conv="flat")[0]
         if self.targets == "layers":
             named = [(name, p) for name, p in names.named_parameters(model) if p.requires_grad]
@@ -327,13 +328,13 @@ class IsometryLoss(Regulariser):
         self._scale = Scale.parse(scale)
         self.scale, self.conv, self.targets = str(scale), conv, targets
         self.per_dimension = per_dimension
-        self._chosen: PerModel[list[ChosenWeight]] = PerModel()
+        self._chosen: PerModel[list[LiveWeight]] = PerModel()
 
     def penalty(self, model: nn.Module) -> Tensor:
         """The sum of DfI, per dimension or plain, over all targeted matrices."""
         chosen = self._chosen.get(model, lambda: chosen_weights(model, self.targets, conv=self.conv)[0])
         terms = []
-        for block, matrices in (pair for each in chosen for pair in each.matrices()):
+        for block, matrices in (pair for each in chosen for pair in matrices_of(each)):
             w = matrices / isometry_scale(self._scale, block, matrices.detach())
             gram = w @ w.mT if block.out <= block.in_ else w.mT @ w
             eye = torch.eye(block.smaller, dtype=w.dtype, device=w.device)

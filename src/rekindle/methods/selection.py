@@ -17,40 +17,12 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from rekindle.blocks import names
-from rekindle.blocks.finding import Block, Found, find
-from rekindle.projection.stores import Weight
+from rekindle.blocks.finding import Block, find
+from rekindle.projection.stores import LiveWeight
 from rekindle.projection.targets import Targets, choose, terms
 
 NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
 _GENERAL = ("auto", "layers", "all", "everything", "trainable")
-
-
-@dataclass(frozen=True)
-class ChosenWeight:
-    """A weight and those of its blocks that are to be changed."""
-
-    found: Found
-    weight: Weight
-
-    @property
-    def blocks(self) -> tuple[Block, ...]:
-        """The blocks to be changed."""
-        return self.found.blocks
-
-    @property
-    def name(self) -> str:
-        """The clean name of the weight."""
-        return self.found.name
-
-    @property
-    def whole(self) -> bool:
-        """Whether all of its blocks are chosen."""
-        return not self.found.left
-
-    def matrices(self) -> Iterable[tuple[Block, Tensor]]:
-        """Each chosen block with its matrices (count, out, in) as part of the autograd graph."""
-        value = getattr(self.weight.owner, self.weight.tensor)
-        return ((block, with_gradient(block, value)) for block in self.blocks)
 
 
 @dataclass(frozen=True)
@@ -76,7 +48,7 @@ class Share:
         return new if self.mask is None else torch.where(self.mask, new, old)
 
 
-def chosen_weights(model: nn.Module, targets: Targets, **finding: Any) -> tuple[list[ChosenWeight], dict[str, str]]:
+def chosen_weights(model: nn.Module, targets: Targets, **finding: Any) -> tuple[list[LiveWeight], dict[str, str]]:
     """The weights that `targets` mean, and why the other parameters and parts are skipped.
 
     >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
@@ -84,20 +56,22 @@ def chosen_weights(model: nn.Module, targets: Targets, **finding: Any) -> tuple[
     ['0.weight', '2.weight']
     """
     picked, skipped = [], {}
-    for found in choose(find(model, **finding), targets):
+    everything = find(model, **finding)
+    for before, found in zip(everything, choose(everything, targets), strict=True):
         if found.refusal is not None:
             skipped[found.name] = found.refusal
             continue
-        picked.append(ChosenWeight(found, Weight.at(model, found.key)))
-        skipped |= {f"{found.name}[{b.part}]": f"not among the targets ({b.role})" for b in found.left}
+        picked.append(LiveWeight.at(model, found))
+        left = (b for b in before.blocks if b not in found.blocks)
+        skipped |= {f"{found.name}[{b.part}]": f"not among the targets ({b.role})" for b in left}
     return picked, skipped
 
 
-def plain_weights(model: nn.Module, targets: Targets) -> tuple[list[ChosenWeight], dict[str, str]]:
+def plain_weights(model: nn.Module, targets: Targets) -> tuple[list[LiveWeight], dict[str, str]]:
     """The targeted weights that are parameters themselves; those computed from others are skipped."""
     picked, skipped = chosen_weights(model, targets)
-    computed = {c.name: "parametrised: its originals are not its weights" for c in picked if c.weight.computed}
-    return [c for c in picked if not c.weight.computed], {**skipped, **computed}
+    computed = {c.name: "parametrised: its originals are not its weights" for c in picked if c.computed}
+    return [c for c in picked if not c.computed], {**skipped, **computed}
 
 
 def chosen_parameters(model: nn.Module, targets: Targets) -> tuple[dict[str, Share], dict[str, str]]:
@@ -120,8 +94,8 @@ def chosen_parameters(model: nn.Module, targets: Targets) -> tuple[dict[str, Sha
     called = {id(parameter): name for name, parameter in named.items()}
     chosen: dict[str, Share] = {}
     for each in picked:
-        held = each.weight.parameters(each.name).values()
-        if each.weight.computed and not each.whole:
+        held = each.parameters().values()
+        if each.computed and not each.whole:
             raise ValueError(f"{each.name!r} is parametrised: single parts of it cannot be chosen here")
         mask = None if each.whole else mask_of(each)
         chosen |= {called[id(p)]: Share(called[id(p)], p, mask) for p in held}
@@ -136,17 +110,17 @@ def trainable(shares: dict[str, Share]) -> dict[str, Share]:
     return found
 
 
-def chosen_biases(model: nn.Module, weights: Iterable[ChosenWeight]) -> dict[str, Share]:
+def chosen_biases(model: nn.Module, weights: Iterable[LiveWeight]) -> dict[str, Share]:
     """The trainable biases that are added to the outputs of these weights, with a mask where that is a part."""
     called = {id(parameter): name for name, parameter in names.named_parameters(model)}
     found: dict[str, Share] = {}
     for each in weights:
-        bias = each.weight.bias()
+        bias = each.bias()
         if bias is None or not bias.requires_grad or id(bias) not in called:
             continue
         name = called[id(bias)]
         mask = torch.zeros(bias.shape, dtype=torch.bool, device=bias.device)
-        mask[slice(None) if each.whole and not _shared(each) else each.weight.outputs(each.blocks)] = True
+        mask[slice(None) if each.whole and not _shared(each) else each.outputs()] = True
         earlier = found[name].mask if name in found else None
         if earlier is not None:
             mask |= earlier
@@ -178,13 +152,19 @@ def chosen_norms(model: nn.Module, targets: Targets) -> dict[str, nn.Module]:
     }
 
 
-def mask_of(chosen: ChosenWeight) -> Tensor:
+def mask_of(chosen: LiveWeight) -> Tensor:
     """Which entries of a weight its chosen blocks hold."""
-    value = chosen.weight.read()
+    value = chosen.read()
     mask = torch.zeros(value.shape, dtype=torch.bool, device=value.device)
     for block in chosen.blocks:
         block.write(mask, torch.ones(block.count, block.out, block.in_, dtype=torch.bool, device=value.device))
     return mask
+
+
+def matrices_of(chosen: LiveWeight) -> Iterable[tuple[Block, Tensor]]:
+    """Each chosen block of a weight with its matrices (count, out, in) as part of the autograd graph."""
+    value = getattr(chosen.owner, chosen.tensor)
+    return ((block, with_gradient(block, value)) for block in chosen.blocks)
 
 
 def with_gradient(block: Block, weight: Tensor) -> Tensor:
@@ -196,6 +176,6 @@ def with_gradient(block: Block, weight: Tensor) -> Tensor:
     return window.permute(*layout.count, *layout.out, *layout.in_).reshape(layout.sizes)
 
 
-def _shared(chosen: ChosenWeight) -> bool:
+def _shared(chosen: LiveWeight) -> bool:
     # MultiheadAttention with keys of another width: three weights, one bias.
-    return chosen.weight.tensor in ("q_proj_weight", "k_proj_weight", "v_proj_weight")
+    return chosen.tensor in ("q_proj_weight", "k_proj_weight", "v_proj_weight")

@@ -52,12 +52,12 @@ class WeightClip(Remedy):
 def _bounds(model: nn.Module, targets: Targets) -> list[tuple[Share, float]]:
     found: list[tuple[Share, float]] = []
     for each in chosen_weights(model, targets)[0]:
-        if each.weight.computed:
+        if each.computed:
             raise ValueError(f"{each.name!r} is parametrised: clipping its originals would not clip it")
-        owner, block = each.weight.owner, each.blocks[0]
+        owner, block = each.owner, each.blocks[0]
         recurrent = isinstance(owner, (nn.RNNBase, nn.RNNCellBase))
         fan_in = int(owner.hidden_size) if recurrent else block.fans[1] * block.taps  # type: ignore[arg-type]
-        parameter = each.weight.parameters(each.name)[each.name]
+        parameter = each.parameters()[each.name]
         shares = [Share(each.name, parameter, None if each.whole else mask_of(each))]
         found += [(share, fan_in**-0.5) for share in (*shares, *chosen_biases(model, [each]).values())]
     return found

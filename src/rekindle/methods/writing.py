@@ -13,10 +13,11 @@ from rekindle.blocks.finding import Block
 from rekindle.engine.isometry import polar
 from rekindle.measures.matrices import scale_free_deviation
 from rekindle.methods.call import Call
-from rekindle.methods.selection import ChosenWeight, chosen_weights
+from rekindle.methods.selection import chosen_weights
 from rekindle.optimizers import StateReset
 from rekindle.optimizers import resetting as optimizers
 from rekindle.projection.receipt import BlockRecord, Receipt
+from rekindle.projection.stores import LiveWeight
 from rekindle.projection.targets import Scale, Targets
 
 # New matrices (count, out, in) from the old ones; the name and block tell which they are.
@@ -57,11 +58,11 @@ def overwrite(
 def rewrite(method: str, call: Call, change: Change, *, targets: Targets = "auto", policy: str = "fresh") -> Receipt:
     """Replace the targeted matrices by what `change` makes of them; all of it is computed before the first write."""
     picked, skipped = chosen_weights(call.model, targets)
-    parameters = {n: p for each in picked for n, p in each.weight.parameters(each.name).items()}
+    parameters = {n: p for each in picked for n, p in each.parameters().items()}
     optimizers.check(call.optimizer, parameters, policy)
-    new: list[tuple[ChosenWeight, Block, Tensor, Tensor]] = []
+    new: list[tuple[LiveWeight, Block, Tensor, Tensor]] = []
     for each in picked:
-        whole = each.weight.read()
+        whole = each.read()
         if not bool(torch.isfinite(whole).all()):
             raise ValueError(f"{each.name!r} holds NaN or Inf; nothing was changed")
         trial = whole.clone()
@@ -71,13 +72,13 @@ def rewrite(method: str, call: Call, change: Change, *, targets: Targets = "auto
             value = change(each.name, block, old)
             block.write(trial, value)
             new.append((each, block, old, value))
-        refusal = parametrized.trial(each.weight.owner, each.weight.tensor, trial)
+        refusal = parametrized.trial(each.owner, each.tensor, trial)
         if refusal is not None:
             raise ValueError(f"{each.name!r} is {refusal}; leave it out with targets=")
     records = []
     for each, block, old, value in new:
         records.append(_matrix_record(each.name, block, old, value))
-        each.weight.write(block, value)
+        each.write(block, value)
     return Receipt(
         method,
         tuple(records),

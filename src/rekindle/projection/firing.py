@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar, cast, get_args
 import torch
 from torch import Tensor, nn
 
-from rekindle.blocks.finding import Block
+from rekindle.blocks.finding import Block, Found
 from rekindle.blocks.names import sharded_parameters
 from rekindle.engine.arithmetic import callers_device, full_precision, to_host
 from rekindle.engine.solving import CONVERGING, Certificate, Solver, Solving, Source, solve
@@ -26,10 +26,10 @@ from rekindle.optimizers import resetting as optimizers
 from rekindle.optimizers.snapshots import snapshot
 from rekindle.projection.measuring import measured, observed
 from rekindle.projection.method import MethodError
-from rekindle.projection.planning import Entry, Plan
+from rekindle.projection.planning import Plan
 from rekindle.projection.planning import plan as make_plan
 from rekindle.projection.recalibration import recalibrated, training_layers
-from rekindle.projection.receipt import Measuring, Meter, Receipt, Written, records
+from rekindle.projection.receipt import Measuring, Meter, PendingRecord, Receipt, records
 from rekindle.projection.sharded import Numbers, ShardedFire
 from rekindle.projection.stores import LiveStore, Store
 from rekindle.sharding.passes import passes
@@ -233,7 +233,7 @@ def execute(
     solving: Solving = {"solver": solver, "tol": tol, "steps": steps, "complete": complete, "seed": seed}
     work = [(entry, block) for entry in plan.selected for block in entry.blocks]
     known = solved or {}
-    written: dict[int, Written] = {}
+    written: dict[int, PendingRecord] = {}
     notes: list[str] = []
 
     def receipt() -> Receipt:
@@ -265,7 +265,7 @@ def execute(
 
 def _solutions(
     store: Store,
-    work: Sequence[tuple[Entry, Block]],
+    work: Sequence[tuple[Found, Block]],
     solving: Solving,
     numbers: Mapping[tuple[str, Block], Numbers] | None = None,
 ) -> Iterator[tuple[int, Solved]]:
@@ -329,13 +329,13 @@ def _by_svd(
 def _write(
     plan: Plan,
     store: Store,
-    entry: Entry,
+    entry: Found,
     block: Block,
     solved: Solved,
     strength: float,
     measuring: Measuring,
     notes: list[str],
-) -> Written:
+) -> PendingRecord:
     factors, certificate, fallback = solved
     scale = plan.scale_values(entry, block, norm=certificate.norm, nuclear=certificate.nuclear).to(factors.dtype)
     there = scale.to(factors.device)
@@ -362,7 +362,7 @@ def _write(
     asked = measuring != "none" and not (exact and converged)
     seen = observed(now, there, converged) if asked else None
     full = measured(old, now, there) if measuring == "full" else None
-    return Written(entry.name, block, certificate, scale, kept, seen, full, fallback)
+    return PendingRecord(entry.name, block, certificate, scale, kept, seen, full, fallback)
 
 
 def _blended(factors: Tensor, scale: Tensor, old: Tensor, strength: float) -> Tensor:
@@ -371,7 +371,7 @@ def _blended(factors: Tensor, scale: Tensor, old: Tensor, strength: float) -> Te
     return matrices if strength == 1 else matrices.add_(old.to(matrices.dtype), alpha=1 - strength)
 
 
-def _reader(store: Store, entry: Entry, block: Block, turned: bool) -> Callable[[], Tensor]:
+def _reader(store: Store, entry: Found, block: Block, turned: bool) -> Callable[[], Tensor]:
     """What the solver reads. A square block that lies transposed in memory is solved so: nothing has to be moved."""
 
     def read() -> Tensor:
@@ -419,7 +419,7 @@ def _without_refused(
         raise ValueError("nothing is left to project. " + "; ".join(f"{name}: {why}" for name, why in reasons.items()))
     if not reasons:
         return plan, solved
-    entries = tuple(replace(e, reason=reasons[e.name]) if e.name in reasons else e for e in plan.entries)
+    entries = tuple(replace(e, refusal=reasons[e.name]) if e.name in reasons else e for e in plan.entries)
     return replace(plan, entries=entries), solved
 
 

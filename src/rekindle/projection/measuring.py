@@ -1,19 +1,20 @@
 """What is measured of matrices for a plan and a receipt, beyond what the solver knows anyway.
 
-`look` is for one block, `looks` for the blocks of a model whose parameters are spread over processes; `observed` and
-`measured` are about what was written.
+`look` is for one block, `looks` for the blocks of a model whose parameters are spread over processes, `references_of`
+for the initial weights; `observed` and `measured` are about what was written.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from rekindle.blocks.finding import Found
 from rekindle.blocks.layouts import Block
+from rekindle.blocks.names import is_sharded
 from rekindle.measures.matrices import deviation_from_isometry, measure, squared_frobenius_error
 from rekindle.measures.spectra import gram, spectral_norm_estimate
 from rekindle.projection.receipt import finite_mean, finite_sum
@@ -168,6 +169,22 @@ def looks(
             free = sum(part[2] or 0.0 for part in parts) if parts else None
             found[f.name, place] = (norms[number][place], dfi, free)
     return found
+
+
+def references_of(f: Found, initial: Reader | None) -> tuple[tuple[float, ...], ...]:
+    """The norm of each matrix of a weight in the initial model, for the scale "reference"."""
+    start = initial(f) if initial is not None else None
+    if start is None:
+        raise ValueError(f"{f.name}: the reference has no such weight; exclude it or choose another scale")
+    if is_sharded(start):
+        start = cast("Any", start).full_tensor()  # one parameter at a time
+        assert isinstance(start, Tensor)
+    if tuple(start.shape) != f.shape:
+        raise ValueError(f"{f.name} has shape {f.shape}, the reference has {tuple(start.shape)}")
+    norms = [torch.linalg.vector_norm(b.read(start).double(), dim=(1, 2)).tolist() for b in f.blocks]
+    if any(n == 0.0 for per in norms for n in per):
+        raise ValueError(f"{f.name}: a matrix of the reference is zero, which gives no scale; exclude it")
+    return tuple(tuple(per) for per in norms)
 
 
 def observed(stored: Tensor, scale: Tensor, converged: bool) -> Tensor:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ from rekindle.engine.arithmetic import full_precision, to_host
 from rekindle.engine.isometry import polar
 from rekindle.extras import install
 from rekindle.measures.spectra import real
-from rekindle.projection.measuring import Look, Reader, look, looks, too_many
+from rekindle.projection.measuring import Look, Reader, look, looks, references_of, too_many
 from rekindle.projection.targets import Scale, Targets, choose, describe, preset_layouts, terms
 from rekindle.sharding.spread import Spread
 from rekindle.sharding.team import SOLO, opened
@@ -41,93 +41,6 @@ _VERSION = 1
 _HEADINGS = ("parameter", "role", "shape", "matrices", "scale", "DfI now", "action")
 
 
-@dataclass(frozen=True)
-class Entry:
-    """One parameter in a plan. `reason` is None for those that will be projected.
-
-    The tuples `scales` (None where the rule looks at the matrix), `dfi`, `dfi_free` (at the matrix's own scale
-    ‖W‖_F/√k) and `small` (matrices below `min_norm`, which stay) run beside `blocks`; `references` holds the norms
-    that the "reference" scale asks for. `left` names the parts of a fused weight that are not touched, `norm` the
-    normalisation right behind the weight, which takes its scale out of the function. `estimated` says that both DfI
-    are estimates.
-    """
-
-    name: str
-    key: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    role: str
-    blocks: tuple[Block, ...]
-    reason: str | None
-    scales: tuple[float | None, ...] = ()
-    dfi: tuple[float | None, ...] = ()
-    dfi_free: tuple[float | None, ...] = ()
-    small: tuple[int, ...] = ()
-    references: tuple[tuple[float, ...], ...] = ()
-    left: tuple[str, ...] = ()
-    also: tuple[str, ...] = ()
-    module: str = ""
-    module_type: str = ""
-    parametrized: bool = False
-    norm: str = ""
-    estimated: bool = False
-
-    @property
-    def scale(self) -> float | None:
-        """The scale, if it is known and the same for every block."""
-        return self.scales[0] if self.scales and len(set(self.scales)) == 1 else None
-
-    @property
-    def count(self) -> int:
-        """The number of matrices."""
-        return sum(block.count for block in self.blocks)
-
-    @property
-    def dfi_now(self) -> float | None:
-        """DfI summed over the blocks, None if unmeasured."""
-        values = [d for d in self.dfi if d is not None]
-        return sum(values) if values and len(values) == len(self.blocks) else None
-
-    def cells(self) -> list[str]:
-        """Its row of the table: seven cells, or four if it is skipped: the reason takes the place of the numbers."""
-        shape = "×".join(map(str, self.shape)) or "-"
-        if self.reason is not None:
-            return [self.name, self.role, shape, f"skipped: {self.reason}"]
-        role = "+".join(dict.fromkeys(block.role for block in self.blocks))
-        sizes: dict[str, int] = {}
-        for block in self.blocks:
-            size = f"{block.out}×{block.in_}"
-            sizes[size] = sizes.get(size, 0) + block.count
-        matrices = ", ".join(f"{count} × {size}" for size, count in sizes.items())
-        scales = ", ".join(dict.fromkeys("by matrix" if s is None else f"{s:.3g}" for s in self.scales))
-        action = "project"
-        if self.left:
-            action += f" {', '.join(block.part or block.role for block in self.blocks)}; skip {', '.join(self.left)}"
-        if any(self.small):
-            action += f"; {sum(self.small)} zero matrices stay"
-        if self.parametrized:
-            action += " through its parametrisation"
-        dfi = "-" if self.dfi_now is None else f"{'≈' if self.estimated else ''}{self.dfi_now:.3g}"
-        return [self.name, role, shape, matrices, scales, dfi, action]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Everything, as JSON can hold it."""
-        row = {k: list(v) if isinstance(v, tuple) else v for k, v in self.__dict__.items()}
-        row["blocks"] = [block.to_dict() for block in self.blocks]
-        row["references"] = [list(r) for r in self.references]
-        row["dtype"] = str(self.dtype).removeprefix("torch.")
-        return row
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Entry:
-        """The inverse of `to_dict`."""
-        row: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}
-        row["blocks"] = tuple(Block.from_dict(b) for b in data["blocks"])
-        row["references"] = tuple(tuple(r) for r in data["references"])
-        row["dtype"] = getattr(torch, data["dtype"])
-        return cls(**row)
-
-
 @dataclass(frozen=True, repr=False)
 class Plan:
     """What will be done to each parameter; prints as a table, `fire` executes exactly it.
@@ -137,28 +50,28 @@ class Plan:
     ['0.weight']
     """
 
-    entries: tuple[Entry, ...]
+    entries: tuple[Found, ...]
     scale: Scale
     targets: str = "auto"
     min_norm: float = MIN_NORM
     conv: str = "taps"
 
     @cached_property
-    def selected(self) -> tuple[Entry, ...]:
+    def selected(self) -> tuple[Found, ...]:
         """The entries that will be projected."""
-        return tuple(entry for entry in self.entries if entry.reason is None)
+        return tuple(entry for entry in self.entries if entry.refusal is None)
 
     @property
-    def skipped(self) -> tuple[Entry, ...]:
+    def skipped(self) -> tuple[Found, ...]:
         """The entries that are skipped."""
-        return tuple(entry for entry in self.entries if entry.reason is not None)
+        return tuple(entry for entry in self.entries if entry.refusal is not None)
 
     def reasons(self) -> dict[str, str]:
         """Why each parameter, or part of a fused weight, is skipped."""
         found = {}
         for entry in self.entries:
-            if entry.reason is not None:
-                found[entry.name] = entry.reason
+            if entry.refusal is not None:
+                found[entry.name] = entry.refusal
             for part in entry.left:
                 found[f"{entry.name}[{part}]"] = "a part of a fused weight that is no target"
         return found
@@ -184,12 +97,12 @@ class Plan:
                 f". {free} of the {len(chosen)} have a normalisation right behind them, which takes their scale out: "
                 "for them the scale sets only how fast they learn, lr/‖W‖²"
             )
-        rows = [[*cells[:-1], worded(cells[-1])] for cells in (entry.cells() for entry in self.entries)]
+        rows = [[*cells[:-1], worded(cells[-1])] for cells in map(_cells, self.entries)]
         lines = tables.table(_HEADINGS, rows, width, left=range(len(_HEADINGS)), drop=(1,))
         return "\n".join([*lines, *tables.wrapped(foot, width, "")])
 
     def scale_values(
-        self, entry: Entry, block: Block, *, norm: Tensor | None = None, nuclear: Tensor | None = None
+        self, entry: Found, block: Block, *, norm: Tensor | None = None, nuclear: Tensor | None = None
     ) -> Tensor:
         """The scale of each matrix of one of the entry's blocks, given what its rule looks at.
 
@@ -222,7 +135,7 @@ class Plan:
         """The inverse of `to_dict`."""
         if data.get("rekindle_plan") != _VERSION:
             raise ValueError(f"not a rekindle plan of version {_VERSION}: {data.get('rekindle_plan')!r}")
-        entries = tuple(Entry.from_dict(e) for e in data["entries"])
+        entries = tuple(Found.from_dict(e) for e in data["entries"])
         return cls(entries, Scale.parse(data["scale"]), data["targets"], float(data["min_norm"]), data["conv"])
 
     def to_frame(self) -> pandas.DataFrame:
@@ -233,11 +146,11 @@ class Plan:
             raise ImportError(f"a DataFrame needs pandas: {install('report')}") from error
         rows: list[dict[str, Any]] = []
         for e in self.entries:
-            base = {"name": e.name, "role": e.role, "shape": e.shape, "dtype": e.dtype, "reason": e.reason}
+            base = {"name": e.name, "role": e.role, "shape": e.shape, "dtype": e.dtype, "reason": e.refusal}
             base["norm"] = e.norm
-            if e.reason is not None:
+            if e.refusal is not None:
                 rows.append(base)
-            for i, block in enumerate(e.blocks if e.reason is None else ()):
+            for i, block in enumerate(e.blocks if e.refusal is None else ()):
                 rows.append(
                     {
                         **base,
@@ -271,6 +184,29 @@ class Plan:
         True
         """
         return cls.from_dict(json.loads(Path(path).read_text()))
+
+
+def _cells(entry: Found) -> list[str]:
+    """Its row of the table: seven cells, or four if it is skipped: the reason takes the place of the numbers."""
+    shape = "×".join(map(str, entry.shape)) or "-"
+    if entry.refusal is not None:
+        return [entry.name, entry.role, shape, f"skipped: {entry.refusal}"]
+    role = "+".join(dict.fromkeys(block.role for block in entry.blocks))
+    sizes: dict[str, int] = {}
+    for block in entry.blocks:
+        size = f"{block.out}×{block.in_}"
+        sizes[size] = sizes.get(size, 0) + block.count
+    matrices = ", ".join(f"{count} × {size}" for size, count in sizes.items())
+    scales = ", ".join(dict.fromkeys("by matrix" if s is None else f"{s:.3g}" for s in entry.scales))
+    action = "project"
+    if entry.left:
+        action += f" {', '.join(block.part or block.role for block in entry.blocks)}; skip {', '.join(entry.left)}"
+    if any(entry.small):
+        action += f"; {sum(entry.small)} zero matrices stay"
+    if entry.parametrized:
+        action += " through its parametrisation"
+    dfi = "-" if entry.dfi_now is None else f"{'≈' if entry.estimated else ''}{entry.dfi_now:.3g}"
+    return [entry.name, role, shape, matrices, scales, dfi, action]
 
 
 @full_precision()
@@ -346,12 +282,12 @@ def plan(
         if spreads:
             seen |= looks(team, spreads, chosen, read, rule, bool(measure))
     initial = None if reference is None else _by_name(reference)
-    entries = tuple(_entry(f, rule, initial, min_norm, seen) for f in chosen)
+    entries = tuple(_planned(f, rule, initial, min_norm, seen) for f in chosen)
     entries = tuple(replace(e, estimated=e.name in rough and e.dfi_now is not None) for e in entries)
     drafted = Plan(entries, rule, describe(targets, include, exclude), min_norm, conv)
     if isinstance(model, nn.Module) and trial:
         entries = tuple(_tried(drafted, e, f, model) for e, f in zip(entries, found, strict=True))
-    if not allow_empty and all(e.reason is not None for e in entries):
+    if not allow_empty and all(e.refusal is not None for e in entries):
         raise ValueError(f"targets={targets!r}: nothing is left to project. " + _reasons(entries))
     if measure and isinstance(model, nn.Module):
         norms = norms_behind(unwrapped(model))
@@ -440,27 +376,15 @@ def _computed(model: nn.Module, f: Found) -> tuple[nn.Module, str]:
     return place.owner, place.tensor
 
 
-def _entry(
+def _planned(
     f: Found, rule: Scale, initial: Reader | None, min_norm: float, looks: Mapping[tuple[str, int], Look]
-) -> Entry:
-    base = Entry(
-        f.name,
-        f.key,
-        f.shape,
-        f.dtype,
-        f.role,
-        f.blocks,
-        f.refusal,
-        also=f.also,
-        module=f.module,
-        module_type=f.module_type,
-        parametrized=f.parametrized,
-    )
+) -> Found:
+    """A chosen weight with what is planned for it, or the reason why it is skipped after all."""
+    f = replace(f, marks={}, classes=())
     if f.refusal is not None:
-        return base
-    left = tuple(block.part or block.role for block in f.left)
-    references = _references(f, initial) if rule.rule == "reference" else ()
-    kept = []
+        return f
+    references = references_of(f, initial) if rule.rule == "reference" else ()
+    left, kept = f.left, []
     for i, block in enumerate(f.blocks):
         norms, dfi, free = looks.get((f.name, i), (None, None, None))
         small = 0 if norms is None else int((norms < min_norm).sum())
@@ -469,10 +393,11 @@ def _entry(
         else:
             kept.append((block, rule.known(block), dfi, free, small, references[i] if references else ()))
     if not kept:
-        return replace(base, reason=f"norm below min_norm ({min_norm:g}): a zero weight is taken as intended")
+        refusal = f"norm below min_norm ({min_norm:g}): a zero weight is taken as intended"
+        return replace(f, refusal=refusal, left=())
     blocks, scales, dfis, frees, smalls, norms_then = zip(*kept, strict=True)
     return replace(
-        base,
+        f,
         blocks=blocks,
         scales=scales,
         dfi=dfis,
@@ -483,9 +408,9 @@ def _entry(
     )
 
 
-def _tried(drafted: Plan, entry: Entry, f: Found, model: nn.Module) -> Entry:
+def _tried(drafted: Plan, entry: Found, f: Found, model: nn.Module) -> Found:
     """A parametrised weight is planned only if its parametrisation can hold the projected value."""
-    if not f.parametrized or entry.reason is not None:
+    if not f.parametrized or entry.refusal is not None:
         return entry
     module, tensor = _computed(model, f)
     value = parametrized.read(module, tensor).clone()
@@ -497,23 +422,8 @@ def _tried(drafted: Plan, entry: Entry, f: Found, model: nn.Module) -> Entry:
         scale = drafted.scale_values(entry, block, norm=torch.linalg.vector_norm(wide, dim=(1, 2)), nuclear=nuclear)
         block.write(value, q * scale.to(q)[:, None, None])
     reason = parametrized.trial(module, tensor, value)
-    return entry if reason is None else replace(entry, reason=reason, blocks=f.blocks)
+    return entry if reason is None else replace(entry, refusal=reason, blocks=f.blocks)
 
 
-def _references(f: Found, initial: Reader | None) -> tuple[tuple[float, ...], ...]:
-    start = initial(f) if initial is not None else None
-    if start is None:
-        raise ValueError(f"{f.name}: the reference has no such weight; exclude it or choose another scale")
-    if is_sharded(start):
-        start = cast("Any", start).full_tensor()  # one parameter at a time
-        assert isinstance(start, Tensor)
-    if tuple(start.shape) != f.shape:
-        raise ValueError(f"{f.name} has shape {f.shape}, the reference has {tuple(start.shape)}")
-    norms = [torch.linalg.vector_norm(b.read(start).double(), dim=(1, 2)).tolist() for b in f.blocks]
-    if any(n == 0.0 for per in norms for n in per):
-        raise ValueError(f"{f.name}: a matrix of the reference is zero, which gives no scale; exclude it")
-    return tuple(tuple(per) for per in norms)
-
-
-def _reasons(entries: tuple[Entry, ...]) -> str:
-    return "; ".join(f"{e.name}: {e.reason}" for e in entries if e.blocks)[:2000]
+def _reasons(entries: tuple[Found, ...]) -> str:
+    return "; ".join(f"{e.name}: {e.refusal}" for e in entries if e.blocks)[:2000]

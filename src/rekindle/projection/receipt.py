@@ -28,7 +28,7 @@ from rekindle.optimizers.resetting import StateReset
 if TYPE_CHECKING:
     import pandas
 
-__all__ = ["BlockRecord", "Measuring", "Meter", "Receipt", "Written", "records"]
+__all__ = ["BlockRecord", "Measuring", "Meter", "PendingRecord", "Receipt", "records"]
 
 Measuring = Literal["cheap", "full", "none"]
 
@@ -307,11 +307,14 @@ def _plain(value: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Written:
-    """What is known of a block that was written.
+class PendingRecord:
+    """What is known of a block that was written, until it is a line of the receipt: a result, no weight on its way.
 
-    kept: which matrices were left as they are. seen: what `measuring.observed` found of those stored, on their device
-    until the records are made. full: what `measuring.measured` found, in full measuring.
+    It is no `BlockRecord` yet because its numbers are tensors, some of them on the device; `records` fetches those of
+    all blocks together.
+
+    kept: which matrices were left as they are. seen: what `measuring.observed` found of those stored. full: what
+    `measuring.measured` found, in full measuring.
     """
 
     name: str
@@ -324,14 +327,14 @@ class Written:
     fallback: int = 0
 
 
-def records(written: Sequence[Written], strength: float, measuring: Measuring) -> tuple[BlockRecord, ...]:
+def records(written: Sequence[PendingRecord], strength: float, measuring: Measuring) -> tuple[BlockRecord, ...]:
     """The lines of the receipt: what was seen of all blocks comes from the device together."""
     asked = [each.seen for each in written if each.seen is not None]
     found = iter(to_host(asked) if asked else ())
     return tuple(_record(each, None if each.seen is None else next(found), strength, measuring) for each in written)
 
 
-def _record(written: Written, seen: Tensor | None, strength: float, measuring: Measuring) -> BlockRecord:
+def _record(written: PendingRecord, seen: Tensor | None, strength: float, measuring: Measuring) -> BlockRecord:
     """The record of one block, from the solver's certificate; every tensor is on the host.
 
     The cheap numbers need no product beyond the solver's own: with k = min(out, in), W before and Q its factor,

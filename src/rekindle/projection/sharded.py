@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rekindle.blocks.finding import Found
 from rekindle.blocks.layouts import Block
 from rekindle.projection.method import MethodError
-from rekindle.projection.planning import Entry, Plan
-from rekindle.projection.receipt import BlockRecord, Receipt, Written, records
+from rekindle.projection.planning import Plan
+from rekindle.projection.receipt import BlockRecord, PendingRecord, Receipt, records
 from rekindle.sharding.assembly import Assembly, Item, Work, inside
 from rekindle.sharding.gram import factor
 from rekindle.sharding.owners import Parcel
@@ -37,11 +38,11 @@ class BoxStore:
     def __init__(self, boxes: dict[str, Tensor]) -> None:
         self._boxes = boxes
 
-    def read(self, entry: Entry) -> Tensor:
+    def read(self, entry: Found) -> Tensor:
         """The box."""
         return self._boxes[entry.key]
 
-    def write(self, entry: Entry, block: Block, matrices: Tensor) -> None:
+    def write(self, entry: Found, block: Block, matrices: Tensor) -> None:
         """Put the matrices of one block into the box."""
         block.write(self._boxes[entry.key], matrices)
 
@@ -152,7 +153,7 @@ class ShardedFire:
     def _blocks(self) -> int:
         return sum(len(entry.blocks) for entry in self.plan.selected)
 
-    def _numbers(self, entry: Entry, block: Block, matrices: Sequence[int] | None = None) -> Numbers:
+    def _numbers(self, entry: Found, block: Block, matrices: Sequence[int] | None = None) -> Numbers:
         place = self._first[entry.name] + entry.blocks.index(block)
         return [(place, matrix) for matrix in (range(block.count) if matrices is None else matrices)]
 
@@ -203,7 +204,7 @@ class ShardedFire:
             raise ValueError(f"{entry.name!r} is {entry.dtype} and cannot hold a scale of {float(scale.max()):.3g}")
         gram.copy_(change).mul_(strength * float(scale))
         gram.diagonal().add_(1 - strength)
-        written = Written(entry.name, block, certificate, scale, kept=torch.zeros(1, dtype=torch.bool))
+        written = PendingRecord(entry.name, block, certificate, scale, kept=torch.zeros(1, dtype=torch.bool))
         made = records([written], strength, measure)[0]
         return (self._first[entry.name] + part.block, part.numbers), made
 

@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from rekindle.blocks import parametrized
-from rekindle.blocks.finding import Block, find
+from rekindle.blocks.finding import Block, Found, find
 from rekindle.blocks.names import is_sharded, locate
-from rekindle.projection.planning import Entry
 from rekindle.sharding.spread import Spread
 from rekindle.sharding.team import local
 
@@ -27,11 +26,11 @@ from rekindle.sharding.team import local
 class Store(Protocol):
     """What `execute` needs: a live model, shards and a checkpoint file all have it."""
 
-    def read(self, entry: Entry) -> Tensor:
+    def read(self, entry: Found) -> Tensor:
         """The whole weight of an entry, detached; may share memory with it."""
         ...
 
-    def write(self, entry: Entry, block: Block, matrices: Tensor) -> Tensor | None:
+    def write(self, entry: Found, block: Block, matrices: Tensor) -> Tensor | None:
         """Put the matrices of one block back, cast to the dtype in which the weight is stored.
 
         Returns the whole weight as it is now stored, or None if that is what `read` gives. A store whose `read` goes
@@ -41,23 +40,42 @@ class Store(Protocol):
 
 
 @dataclass(frozen=True)
-class Weight:
-    """One weight of a module, plain or computed from others by a parametrisation.
+class LiveWeight:
+    """Where a weight of a live model is read and written: the record of what was found, and the module that holds it.
 
-    >>> weight = Weight.at(nn.Sequential(nn.Linear(3, 2)), "0.weight")
-    >>> weight.tensor, weight.computed, tuple(weight.read().shape)
-    ('weight', False, (2, 3))
+    The record itself (`Found`) knows no tensors, so that it can be saved and applied elsewhere.
+
+    >>> net = nn.Sequential(nn.Linear(3, 2))
+    >>> weight = LiveWeight.at(net, find(net)[0])
+    >>> weight.name, weight.tensor, weight.computed, tuple(weight.read().shape)
+    ('0.weight', 'weight', False, (2, 3))
     """
 
+    found: Found
     owner: nn.Module
     tensor: str
-    computed: bool
+    computed: bool  # from other parameters, by a parametrisation
 
     @classmethod
-    def at(cls, model: nn.Module, key: str) -> Weight:
-        """The weight that a name of `named_parameters()` belongs to."""
-        place = locate(model, key)
-        return cls(place.owner, place.tensor, place.computed)
+    def at(cls, model: nn.Module, found: Found, key: str = "") -> LiveWeight:
+        """The weight in this model; `key` is its name in `named_parameters()` where that differs from the record's."""
+        place = locate(model, key or found.key)
+        return cls(found, place.owner, place.tensor, place.computed)
+
+    @property
+    def name(self) -> str:
+        """The clean name."""
+        return self.found.name
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        """The blocks to be changed."""
+        return self.found.blocks
+
+    @property
+    def whole(self) -> bool:
+        """Whether these are all of its blocks."""
+        return not self.found.left
 
     def read(self) -> Tensor:
         """Its present value."""
@@ -76,8 +94,9 @@ class Weight:
             if self.computed:
                 parametrized.write(self.owner, self.tensor, value)
 
-    def parameters(self, name: str) -> dict[str, Parameter]:
-        """The parameters behind it, as an optimizer holds them; `name` is what to call them."""
+    def parameters(self) -> dict[str, Parameter]:
+        """The parameters behind it, as an optimizer holds them, by the names of errors and receipts."""
+        name = self.name
         if not self.computed:
             return {name: getattr(self.owner, self.tensor)}
         held = parametrized.originals(self.owner, self.tensor)
@@ -88,11 +107,11 @@ class Weight:
         held = (self.owner._parameters.get(name) for name in bias_names(self.tensor))
         return next((bias for bias in held if bias is not None), None)
 
-    def outputs(self, blocks: tuple[Block, ...]) -> Any:
-        """An index to the entries of the bias that belong to these blocks of the weight."""
+    def outputs(self) -> Any:
+        """An index to the entries of the bias that belong to its blocks."""
         bias = self.bias()
         assert bias is not None
-        return bias_entries(self.tensor, blocks, self.read(), bias.numel())
+        return bias_entries(self.tensor, self.blocks, self.read(), bias.numel())
 
 
 _PACKED = ("q_proj_weight", "k_proj_weight", "v_proj_weight")  # of MultiheadAttention, which has one bias for all
@@ -134,7 +153,7 @@ class LiveStore:
     def __init__(
         self,
         model: nn.Module,
-        entries: Iterable[Entry],
+        entries: Iterable[Found],
         *,
         mirrors: nn.Module | Iterable[nn.Module] = (),
         biases: Literal["keep", "zero"] = "keep",
@@ -150,16 +169,16 @@ class LiveStore:
             # Planned on the bare model and carried out on a wrapped one, or the other way round.
             keys |= {found.name: found.key for found in find(model, sharded=True) if found.name in keys}
         self._keys = keys
-        self._weights: dict[str, Weight] = {}
+        self._weights: dict[str, LiveWeight] = {}
         for entry in entries:
             if keys[entry.name] not in parameters:
                 raise KeyError(f"the plan's parameter {entry.name!r} is not in the model")
-            self._weights[entry.name] = _checked(Weight.at(model, keys[entry.name]), entry, "the model")
+            self._weights[entry.name] = _checked(LiveWeight.at(model, entry, keys[entry.name]), "the model")
         _check_apart(self._weights)
         self._copies = {entry.name: self._mirrored(entry) for entry in entries}
         self._aliases = {name: _sharing(weight, parameters) for name, weight in self._weights.items()}
         self._outputs = {
-            entry.name: self._weights[entry.name].outputs(entry.blocks)
+            entry.name: self._weights[entry.name].outputs()
             for entry in entries
             if biases == "zero" and _trains(self._weights[entry.name].bias())
         }
@@ -169,11 +188,11 @@ class LiveStore:
                 if bias is not None:
                     _check_writable(f"the bias of {name}", bias)
 
-    def read(self, entry: Entry) -> Tensor:
+    def read(self, entry: Found) -> Tensor:
         """The weight's present value."""
         return self._weights[entry.name].read()
 
-    def write(self, entry: Entry, block: Block, matrices: Tensor) -> Tensor:
+    def write(self, entry: Found, block: Block, matrices: Tensor) -> Tensor:
         """Write one block to the model, then what the model now holds to the mirrors."""
         weight = self._weights[entry.name]
         weight.write(block, matrices)
@@ -191,7 +210,7 @@ class LiveStore:
         plain = {name: weight for name, weight in self._weights.items() if not weight.computed}
         return {name: getattr(weight.owner, weight.tensor) for name, weight in plain.items()}
 
-    def copy_to_mirrors(self, entry: Entry, pieces: Iterable[tuple[slice, ...]]) -> None:
+    def copy_to_mirrors(self, entry: Found, pieces: Iterable[tuple[slice, ...]]) -> None:
         """Give mirrors the parts of this rank's own shard that were written; a whole weight goes block by block."""
         weight = self._weights[entry.name]
         with torch.no_grad():
@@ -233,7 +252,7 @@ class LiveStore:
             shared |= {name: owner} if owner != name else {}
         return shared
 
-    def trial(self, entry: Entry, value: Tensor) -> str | None:
+    def trial(self, entry: Found, value: Tensor) -> str | None:
         """Why a parametrised weight, here or in a mirror, could not hold this value; None if it can."""
         each = (self._weights[entry.name], *self._copies[entry.name])
         reasons = [parametrized.trial(weight.owner, weight.tensor, value) for weight in each if weight.computed]
@@ -244,7 +263,7 @@ class LiveStore:
         found: dict[str, Parameter] = {}
         for name in self._weights if names is None else names:
             weight = self._weights[name]
-            found |= weight.parameters(name) | self._aliases[name]
+            found |= weight.parameters() | self._aliases[name]
             bias = weight.bias() if name in self._outputs else None
             if bias is not None and not any(bias is p for p in found.values()):
                 found[f"the bias of {name}"] = bias
@@ -280,22 +299,22 @@ class LiveStore:
     def _written(self) -> Iterator[Tensor]:
         for name, weight in self._weights.items():
             for each in (weight, *self._copies[name]):
-                yield from each.parameters(name).values()
+                yield from each.parameters().values()
                 if each.computed:
                     yield from each.owner.buffers()  # the vectors of spectral_norm
                 bias = each.bias() if name in self._outputs else None
                 if bias is not None:
                     yield bias
 
-    def _mirrored(self, entry: Entry) -> tuple[Weight, ...]:
+    def _mirrored(self, entry: Found) -> tuple[LiveWeight, ...]:
         copies = []
         for number, mirror in enumerate(self.mirrors):
             key = self._mirror_keys(number).get(entry.name)
             if key is None:
                 raise KeyError(f"mirror {number} ({type(mirror).__name__}) has no parameter {entry.name!r}")
-            weight = _checked(Weight.at(mirror, key), entry, f"mirror {number}")
+            weight = _checked(LiveWeight.at(mirror, entry, key), f"mirror {number}")
             own = self._weights[entry.name]
-            _check_alike(entry.name, own, weight, f"mirror {number}")
+            _check_alike(own, weight, f"mirror {number}")
             if weight.computed or not _same_memory(weight.read(), own.read()):
                 copies.append(weight)
         return tuple(copies)
@@ -307,10 +326,10 @@ class LiveStore:
         return known[number]
 
 
-def _check_alike(name: str, own: Weight, other: Weight, where: str) -> None:
+def _check_alike(own: LiveWeight, other: LiveWeight, where: str) -> None:
     a, b = own.read(), other.read()
     if is_sharded(a) != is_sharded(b) or (is_sharded(a) and Spread.of(a) != Spread.of(b)):
-        raise ValueError(f"{name!r} lies differently over processes in {where}: shard both networks the same way")
+        raise ValueError(f"{own.name!r} lies differently over processes in {where}: shard both networks the same way")
 
 
 def _zero(bias: Tensor, outputs: Any) -> None:
@@ -325,11 +344,11 @@ def _zero(bias: Tensor, outputs: Any) -> None:
     own.masked_fill_(mine, 0)
 
 
-def _checked(weight: Weight, entry: Entry, where: str) -> Weight:
-    shape = tuple(weight.read().shape)
+def _checked(weight: LiveWeight, where: str) -> LiveWeight:
+    shape, entry = tuple(weight.read().shape), weight.found
     if shape != tuple(entry.shape):
         raise ValueError(f"{entry.name!r} has shape {shape} in {where}, the plan was made for {tuple(entry.shape)}")
-    for parameter in weight.parameters(entry.name).values():
+    for parameter in weight.parameters().values():
         _check_writable(entry.name, parameter)
     return weight
 
@@ -360,7 +379,7 @@ def _reach(tensor: Tensor) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
-def _check_apart(weights: Mapping[str, Weight]) -> None:
+def _check_apart(weights: Mapping[str, LiveWeight]) -> None:
     """Raise where two weights lie partly in the same memory: writing one would undo what was done to the other."""
     held: dict[Any, list[tuple[int, int, str]]] = {}
     for name, weight in weights.items():
@@ -379,7 +398,7 @@ def _check_apart(weights: Mapping[str, Weight]) -> None:
                 )
 
 
-def _sharing(weight: Weight, parameters: Mapping[str, Parameter]) -> dict[str, Parameter]:
+def _sharing(weight: LiveWeight, parameters: Mapping[str, Parameter]) -> dict[str, Parameter]:
     """Other parameters in the same memory: they change along with this one, and so must their optimizer state."""
     if weight.computed:
         return {}

@@ -352,7 +352,7 @@ def _chosen(f: Found, wanted: list[_Matcher], added: list[_Matcher], removed: li
         blocks.append(block)
     if not blocks:
         return replace(f, refusal=reason)
-    return replace(f, blocks=tuple(blocks), marks={}, left=tuple(b for b in f.blocks if b not in blocks))
+    return replace(f, blocks=tuple(blocks), marks={}, left=tuple(b.part or b.role for b in f.blocks if b not in blocks))
 
 
 def _matcher(term: Term, found: Sequence[Found], place: str) -> _Matcher:
