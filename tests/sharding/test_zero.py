@@ -29,6 +29,11 @@ CHECKS = [
     "an error on one rank is raised by all and nothing changes",
     "other methods refuse with a way that works",
     "momentum without a count starts afresh",
+    "a parameter group that changes as a whole starts afresh",
+    "biases are zeroed",
+    "a part that is not finite is found before anything is written",
+    "an error in the middle is raised by all with what was written",
+    "a rank holds three whole parameters at most",
     "a forward pass inside is refused before anything is written",
 ]
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import sys
 import traceback
+import warnings
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -19,7 +21,9 @@ from torch import Tensor, nn
 
 import rekindle
 from rekindle.methods import ShrinkPerturb
-from rekindle.sharding import RankError
+from rekindle.projection import firing
+from rekindle.projection.method import MethodError
+from rekindle.sharding import zero
 
 # Not where tests are collected: DeepSpeed may not be there.
 deepspeed: Any = importlib.import_module("deepspeed") if __name__ == "__main__" else None
@@ -33,6 +37,25 @@ def network() -> nn.Sequential:
     model = nn.Sequential(*layers[:-1])
     model[2].bias.requires_grad_(False)
     return model
+
+
+def data(rank: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randn(4, 7, generator=generator), torch.randint(0, 3, (4,), generator=generator)
+
+
+def storages() -> dict[int, torch.UntypedStorage]:
+    """What the tensors of this process lie in, by address."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = [each.untyped_storage() for each in gc.get_objects() if type(each) in (Tensor, nn.Parameter)]
+    return {storage.data_ptr(): storage for storage in found}
+
+
+def same_everywhere(text: str) -> bool:
+    texts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(texts, text)
+    return len(set(texts)) == 1
 
 
 class Trained:
@@ -50,8 +73,7 @@ class Trained:
         self.engine, self.optimizer, _, _ = deepspeed.initialize(
             model=model, optimizer=optimizer(trained), config=self.config
         )
-        generator = torch.Generator().manual_seed(dist.get_rank())
-        self.x, self.y = torch.randn(4, 7, generator=generator), torch.randint(0, 3, (4,), generator=generator)
+        self.x, self.y = data(dist.get_rank())
         for _ in range(3):
             self.step()
 
@@ -87,7 +109,7 @@ def checks(stage: int, dtype: str) -> dict[str, Callable[[], None]]:
 
     def refused() -> None:
         before, moments = run.whole(), run.slot("exp_avg")
-        with pytest.raises(ValueError, match="one 'step' for a whole partition"):
+        with pytest.raises(ValueError, match=r"AdamW counts steps per group, and 4 of the 7 .* a group of their own"):
             rekindle.fire(engine, optimizer)
         assert same(before, run.whole()) and same(moments, run.slot("exp_avg"))
 
@@ -100,14 +122,21 @@ def checks(stage: int, dtype: str) -> dict[str, Callable[[], None]]:
                 if dist.get_rank() == 1:
                     raise KeyError("here alone")
 
-        with pytest.raises(KeyError if dist.get_rank() == 1 else RankError):
+        with pytest.raises(KeyError, match="rank 1: here alone"):
             fails()
         assert same(before, run.whole())
 
     def forward_inside() -> None:
         before, guard = run.whole(), rekindle.Guard([run.x], lambda m, x: m(x).square().mean(), max_rise=1.0)
-        with pytest.raises(RuntimeError, match="a forward pass is not possible"):
+        with pytest.raises(ValueError, match=r"guard= needs forward passes"):
             rekindle.fire(engine, optimizer, optimizer_state="none", guard=guard)
+        with pytest.raises(ValueError, match=r"atomic= is not possible weight by weight .*gathered\(model"):
+            rekindle.fire(engine, optimizer, optimizer_state="none", atomic=True)
+        with (
+            rekindle.sharding.gathered(engine, optimizer) as whole,
+            pytest.raises(RuntimeError, match="a forward pass is not possible"),
+        ):
+            rekindle.fire(engine, whole, optimizer_state="none", guard=guard)
         assert same(before, run.whole())
 
     def fires() -> None:
@@ -164,6 +193,106 @@ def checks(stage: int, dtype: str) -> dict[str, Callable[[], None]]:
         kept = {name for name, value in other.slot("momentum_buffer").items() if value.any()}
         assert receipt.changed == ("2.weight",) and "2.weight" not in kept and "0.weight" in kept
 
+    def afresh() -> None:
+        """Group 0 changes as a whole and starts over, group 1 goes on; then one step as a new optimizer takes it."""
+        fired = ("0.weight", "2.weight", "4.weight")
+
+        def groups(parameters: Any) -> Any:
+            first = [p for p in parameters if p.numel() and p.ndim == 2][:3] or parameters[:3]
+            held = {id(p) for p in first}
+            return torch.optim.AdamW(
+                [{"params": first}, {"params": [p for p in parameters if id(p) not in held]}], 1e-2
+            )
+
+        other = Trained(stage, dtype, groups)
+        receipt = rekindle.fire(other.engine, other.optimizer)
+        assert receipt.changed == fired and receipt.optimizer is not None and receipt.optimizer.reset == 6
+        assert not any(bool(value.any()) for name, value in other.slot("exp_avg").items() if name in fired)
+        assert sorted({float(s["step"]) for s in other.optimizer.optimizer.state.values() if s}) == [0.0, 3.0]
+        copied = network()
+        copied.load_state_dict(other.whole())
+        loss = torch.stack([F.cross_entropy(copied(x), y) for x, y in map(data, range(2))]).mean()
+        loss.backward()
+        torch.optim.AdamW([copied.get_parameter(name) for name in fired], 1e-2).step()
+        other.step()
+        for name, value in other.whole().items() if dtype == "fp32" else ():
+            assert name not in fired or torch.allclose(value, copied.get_parameter(name), atol=1e-4), name
+
+    def zeroed() -> None:
+        before = run.whole()
+        assert rekindle.fire(engine, optimizer, optimizer_state="moments", biases="zero", targets="0.weight")
+        after = run.whole()
+        assert not after["0.bias"].any() and torch.equal(after["4.bias"], before["4.bias"])
+
+    def broken() -> None:
+        """Numbers that are not finite in the part of one rank."""
+        other = Trained(stage, dtype, lambda parameters: torch.optim.AdamW(parameters, lr=1e-2))
+        for name, parameter in other.engine.module.named_parameters() if dist.get_rank() == 1 else ():
+            if name.endswith("weight") and stage == 3:
+                part = deepspeed.utils.safe_get_local_fp32_param(parameter)
+                deepspeed.utils.safe_set_local_fp32_param(parameter, torch.full_like(part, float("nan")))
+            elif name.endswith("weight"):
+                deepspeed.utils.safe_set_full_fp32_param(parameter, torch.full(parameter.shape, float("nan")))
+        before = other.whole()
+        with pytest.raises(ValueError, match=r"holds \d+ NaN or Inf of \d+: nothing was changed") as caught:
+            rekindle.fire(other.engine, other.optimizer, optimizer_state="moments")
+        assert same_everywhere(str(caught.value))
+        after = other.whole()
+        assert all(torch.equal(before[name].nan_to_num(), after[name].nan_to_num()) for name in before)
+
+    def midway() -> None:
+        """Rank 1 owns the second and the third weight by cost, and fails at the third."""
+        before, solve, calls = run.whole(), firing.solve, 0
+        for _ in range(2):
+            run.step()
+        before = run.whole()
+
+        def fails(*args: Any, **options: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == 2:
+                raise RuntimeError("the solver broke")
+            return solve(*args, **options)
+
+        firing.solve = fails
+        try:
+            with pytest.raises(MethodError, match="stopped after 2 of 3 blocks: rank 1: the solver broke") as caught:
+                rekindle.fire(engine, optimizer, optimizer_state="moments")
+        finally:
+            firing.solve = solve
+        after, kept = run.whole(), run.slot("exp_avg")
+        assert caught.value.receipt.changed == ("2.weight", "4.weight")
+        assert {name for name in before if not torch.equal(before[name], after[name])} == {"2.weight", "4.weight"}
+        assert not kept["2.weight"].any() and not kept["4.weight"].any() and bool(kept["0.weight"].any())
+        equal()
+
+    def few() -> None:
+        """Counted whenever one is fetched, solved or put back: what lies in memory now and did not before."""
+        largest, known, most = 4 * 21 * 21, storages(), 0
+        kept = {name: getattr(zero.Partition, name) for name in ("fetch", "put")}
+
+        def watched(function: Any) -> Any:
+            def call(*args: Any, **options: Any) -> Any:
+                nonlocal most
+                found = function(*args, **options)
+                new = [held.nbytes() for address, held in storages().items() if address not in known]
+                most = max(most, sum(size for size in new if size >= largest // 2))
+                return found
+
+            return call
+
+        solve = firing.solve
+        firing.solve = watched(solve)
+        for name, function in kept.items():
+            setattr(zero.Partition, name, watched(function))
+        try:
+            rekindle.fire(engine, optimizer, optimizer_state="moments")
+        finally:
+            firing.solve = solve
+            for name, function in kept.items():
+                setattr(zero.Partition, name, function)
+        assert largest <= most <= 3 * largest + 64, most / largest
+
     return {
         "a step count of single parameters is refused and nothing changes": refused,
         "an error on one rank is raised by all and nothing changes": one_rank,
@@ -175,6 +304,11 @@ def checks(stage: int, dtype: str) -> dict[str, Callable[[], None]]:
         "training goes on from there": goes_on,
         "other methods refuse with a way that works": others,
         "momentum without a count starts afresh": momentum,
+        "a parameter group that changes as a whole starts afresh": afresh,
+        "biases are zeroed": zeroed,
+        "a part that is not finite is found before anything is written": broken,
+        "an error in the middle is raised by all with what was written": midway,
+        "a rank holds three whole parameters at most": few,
     }
 
 
@@ -190,7 +324,7 @@ def main() -> None:
                     results[f"{stage} {dtype} {name}"] = None
                 except Exception:
                     results[f"{stage} {dtype} {name}"] = traceback.format_exc()
-    Path(sys.argv[1], f"{dist.get_rank()}.json").write_text(json.dumps(results))
+                Path(sys.argv[1], f"{dist.get_rank()}.json").write_text(json.dumps(results))
     dist.destroy_process_group()
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -259,7 +259,10 @@ def storage_of(parameters: Iterable[Tensor]) -> dict[int, Storage]:
     >>> storage_of([weight])[id(weight)].lazy
     True
     """
-    return {id(each): Storage(unusable(each), is_lazy(each), is_sharded(each)) for each in parameters}
+    return {
+        id(each): Storage(unusable(each), is_lazy(each), is_sharded(each) or partition_of(each) is not None)
+        for each in parameters
+    }
 
 
 def sharded_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -300,6 +303,17 @@ def is_sharded(parameter: Tensor) -> bool:
     """
     # By name: importing torch.distributed.tensor costs a second that most users never need.
     return any(c.__name__ == "DTensor" for c in type(parameter).__mro__ + type(parameter.data).__mro__)
+
+
+PARTITION = "_rekindle_partition"  # where a stand-in for a parameter of DeepSpeed ZeRO has what it stands for
+
+
+def partition_of(parameter: Tensor) -> Any:
+    """What this parameter stands for, if it only shows the shape of one that DeepSpeed ZeRO holds in parts; else None.
+
+    >>> partition_of(torch.zeros(2))
+    """
+    return getattr(parameter, PARTITION, None)
 
 
 def _attributes(module: nn.Module) -> tuple[str, ...]:

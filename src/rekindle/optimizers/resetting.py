@@ -328,7 +328,11 @@ def group_counts(optimizer: Optimizer, group: Group) -> dict[str, float]:
     """The step counts that a group keeps for all its parameters, with their starts; none for torch's own classes.
 
     Only where they matter: a moment alone (Lion, Muon) starts over without them, a second moment is corrected by them.
+    Under DeepSpeed ZeRO every class has such counts, which the group names (`shared_counts`).
     """
+    if group.get("shared_counts"):
+        table = {**COMMON, **(_registered(optimizer) or {})}
+        return {name: _begin(table[name], optimizer, group) for name in group["shared_counts"]}
     if _registered(optimizer) is not None or builds_when_empty(optimizer):
         return {}
     counts = {name: start for name, start in GROUP_COUNTS.items() if isinstance(group.get(name), (int, float))}

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from rekindle.blocks.finding import Block, Found
-from rekindle.blocks.names import sharded_parameters
 from rekindle.engine.arithmetic import callers_device, full_precision, to_host
 from rekindle.engine.solving import CONVERGING, Certificate, Solver, Solving, Source, solve
 from rekindle.isolation import outputs, relative_change
@@ -33,28 +32,44 @@ from rekindle.projection.receipt import Measuring, Meter, PendingRecord, Receipt
 from rekindle.projection.sharded import Numbers, ShardedFire
 from rekindle.projection.stores import LiveStore, Store
 from rekindle.sharding.passes import passes
-from rekindle.sharding.team import SOLO, opened, partitioned, settle
-from rekindle.sharding.whole import gathered
+from rekindle.sharding.team import SOLO, distributed, opened, partitioned, settle
+from rekindle.sharding.zero import shown
 
 __all__ = ["LiveStore", "Store", "check", "check_finite", "execute", "fire"]
 
 Verb = TypeVar("Verb", bound=Callable[..., Receipt])
 
 
-def _on_whole(verb: Verb) -> Verb:
-    """A verb of (model, optimizer) that knows no partitions of ZeRO: it is called while the model is whole."""
+def _on_partitions(verb: Verb) -> Verb:
+    """A verb of (model, optimizer) that takes the parameters of DeepSpeed ZeRO for shards: it is called while they are.
+
+    What would need the model itself meanwhile, or all of it at once, is refused.
+    """
 
     @wraps(verb)
     def call(model: Any, optimizer: Any = None, **options: Any) -> Receipt:
         if not (isinstance(model, nn.Module) and partitioned(model)):
             return verb(model, optimizer, **options)
-        with gathered(model, optimizer) as whole:
-            return verb(model, whole, **options)
+        for name in ("batches", "guard", "recalibrate"):
+            if options.get(name) is not None:
+                raise ValueError(
+                    f"{name}= needs forward passes, which are not possible while weights are taken out of DeepSpeed "
+                    "ZeRO: measure before and after the call"
+                )
+        for name in ("mirrors", "atomic"):
+            if options.get(name):
+                raise ValueError(
+                    f"{name}= is not possible weight by weight under DeepSpeed ZeRO. Use `with rekindle.sharding."
+                    f"gathered(model, engine.optimizer) as whole: rekindle.fire(model, whole, {name}=...)` on every "
+                    "rank, where the whole model fits into its memory; nothing is put back there if anything fails"
+                )
+        with shown(model, optimizer) as inside:
+            return verb(model, inside, **options)
 
     return cast(Verb, call)
 
 
-@_on_whole
+@_on_partitions
 @full_precision()
 def fire(
     model: nn.Module,
@@ -112,7 +127,7 @@ def fire(
     _check_model(model)
     team, spreads = opened(model)
     # Copies (DDP) are alone until fire itself talks; a plan of shards talks to the others.
-    apart = SOLO if sharded_parameters(model) else team
+    apart = SOLO if distributed(model, copies=False)[1] else team
     with team.together():
         _check_call(planning)
         _check_options(strength, measure)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from rekindle.blocks.finding import Found
 from rekindle.blocks.layouts import Block
+from rekindle.blocks.names import partition_of
 from rekindle.projection.method import MethodError
 from rekindle.projection.planning import Plan
 from rekindle.projection.receipt import BlockRecord, PendingRecord, Receipt, records
@@ -83,9 +84,13 @@ class ShardedFire:
             for entry in self.here:
                 check_finite(entry.name, store.read(entry))
             for entry in self.entries:
-                check_finite(entry.name, local(self._tensors[entry.name]))
+                if partition_of(self._tensors[entry.name]) is None:
+                    check_finite(entry.name, local(self._tensors[entry.name]))
                 if store.mirrors and entry.left and interleaved([block.layout for block in entry.blocks]):
                     raise ValueError(f"{entry.name!r}: mirrors= cannot follow a part of an interleaved sharded weight")
+        parted = [entry for entry in self.entries if partition_of(self._tensors[entry.name]) is not None]
+        if parted:
+            Assembly(self.team, self._items(parted)).measure(lambda i, _, box: check_finite(parted[i].name, box))
         self.team.same("call", sorted((key, str(value)) for key, value in settings.items()))
         self.team.same("scale", [(e.name, e.scales, e.references) for e in self.entries])
 
@@ -94,11 +99,7 @@ class ShardedFire:
     ) -> Receipt:
         """The receipt of the whole plan, on every process."""
         gram = solving["solver"] == "auto" and measure != "full"
-        items = [
-            Item(e.name, self._tensors[e.name], self._spreads[e.name], tuple(block.layout for block in e.blocks))
-            for e in self.entries
-        ]
-        assembly = Assembly(self.team, items, gram=gram)
+        assembly = Assembly(self.team, self._items(self.entries), gram=gram)
         records: dict[_Key, BlockRecord] = {}
         again: dict[tuple[int, int], int] = {}
         notes: list[str] = []
@@ -148,6 +149,12 @@ class ShardedFire:
         for number, entry in enumerate(self.entries):
             store.copy_to_mirrors(entry, [piece.local for piece in assembly.pieces(number)])
         return self._receipt(self._gathered(records, notes), notes, settings, mine)
+
+    def _items(self, entries: Sequence[Found]) -> list[Item]:
+        return [
+            Item(e.name, self._tensors[e.name], self._spreads[e.name], tuple(block.layout for block in e.blocks))
+            for e in entries
+        ]
 
     @property
     def _blocks(self) -> int:

@@ -18,7 +18,7 @@ from torch.nn import Parameter
 
 from rekindle.blocks import parametrized
 from rekindle.blocks.finding import Block, Found, find
-from rekindle.blocks.names import is_sharded, locate
+from rekindle.blocks.names import is_sharded, locate, partition_of
 from rekindle.sharding.spread import Spread
 from rekindle.sharding.team import local
 
@@ -355,6 +355,8 @@ def _checked(weight: LiveWeight, where: str) -> LiveWeight:
 
 def _check_writable(name: str, tensor: Tensor) -> None:
     """Raise for what torch would refuse to write in place, or would write wrongly."""
+    if partition_of(tensor) is not None:
+        return  # written through DeepSpeed's accessors
     if tensor.is_inference() and not torch.is_inference_mode_enabled():
         raise ValueError(
             f"{name!r} was made under torch.inference_mode() and cannot be changed outside it: build or load the model "

@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 
 from rekindle.blocks.layouts import Block, Layout
+from rekindle.blocks.names import partition_of
 from rekindle.sharding.exchange import Exchange
 from rekindle.sharding.gram import pays
 from rekindle.sharding.norms import square_sums
 from rekindle.sharding.owners import Parcel, assign
+from rekindle.sharding.partitions import Partitions
 from rekindle.sharding.spread import Piece, Spread
 from rekindle.sharding.team import Team, local
 from rekindle.sharding.units import Part, units
@@ -71,9 +73,11 @@ class Assembly:
                     parcel = Parcel(len(self.tensors), unit, spread, item.tensor.element_size())
                     parcels.append(replace(parcel, gram=gram and team.size > 1 and pays(parcel)))
                 self._item.append(number)
-                self.tensors.append(local(item.tensor) if mine else local(item.tensor).new_empty(0))
+                here = item.tensor if partition_of(item.tensor) is not None else local(item.tensor)
+                self.tensors.append(here if mine else here.new_empty(0))
         self.parcels = assign(parcels)
-        self.exchange: Exchange | None = None
+        self.partitioned = any(partition_of(tensor) is not None for tensor in self.tensors)
+        self.exchange: Exchange | Partitions | None = None
 
     def run(
         self,
@@ -90,7 +94,7 @@ class Assembly:
         chosen = [p for p in self.parcels if only is None or only(p)]
         if assembled:
             chosen = [replace(parcel, gram=False) for parcel in chosen]
-        self.exchange = Exchange(self.team, self.tensors, chosen)
+        self.exchange = (Partitions if self.partitioned else Exchange)(self.team, self.tensors, chosen)
 
         def numbered(work: Sequence[tuple[Parcel, Tensor]]) -> None:
             treat([(self._item[parcel.tensor], parcel, tensor) for parcel, tensor in work])
@@ -138,6 +142,8 @@ class Assembly:
 
     def norms(self) -> list[list[Tensor]]:
         """‖W‖_F of every matrix, for each layout of each item, from sums over shards alone; collective."""
+        if self.partitioned:
+            return self._fetched_norms()
         found: list[list[Tensor]] = [[] for _ in self.items]
         groups: dict[tuple[int, ...], list[int]] = {}
         for number, item in enumerate(self.items):
@@ -156,6 +162,14 @@ class Assembly:
             parts = iter(torch.split(total, [len(each) for each in sums]))
             for number in members:
                 found[number] = [next(parts) for _ in self.items[number].layouts]
+        return found
+
+    def _fetched_norms(self) -> list[list[Tensor]]:
+        measured = self.measure(lambda number, part, box: part.layout.norms(box, torch.float64).cpu())
+        found = [[torch.empty(layout.sizes[0], dtype=torch.float64) for layout in item.layouts] for item in self.items]
+        for (number, place), parts in measured.items():
+            for part, norms in parts:
+                found[number][place][list(part.numbers)] = norms
         return found
 
     def _instances(self) -> list[tuple[Spread, ...]]:
