@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import zoo_models
-from rekindle.consumers.values import as_layer
+from rekindle.blocks.names import as_layer
 from rekindle.consumers.wiring import WiringError, watch, wire
 
 

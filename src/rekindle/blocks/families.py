@@ -15,9 +15,8 @@ from torch import nn
 
 from rekindle.blocks.known_classes import KNOWN, Rule
 from rekindle.blocks.layouts import Recipe, matrices
-from rekindle.blocks.names import Location
-from rekindle.consumers.source import uses_of
-from rekindle.consumers.values import layers_in
+from rekindle.blocks.names import Location, layers_in
+from rekindle.blocks.source import uses_of
 
 FUSED = re.compile(
     r"qkv|query_key_value|c_attn|(^|_)kv(_|$)|gate_up|gate_and_up|^in_proj_\w+$|^att_proj$", re.IGNORECASE

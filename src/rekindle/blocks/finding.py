@@ -20,9 +20,8 @@ from torch import Tensor, nn
 from rekindle.blocks import parametrized
 from rekindle.blocks.families import looks_fused, recipes_of, register, roles
 from rekindle.blocks.layouts import ROLES, Block, LayoutError, Recipe, convolution, matrices
-from rekindle.blocks.names import Location, cleaner, locations, packed_weights, storage_of
+from rekindle.blocks.names import Location, cleaner, keeps_width, locations, storage_of
 from rekindle.blocks.outputs import cut_layers, find_heads, is_backbone, root_of
-from rekindle.consumers.values import keeps_width
 
 __all__ = ["ROLES", "Block", "Conv", "Found", "LayoutError", "find", "matrices", "register"]
 
@@ -335,6 +334,27 @@ class _Finder:
             if depth:
                 local = f"{names[depth - 1]}.{local}"
         return None
+
+
+def packed_weights(model: nn.Module) -> list[tuple[str, nn.Module, tuple[int, ...], torch.dtype]]:
+    """(name, module, shape, dtype) of weights that are no parameters: torch.ao's modules, GPTQ's integer buffers.
+
+    >>> layer = nn.Module()
+    >>> layer.register_buffer("qweight", torch.zeros(4, 2, dtype=torch.int32))
+    >>> [(name, shape) for name, _, shape, _ in packed_weights(layer)]
+    [('qweight', (4, 2))]
+    """
+    found = []
+    for path, module in model.named_modules():
+        prefix = f"{path}." if path else ""
+        if ".quantized" in type(module).__module__ and callable(getattr(module, "weight", None)):
+            weight = module.weight()
+            found.append((f"{prefix}weight", module, tuple(weight.shape), weight.dtype))
+        for name, tensor in module.named_buffers(recurse=False):
+            integer = not tensor.dtype.is_floating_point and not tensor.dtype.is_complex
+            if integer and tensor.dim() > 1 and "weight" in name:
+                found.append((f"{prefix}{name}", module, tuple(tensor.shape), tensor.dtype))
+    return found
 
 
 def named_heads(found: list[Found], heads: Iterable[str] | str) -> set[str]:

@@ -1,4 +1,4 @@
-"""The parameters of a model: their names without wrappers, where each sits, and how its numbers are stored.
+"""The parameters and layers of a model: names without wrappers, where each parameter sits, how its numbers are stored.
 
 No other module sees through wrappers.
 
@@ -8,7 +8,7 @@ user's own that happens to be called `module` stays in the name. For a state dic
 the unmistakable names go anywhere, and `module.` only where all keys begin with it.
 
 `named_parameters(model)` gives clean names; `Location` is where one parameter sits; `unusable` says why its numbers can
-be neither read nor written.
+be neither read nor written. `as_layer` says which modules are layers, with outputs and inputs.
 """
 
 from __future__ import annotations
@@ -274,27 +274,6 @@ def sharded_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: each for name, each in model.named_parameters(remove_duplicate=False) if is_sharded(each)}
 
 
-def packed_weights(model: nn.Module) -> list[tuple[str, nn.Module, tuple[int, ...], torch.dtype]]:
-    """(name, module, shape, dtype) of weights that are no parameters: torch.ao's modules, GPTQ's integer buffers.
-
-    >>> layer = nn.Module()
-    >>> layer.register_buffer("qweight", torch.zeros(4, 2, dtype=torch.int32))
-    >>> [(name, shape) for name, _, shape, _ in packed_weights(layer)]
-    [('qweight', (4, 2))]
-    """
-    found = []
-    for path, module in model.named_modules():
-        prefix = f"{path}." if path else ""
-        if ".quantized" in type(module).__module__ and callable(getattr(module, "weight", None)):
-            weight = module.weight()
-            found.append((f"{prefix}weight", module, tuple(weight.shape), weight.dtype))
-        for name, tensor in module.named_buffers(recurse=False):
-            integer = not tensor.dtype.is_floating_point and not tensor.dtype.is_complex
-            if integer and tensor.dim() > 1 and "weight" in name:
-                found.append((f"{prefix}{name}", module, tuple(tensor.shape), tensor.dtype))
-    return found
-
-
 def is_sharded(parameter: Tensor) -> bool:
     """Whether the parameter is a DTensor.
 
@@ -322,3 +301,129 @@ def _attributes(module: nn.Module) -> tuple[str, ...]:
         if cls.__name__ in _WRAPPERS and cls.__module__.partition(".")[0] in _PACKAGES:
             return _WRAPPERS[cls.__name__]
     return ()
+
+
+PLAIN_CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+TRANSPOSED_CONVS = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+LAYERS: tuple[type[nn.Module], ...] = (nn.Linear, *PLAIN_CONVS, *TRANSPOSED_CONVS)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer as maker or reader of neurons: its module and where its weight has outputs and inputs."""
+
+    name: str
+    module: nn.Module = field(repr=False, compare=False)
+    out_axis: int
+    in_axis: int
+
+    @property
+    def weight(self) -> nn.Parameter:
+        """The weight that holds a row for each neuron made and a column for each one read."""
+        weight = self.module.weight
+        assert isinstance(weight, nn.Parameter)
+        return weight
+
+    @property
+    def bias(self) -> nn.Parameter | None:
+        """The bias, where there is one."""
+        bias = getattr(self.module, "bias", None)
+        return bias if isinstance(bias, nn.Parameter) else None
+
+    @property
+    def out_size(self) -> int:
+        """How many neurons the layer makes."""
+        return self.weight.shape[self.out_axis]
+
+    @property
+    def in_size(self) -> int:
+        """How many values the layer reads."""
+        return self.weight.shape[self.in_axis]
+
+
+def as_layer(name: str, module: nn.Module) -> Layer | None:
+    """The module as a :class:`Layer`, or None if its class is none whose rows and columns are known.
+
+    >>> as_layer("fc", nn.Linear(3, 5)).out_size
+    5
+    >>> as_layer("norm", nn.LayerNorm(3)) is None
+    True
+    """
+    if isinstance(module, (nn.Linear, *PLAIN_CONVS)):
+        return Layer(name, module, 0, 1)
+    if isinstance(module, TRANSPOSED_CONVS) or is_transposed_linear(module):
+        return Layer(name, module, 1, 0)
+    return None
+
+
+def is_transposed_linear(module: nn.Module) -> bool:
+    """Whether this is GPT-2's `Conv1D`, a Linear whose weight is stored as (in, out)."""
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf") and hasattr(module, "weight")
+
+
+def has_matrices(module: nn.Module) -> bool:
+    """Whether the module holds weights that transform, rather than norms, activations or tables."""
+    return any(
+        _is_matrix(parameter)
+        for inner in module.modules()
+        if not isinstance(inner, nn.Embedding | nn.EmbeddingBag | nn.LayerNorm)
+        for parameter in inner._parameters.values()
+        if parameter is not None
+    )
+
+
+def with_matrices(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """Those of the modules that hold such weights."""
+    return [module for module in modules if has_matrices(module)]
+
+
+def _is_matrix(parameter: nn.Parameter) -> bool:
+    """Whether it has two axes or more; a lazy layer has no shape yet, and is taken to have."""
+    return is_lazy(parameter) or parameter.dim() > 1
+
+
+def layers_in(module: nn.Module) -> Iterator[nn.Module]:
+    """The modules inside that hold a matrix themselves."""
+    for inner in module.modules():
+        if any(p is not None and _is_matrix(p) for p in inner._parameters.values()):
+            yield inner
+
+
+def input_width(module: nn.Module) -> int | None:
+    """How many values the first layer inside a module reads; None if there is none."""
+    first = next((layer for m in module.modules() if (layer := as_layer("", m)) is not None), None)
+    return None if first is None else _size(first.module, first.in_axis)
+
+
+def output_width(module: nn.Module) -> int | None:
+    """How many values a layer makes; None if it is none."""
+    layer = as_layer("", module)
+    return None if layer is None else _size(module, layer.out_axis)
+
+
+def narrows(layer: nn.Module) -> bool:
+    """Whether a layer makes fewer values than it reads."""
+    made, taken = output_width(layer), input_width(layer)
+    return made is not None and taken is not None and made < taken
+
+
+def keeps_width(block: nn.Module, layer: nn.Module | None = None) -> bool:
+    """Whether this last layer of a block makes vectors as wide as the block takes, as the middle of a network does.
+
+    >>> keeps_width(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))), keeps_width(nn.Linear(4, 3))
+    (True, False)
+    """
+    last = layer if layer is not None else list(layers_in(block))[-1]
+    made, taken = output_width(last), input_width(block)
+    return made is None or taken is None or made == taken
+
+
+def fits(layer: nn.Module, reader: nn.Module) -> bool:
+    """Whether a module could read this layer's output by its size, flattened, joined to its like or cut."""
+    made, taken = output_width(layer), input_width(reader)
+    return made is None or taken is None or made % taken == 0 or taken % made == 0
+
+
+def _size(module: nn.Module, axis: int) -> int | None:
+    weight = module.weight  # a parametrised one is a tensor, no Parameter
+    return weight.shape[axis] if isinstance(weight, Tensor) else None

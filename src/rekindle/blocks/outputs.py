@@ -1,6 +1,6 @@
 """What becomes of the output of a layer: it leaves the model (a head), or it is cut into parts (a fused weight).
 
-Both are read off the source of the classes around the layer (`rekindle.consumers.source`).
+Both are read off the source of the classes around the layer (`rekindle.blocks.source`).
 
 A head is a layer whose output leaves the model and that no later matrix reads; a model may have several (an actor and
 a critic, a policy head and a value head, class logits and boxes). Three witnesses, all of which count:
@@ -27,23 +27,20 @@ from dataclasses import dataclass
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from rekindle.blocks.names import unwrapped, wrapped
-from rekindle.consumers.source import uses_of
-from rekindle.consumers.values import (
-    INPUT,
-    Split,
-    Uses,
+from rekindle.blocks.names import (
     as_layer,
-    at,
-    base,
+    fits,
     has_matrices,
     input_width,
-    key_of,
     layers_in,
     narrows,
     output_width,
+    unwrapped,
     with_matrices,
+    wrapped,
 )
+from rekindle.blocks.source import uses_of
+from rekindle.blocks.values import INPUT, Split, Uses, at, base, key_of
 
 _DIRECT = {"head", "heads", "lm_head", "classifier", "fc", "score", "qa_outputs", "cls", "logits", "output_layer"}
 _DIRECT |= {"embed_out", "decoder_head", "action_net", "value_net", "fc_out", "classification_head", "output"}
@@ -252,7 +249,7 @@ def _ends(module: nn.Module, seen: set[int], read: set[int], way: _Leaving = _PL
             separate = frozenset(name for called, name in uses.separate if called == path)
             ends = _ends(child, seen, read, _Leaving(own, False, separate))
             if "" in again and not last:  # the next element reads it, if it fits
-                ends = [layer for layer in ends if not _fits(layer, chain[i + 1])]
+                ends = [layer for layer in ends if not fits(layer, chain[i + 1])]
             found += ends
     called = {path.split(".")[0] for path in uses.called}
     apart = {n: c for n, c in module.named_children() if n not in called and _AGENT.search(n)}
@@ -335,12 +332,6 @@ def _apart(children: dict[str, nn.Module], seen: set[int], read: set[int]) -> li
             if _AGENT.search(name) or not any(w == width for n, w in widths.items() if n != name):
                 found.append(layer)
     return found
-
-
-def _fits(layer: nn.Module, reader: nn.Module) -> bool:
-    """Whether a module could read this layer's output by its size, flattened, joined to its like or cut."""
-    made, taken = output_width(layer), input_width(reader)
-    return made is None or taken is None or made % taken == 0 or taken % made == 0
 
 
 def _inside(a: str, b: str) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from rekindle.consumers.values import LAYERS, is_transposed_linear
+from rekindle.blocks.names import LAYERS, is_transposed_linear
 from rekindle.isolation import Recorded
 
 NONLINEAR = frozenset(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from torch import fx, nn
 
+from rekindle.blocks.names import as_layer
 from rekindle.consumers.graph import (
     CHANNEL_NORMS,
     DROPOUTS,
@@ -21,7 +22,6 @@ from rekindle.consumers.graph import (
     operation,
     restored,
 )
-from rekindle.consumers.values import as_layer
 
 # A bias in front of these is subtracted again; in front of others it would have to be scaled along with the weight.
 _CENTRING = tuple(kind for kind in CHANNEL_NORMS if kind is not nn.GroupNorm)

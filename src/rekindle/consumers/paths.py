@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from torch import Tensor, fx, nn
 
+from rekindle.blocks.names import Layer, as_layer
 from rekindle.consumers.graph import (
     ACTIVATIONS,
     BINARY,
@@ -32,7 +33,6 @@ from rekindle.consumers.graph import (
     restored,
     shapes_of,
 )
-from rekindle.consumers.values import Layer, as_layer
 
 Order = Literal["channel", "last", "major", "minor"]
 

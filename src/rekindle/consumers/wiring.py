@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rekindle.blocks.names import PLAIN_CONVS, TRANSPOSED_CONVS, Layer, as_layer
 from rekindle.consumers.graph import RECURRENT
 from rekindle.consumers.paths import Order, Paths, Reading, export, trace
-from rekindle.consumers.values import PLAIN_CONVS, TRANSPOSED_CONVS, Layer, as_layer
 
 
 class WiringError(ValueError):

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from rekindle import initial
 from rekindle.blocks.finding import find
-from rekindle.blocks.names import is_sharded, unwrapped, wrapped
-from rekindle.consumers.values import as_layer
+from rekindle.blocks.names import as_layer, is_sharded, unwrapped, wrapped
 from rekindle.isolation import forked_rng
 from rekindle.methods.call import Call
 from rekindle.methods.remedy import Remedy

@@ -8,7 +8,7 @@ from typing import Unpack
 import torch
 from torch import Tensor, nn
 
-from rekindle.consumers.values import Layer
+from rekindle.blocks.names import Layer
 from rekindle.consumers.wiring import Wiring
 from rekindle.isolation import isolated
 from rekindle.methods.call import Call

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from rekindle.consumers.values import EMPTY, Cut, Uses, Value
+from rekindle.blocks.values import EMPTY, Cut, Uses, Value
 
 _NONE: frozenset[Any] = frozenset()
 _NOTHING = Value(items=())

@@ -1,93 +1,13 @@
-"""The layers of a model, and what is recorded of their outputs while a class's source is read: values, cuts, uses."""
+"""What is recorded of the outputs of layers while a class's source is read: paths, values, cuts, uses."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
-from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
-
-PLAIN_CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-TRANSPOSED_CONVS = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-LAYERS: tuple[type[nn.Module], ...] = (nn.Linear, *PLAIN_CONVS, *TRANSPOSED_CONVS)
-
-
-@dataclass(frozen=True)
-class Layer:
-    """A layer as maker or reader of neurons: its module and where its weight has outputs and inputs."""
-
-    name: str
-    module: nn.Module = field(repr=False, compare=False)
-    out_axis: int
-    in_axis: int
-
-    @property
-    def weight(self) -> nn.Parameter:
-        """The weight that holds a row for each neuron made and a column for each one read."""
-        weight = self.module.weight
-        assert isinstance(weight, nn.Parameter)
-        return weight
-
-    @property
-    def bias(self) -> nn.Parameter | None:
-        """The bias, where there is one."""
-        bias = getattr(self.module, "bias", None)
-        return bias if isinstance(bias, nn.Parameter) else None
-
-    @property
-    def out_size(self) -> int:
-        """How many neurons the layer makes."""
-        return self.weight.shape[self.out_axis]
-
-    @property
-    def in_size(self) -> int:
-        """How many values the layer reads."""
-        return self.weight.shape[self.in_axis]
-
-
-def as_layer(name: str, module: nn.Module) -> Layer | None:
-    """The module as a :class:`Layer`, or None if its class is none whose rows and columns are known.
-
-    >>> as_layer("fc", nn.Linear(3, 5)).out_size
-    5
-    >>> as_layer("norm", nn.LayerNorm(3)) is None
-    True
-    """
-    if isinstance(module, (nn.Linear, *PLAIN_CONVS)):
-        return Layer(name, module, 0, 1)
-    if isinstance(module, TRANSPOSED_CONVS) or is_transposed_linear(module):
-        return Layer(name, module, 1, 0)
-    return None
-
-
-def is_transposed_linear(module: nn.Module) -> bool:
-    """Whether this is GPT-2's `Conv1D`, a Linear whose weight is stored as (in, out)."""
-    return type(module).__name__ == "Conv1D" and hasattr(module, "nf") and hasattr(module, "weight")
-
-
-def has_matrices(module: nn.Module) -> bool:
-    """Whether the module holds weights that transform, rather than norms, activations or tables."""
-    return any(
-        _is_matrix(parameter)
-        for inner in module.modules()
-        if not isinstance(inner, nn.Embedding | nn.EmbeddingBag | nn.LayerNorm)
-        for parameter in inner._parameters.values()
-        if parameter is not None
-    )
-
-
-def with_matrices(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """Those of the modules that hold such weights."""
-    return [module for module in modules if has_matrices(module)]
-
-
-def _is_matrix(parameter: nn.Parameter) -> bool:
-    """Whether it has two axes or more; a lazy layer has no shape yet, and is taken to have."""
-    return is_lazy(parameter) or parameter.dim() > 1
+from torch import nn
 
 
 def at(module: nn.Module, path: str) -> list[nn.Module]:
@@ -122,47 +42,6 @@ def key_of(label: str) -> str:
     ('states', '')
     """
     return label.partition("#")[2]
-
-
-def layers_in(module: nn.Module) -> Iterator[nn.Module]:
-    """The modules inside that hold a matrix themselves."""
-    for inner in module.modules():
-        if any(p is not None and _is_matrix(p) for p in inner._parameters.values()):
-            yield inner
-
-
-def input_width(module: nn.Module) -> int | None:
-    """How many values the first layer inside a module reads; None if there is none."""
-    first = next((layer for m in module.modules() if (layer := as_layer("", m)) is not None), None)
-    return None if first is None else _size(first.module, first.in_axis)
-
-
-def output_width(module: nn.Module) -> int | None:
-    """How many values a layer makes; None if it is none."""
-    layer = as_layer("", module)
-    return None if layer is None else _size(module, layer.out_axis)
-
-
-def narrows(layer: nn.Module) -> bool:
-    """Whether a layer makes fewer values than it reads."""
-    made, taken = output_width(layer), input_width(layer)
-    return made is not None and taken is not None and made < taken
-
-
-def keeps_width(block: nn.Module, layer: nn.Module | None = None) -> bool:
-    """Whether this last layer of a block makes vectors as wide as the block takes, as the middle of a network does.
-
-    >>> keeps_width(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))), keeps_width(nn.Linear(4, 3))
-    (True, False)
-    """
-    last = layer if layer is not None else list(layers_in(block))[-1]
-    made, taken = output_width(last), input_width(block)
-    return made is None or taken is None or made == taken
-
-
-def _size(module: nn.Module, axis: int) -> int | None:
-    weight = module.weight  # a parametrised one is a tensor, no Parameter
-    return weight.shape[axis] if isinstance(weight, Tensor) else None
 
 
 @dataclass(frozen=True)

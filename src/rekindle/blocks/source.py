@@ -18,8 +18,8 @@ from typing import Any
 
 from torch import nn
 
-from rekindle.consumers.statements import Reader, TooLong
-from rekindle.consumers.values import Uses
+from rekindle.blocks.statements import Reader, TooLong
+from rekindle.blocks.values import Uses
 
 
 def uses_of(module: nn.Module) -> Uses | None:

@@ -6,14 +6,15 @@ Calls of submodules and of the class's own methods are followed; any other funct
 from __future__ import annotations
 
 import ast
-import re
 from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
-from rekindle.consumers.containers import Containers
-from rekindle.consumers.values import EMPTY, INPUT, OWN, Cut, Value, at, base, has_matrices
+from rekindle.blocks.containers import Containers
+from rekindle.blocks.names import has_matrices
+from rekindle.blocks.syntax import argument_names, glob_of, integer, is_bounded, is_outputs
+from rekindle.blocks.values import EMPTY, INPUT, OWN, Cut, Value, at, base
 
 SPLITS = {"chunk", "split", "unbind", "tensor_split", "split_with_sizes", "hsplit", "dsplit"}
 _VIEWS = {"view", "reshape", "unflatten", "rearrange", "permute", "unfold"}
@@ -71,7 +72,7 @@ class Expressions(Containers):
                 return Value(items=left.items + right.items)
             if left.items is not None or right.items is not None:
                 return self._fresh(self._flat(left), self._flat(right))  # (loss,) + outputs joins tuples
-            if isinstance(node.op, ast.Add) and all(_is_outputs(side) for side in (node.left, node.right)):
+            if isinstance(node.op, ast.Add) and all(is_outputs(side) for side in (node.left, node.right)):
                 return self._fresh(left, right)  # decoder_outputs + encoder_outputs joins tuples too
             if isinstance(node.op, ast.MatMult):
                 return self._product([self._flat(left), self._flat(right)])
@@ -167,7 +168,7 @@ class Expressions(Containers):
         names = list(held[0]._modules) if held else []
         if isinstance(index, ast.Constant) and isinstance(index.value, str):
             return index.value if index.value in names else "*"
-        number = _integer(index)
+        number = integer(index)
         return names[number] if number is not None and -len(names) <= number < len(names) else "*"
 
     def _on_features(self, index: ast.expr, value: Value) -> bool:
@@ -177,8 +178,8 @@ class Expressions(Containers):
             return True
         dots = any(isinstance(p, ast.Constant) and p.value is Ellipsis for p in parts)
         if self._convolved(value):
-            return not dots and len(parts) > 1 and _bounded(parts[1])
-        return _bounded(parts[-1]) and (dots or len(parts) > 1)
+            return not dots and len(parts) > 1 and is_bounded(parts[1])
+        return is_bounded(parts[-1]) and (dots or len(parts) > 1)
 
     def _convolved(self, value: Value) -> bool:
         """Whether a convolution has made this and its axes are as they were: features are the second one."""
@@ -241,7 +242,7 @@ class Expressions(Containers):
                 level = self.stack[-1][1] + 1 if parent and self.stack and self.stack[-1][0] == name else 0
                 return self._method(name, level, arguments, keywords)
             if receiver.module is not None and name in ("forward", "__call__"):
-                return self._module_call(receiver.module, given, _names(node))
+                return self._module_call(receiver.module, given, argument_names(node))
             if (receiver.result or receiver.named) and name in ("items", "get", "pop"):
                 if name == "items":
                     return Value(items=(Value(items=(EMPTY, receiver)),))
@@ -252,7 +253,7 @@ class Expressions(Containers):
                 return Value(items=(EMPTY, held)) if name in ("items", "named_children") else held
             target = self._value(function, scope)
             if target.module:
-                return self._module_call(target.module, given, _names(node))
+                return self._module_call(target.module, given, argument_names(node))
             if receiver.taint or receiver.direct:
                 return self._operation(name, [receiver, *arguments], node, keywords, method=True)
             return self._operation(name, arguments, node, keywords, method=False)
@@ -260,11 +261,11 @@ class Expressions(Containers):
         if held.function is not None:
             return self._local(held.function, arguments, keywords, scope)
         if held.module:
-            return self._module_call(held.module, given, _names(node))
+            return self._module_call(held.module, given, argument_names(node))
         if held.module == "" and "forward" in self.methods:
             return self._method("forward", 0, arguments, keywords)
         if name == "getattr" and len(node.args) > 1 and arguments[0].module is not None:
-            path = f"{arguments[0].module}.{_glob(node.args[1])}".lstrip(".")
+            path = f"{arguments[0].module}.{glob_of(node.args[1])}".lstrip(".")
             return Value(module=path) if at(self.module, path) else EMPTY
         if name in ("enumerate", "zip", "reversed", "list", "tuple", "sorted", "iter"):
             return self._iterated(name, arguments)
@@ -370,7 +371,7 @@ class Expressions(Containers):
             return self._cut(name, first, node, method)
         if name in _TAKES and first.direct:
             axis = node.args[0 if method else 1] if len(node.args) > (0 if method else 1) else None
-            return first if axis is None or _integer(axis) == 0 else self._slice(first, ast.unparse(node))
+            return first if axis is None or integer(axis) == 0 else self._slice(first, ast.unparse(node))
         if name in _VIEWS and first.weight and OWN in first.direct and name != "permute":
             self.cuts.setdefault(("own", name), Cut(frozenset({OWN}), f"{name} of its weight"))
         if name in _VIEWS:
@@ -393,9 +394,9 @@ class Expressions(Containers):
             given = node.args[position]
         dim: int | None = -1 if name == "glu" else 0
         if given is not None:
-            dim = _integer(given)
+            dim = integer(given)
         size = node.args[position - 1] if len(node.args) > position - 1 and name not in ("unbind", "glu") else None
-        single = name == "split" and size is not None and _integer(size) == 1
+        single = name == "split" and size is not None and integer(size) == 1
         # Sizes that come from data (`lengths.tolist()`) are sequences of one batch.
         single = single or any(
             isinstance(n, ast.ListComp) or (isinstance(n, ast.Attribute) and n.attr == "tolist")
@@ -403,7 +404,7 @@ class Expressions(Containers):
         )
         if not value.direct or single or (dim == 0 and not value.viewed and not value.weight):
             return value
-        count = _integer(size) if name == "chunk" and size is not None else None
+        count = integer(size) if name == "chunk" and size is not None else None
         if name.startswith("split") and isinstance(size, ast.List | ast.Tuple):
             count = len(size.elts)
         key = (name, node.lineno, node.col_offset, value.direct)
@@ -423,46 +424,3 @@ class Expressions(Containers):
             apart = [each[key] for each in held if key in each]
             if len(apart) > 1 and all(len(a) == 1 for a in apart):
                 self.cuts[key].joined |= set().union(*apart)
-
-
-def _names(node: ast.Call) -> list[str]:
-    """The arguments of a call, by position or name."""
-    return [*map(str, range(len(node.args))), *(k.arg or "**" for k in node.keywords)]
-
-
-def _is_outputs(node: ast.expr) -> bool:
-    """Whether an expression is what a model calls its outputs, a tuple, or a slice of it."""
-    while isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Slice):
-        node = node.value
-    return isinstance(node, ast.Name) and node.id.endswith("outputs")
-
-
-def _bounded(node: ast.expr) -> bool:
-    """Whether an index is a slice that leaves something out."""
-    return isinstance(node, ast.Slice) and any(end is not None for end in (node.lower, node.upper, node.step))
-
-
-def _glob(node: ast.expr) -> str:
-    """The name that an expression spells, with `*` for what is not known before it runs.
-
-    >>> [_glob(ast.parse(text, mode="eval").body) for text in ("f'head_{i}'", "'conv%d' % i", "'fc' + str(n)", "name")]
-    ['head_*', 'conv*', 'fc*', '*']
-    """
-    if isinstance(node, ast.Constant):
-        return str(node.value)
-    if isinstance(node, ast.JoinedStr):
-        return "".join(_glob(part) for part in node.values)
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-        return _glob(node.left) + _glob(node.right)
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod):
-        return re.sub(r"%[ds]", "*", _glob(node.left))
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "format":
-        return re.sub(r"\{[^}]*\}", "*", _glob(node.func.value))
-    return "*"
-
-
-def _integer(node: ast.expr) -> int | None:
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        value = _integer(node.operand)
-        return None if value is None else -value
-    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, int) else None
