@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rekindle.consumers.invariance import norms_behind
+from rekindle.consumers.invariance import _chain, _traced, norms_behind
 from rekindle.lab.networks import network
 
 
@@ -73,3 +73,11 @@ def test_a_model_on_the_meta_device() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.LayerNorm(4), nn.Linear(4, 4), nn.BatchNorm1d(4))
     assert norms_behind(model) == {"0": "1", "2": "3"}
+
+
+def test_a_sequential_is_the_chain_that_a_trace_of_it_shows() -> None:
+    norm, relu = nn.BatchNorm1d(4), nn.ReLU()
+    net = nn.Sequential(nn.Linear(4, 4, bias=False), relu, norm, nn.Linear(4, 4), relu, nn.Linear(4, 4), norm)
+    chain, traced = ([(n.op, n.target) for n in graph.nodes][1:] for graph in (_chain(net), _traced(net, top=True)))
+    assert chain == traced
+    assert norms_behind(net) == {"0": "2", "5": "2"}

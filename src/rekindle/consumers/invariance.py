@@ -48,8 +48,7 @@ def norms_behind(model: nn.Module) -> dict[str, str]:
         if not layers or type(owner) in closed or not any(map(is_norm, children.values())):
             continue
         try:
-            with restored(owner):
-                graph = graph_of(owner, top=not path, closed=frozenset(children.values()))
+            graph = _chain(owner) if type(owner).forward is nn.Sequential.forward else _traced(owner, top=not path)
         except Untraceable:
             closed.add(type(owner))
             continue
@@ -62,6 +61,21 @@ def norms_behind(model: nn.Module) -> dict[str, str]:
             if norm:
                 found[f"{path}.{name}" if path else name] = f"{path}.{norm}" if path else norm
     return found
+
+
+def _chain(owner: nn.Module) -> fx.Graph:
+    """The graph of a Sequential, which needs no trace: that would take a tenth of the time of `health`."""
+    graph, first = fx.Graph(), dict[int, str]()
+    value = graph.placeholder("input")
+    for name, child in owner._modules.items():
+        value = graph.call_module(first.setdefault(id(child), name), (value,))
+    graph.output(value)
+    return graph
+
+
+def _traced(owner: nn.Module, top: bool) -> fx.Graph:
+    with restored(owner):
+        return graph_of(owner, top=top, closed=frozenset(owner.children()))
 
 
 def is_norm(module: nn.Module) -> bool:
