@@ -295,6 +295,16 @@ def partition_of(parameter: Tensor) -> Any:
     return getattr(parameter, PARTITION, None)
 
 
+def partitions(model: nn.Module) -> dict[str, Any]:
+    """`partition_of` for those parameters that have one, under each of their names in `named_parameters()`.
+
+    >>> partitions(nn.Linear(2, 2))
+    {}
+    """
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: partition for name, each in named if (partition := partition_of(each)) is not None}
+
+
 def _attributes(module: nn.Module) -> tuple[str, ...]:
     """The attributes in which a wrapper holds its module; none for any other class."""
     for cls in type(module).__mro__:

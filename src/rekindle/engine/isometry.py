@@ -7,6 +7,7 @@ checks its input, has it solved (`solving.py`), and gives the result its derivat
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Literal, Unpack, overload
 
 import torch
@@ -153,3 +154,26 @@ class _Polar(torch.autograd.Function):
         outside = g - (g @ v) @ v.mT
         out = u @ (turn @ v.mT + torch.where(zero, 0, 1 / s)[..., None] * (u.mT @ outside))
         return (out.mT if tall else out).to(grad.dtype), None
+
+
+def by_svd_again(
+    name: str, matrices: Tensor, factors: Tensor, certificate: Certificate, tol: float
+) -> tuple[Tensor, Certificate]:
+    """Solve again by float64 SVD what has not converged; an error with the name if that misses `tol` too."""
+    missed = (~certificate.converged).nonzero().flatten()
+    u, sigma, vh = torch.linalg.svd(matrices[missed.to(matrices.device)].double(), full_matrices=False)
+    q = u @ vh
+    small = q @ q.mT if q.shape[1] <= q.shape[2] else q.mT @ q
+    residual = (small - torch.eye(small.shape[1], dtype=small.dtype, device=small.device)).square().sum((1, 2))
+    residual = residual / small.shape[1]
+    if not bool((residual <= max(tol, 1e-20)).all()):
+        worst = float(residual.max())
+        raise RuntimeError(f"{name!r} reaches a residual of {worst:.1e} by float64 SVD, tol is {tol:.1e}")
+    factors, residuals = factors.clone(), certificate.residual.clone()
+    nuclear, converged = certificate.nuclear.clone(), torch.ones_like(certificate.converged)
+    norms = certificate.factor_norm.clone()
+    factors[missed.to(factors.device)] = q.to(factors.dtype)
+    residuals[missed] = residual.to(residuals)
+    nuclear[missed] = sigma.sum(1).to(nuclear)
+    norms[missed] = torch.linalg.vector_norm(q, dim=(1, 2)).to(norms)
+    return factors, replace(certificate, residual=residuals, nuclear=nuclear, factor_norm=norms, converged=converged)

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
 from typing import Any
 
+from torch import nn
+
 from rekindle.methods.call import Call
 from rekindle.methods.remedy import Remedy
-from rekindle.projection.firing import check, fire
+from rekindle.optimizers import resetting as optimizers
+from rekindle.projection.firing import check_call, check_model, check_options, fire
 from rekindle.projection.method import Batch
-from rekindle.projection.receipt import Receipt
+from rekindle.projection.planning import Plan
+from rekindle.projection.planning import plan as make_plan
+from rekindle.projection.receipt import Measuring, Receipt
+from rekindle.projection.stores import LiveStore
 
 
 class FIRE(Remedy):
@@ -52,3 +59,34 @@ class FIRE(Remedy):
         if self.recalibrate and call.batches is None:
             raise ValueError("recalibrate=True needs batches= to estimate the BatchNorm statistics on")
         return call.batches if self.recalibrate else None
+
+
+def check(
+    model: nn.Module,
+    optimizer: Any = None,
+    *,
+    targets: Any = "auto",
+    scale: str | float = "paper",
+    strength: float = 1.0,
+    measure: Measuring = "cheap",
+    optimizer_state: str = "fresh",
+    plan: Plan | None = None,
+    **more: Any,
+) -> None:
+    """Raise what `fire` with these arguments would raise whatever values the weights have; reads none of them.
+
+    >>> check(nn.Linear(2, 2), targets="no.such.layer")
+    Traceback (most recent call last):
+    ValueError: targets='no.such.layer' matches no weight with matrices...
+    """
+    own = inspect.signature(fire).parameters
+    planning = {name: value for name, value in more.items() if name not in own}
+    check_model(model)
+    check_call(planning)
+    check_options(strength, measure)
+    if plan is None:  # a weight that is zero now may be none later
+        plan = make_plan(
+            model, targets=targets, scale=scale, measure=False, trial=False, **{**planning, "min_norm": 0.0}
+        )
+    store = LiveStore(model, plan.selected)
+    optimizers.check(optimizer, store.parameters([entry.name for entry in plan.selected]), optimizer_state)

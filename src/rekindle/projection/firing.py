@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from rekindle.blocks.finding import Block, Found
 from rekindle.engine.arithmetic import callers_device, full_precision, to_host
+from rekindle.engine.isometry import by_svd_again
 from rekindle.engine.solving import CONVERGING, Certificate, Solver, Solving, Source, solve
 from rekindle.isolation import outputs, relative_change
 from rekindle.optimizers import resetting as optimizers
@@ -29,40 +30,25 @@ from rekindle.projection.planning import Plan
 from rekindle.projection.planning import plan as make_plan
 from rekindle.projection.recalibration import recalibrated, training_layers
 from rekindle.projection.receipt import Measuring, Meter, PendingRecord, Receipt, records
-from rekindle.projection.sharded import Numbers, ShardedFire
+from rekindle.projection.sharded import Numbers, ShardedFire, refuse_partitioned
 from rekindle.projection.stores import LiveStore, Store
 from rekindle.sharding.passes import passes
 from rekindle.sharding.team import SOLO, distributed, opened, partitioned, settle
 from rekindle.sharding.zero import shown
 
-__all__ = ["LiveStore", "Store", "check", "check_finite", "execute", "fire"]
+__all__ = ["LiveStore", "Store", "check_finite", "execute", "fire"]
 
 Verb = TypeVar("Verb", bound=Callable[..., Receipt])
 
 
 def _on_partitions(verb: Verb) -> Verb:
-    """A verb of (model, optimizer) that takes the parameters of DeepSpeed ZeRO for shards: it is called while they are.
-
-    What would need the model itself meanwhile, or all of it at once, is refused.
-    """
+    """A verb that takes the parameters of DeepSpeed ZeRO for shards: it is called while they are."""
 
     @wraps(verb)
     def call(model: Any, optimizer: Any = None, **options: Any) -> Receipt:
         if not (isinstance(model, nn.Module) and partitioned(model)):
             return verb(model, optimizer, **options)
-        for name in ("batches", "guard", "recalibrate"):
-            if options.get(name) is not None:
-                raise ValueError(
-                    f"{name}= needs forward passes, which are not possible while weights are taken out of DeepSpeed "
-                    "ZeRO: measure before and after the call"
-                )
-        for name in ("mirrors", "atomic"):
-            if options.get(name):
-                raise ValueError(
-                    f"{name}= is not possible weight by weight under DeepSpeed ZeRO. Use `with rekindle.sharding."
-                    f"gathered(model, engine.optimizer) as whole: rekindle.fire(model, whole, {name}=...)` on every "
-                    "rank, where the whole model fits into its memory; nothing is put back there if anything fails"
-                )
+        refuse_partitioned(options)
         with shown(model, optimizer) as inside:
             return verb(model, inside, **options)
 
@@ -124,13 +110,13 @@ def fire(
     True
     """
     meter = Meter()
-    _check_model(model)
+    check_model(model)
     team, spreads = opened(model)
     # Copies (DDP) are alone until fire itself talks; a plan of shards talks to the others.
     apart = SOLO if distributed(model, copies=False)[1] else team
     with team.together():
-        _check_call(planning)
-        _check_options(strength, measure)
+        check_call(planning)
+        check_options(strength, measure)
         if plan is not None and (planning or targets != "auto" or scale != "paper"):
             raise ValueError("plan= already holds targets, scale and the like: pass either the plan or those")
     if plan is None:
@@ -181,37 +167,6 @@ def fire(
     return receipt if watch is None else watch.settle(receipt)
 
 
-def check(
-    model: nn.Module,
-    optimizer: Any = None,
-    *,
-    targets: Any = "auto",
-    scale: str | float = "paper",
-    strength: float = 1.0,
-    measure: Measuring = "cheap",
-    optimizer_state: str = "fresh",
-    plan: Plan | None = None,
-    **more: Any,
-) -> None:
-    """Raise what `fire` with these arguments would raise whatever values the weights have; reads none of them.
-
-    >>> check(nn.Linear(2, 2), targets="no.such.layer")
-    Traceback (most recent call last):
-    ValueError: targets='no.such.layer' matches no weight with matrices...
-    """
-    own = inspect.signature(fire).parameters
-    planning = {name: value for name, value in more.items() if name not in own}
-    _check_model(model)
-    _check_call(planning)
-    _check_options(strength, measure)
-    if plan is None:  # a weight that is zero now may be none later
-        plan = make_plan(
-            model, targets=targets, scale=scale, measure=False, trial=False, **{**planning, "min_norm": 0.0}
-        )
-    store = LiveStore(model, plan.selected)
-    optimizers.check(optimizer, store.parameters([entry.name for entry in plan.selected]), optimizer_state)
-
-
 # A block that was solved before its turn: its factors, their certificate, how many the SVD had to solve.
 Solved = tuple[Tensor, Certificate, int]
 
@@ -244,7 +199,7 @@ def execute(
     ('0.weight',)
     """
     meter = meter or Meter()
-    _check_options(strength, measure)
+    check_options(strength, measure)
     solving: Solving = {"solver": solver, "tol": tol, "steps": steps, "complete": complete, "seed": seed}
     work = [(entry, block) for entry in plan.selected for block in entry.blocks]
     known = solved or {}
@@ -312,33 +267,10 @@ def _solutions(
                 entry, block = work[index]
                 fallback = int((~certificate.converged).sum())
                 matrices = block.read(store.read(entry))
-                factors, certificate = _by_svd(entry.name, matrices, factors, certificate, solving["tol"])
+                factors, certificate = by_svd_again(entry.name, matrices, factors, certificate, solving["tol"])
             yield index, (factors, certificate, fallback)
 
     return found()
-
-
-def _by_svd(
-    name: str, matrices: Tensor, factors: Tensor, certificate: Certificate, tol: float
-) -> tuple[Tensor, Certificate]:
-    """Solve again by float64 SVD what has not converged; an error if that misses `tol` too."""
-    missed = (~certificate.converged).nonzero().flatten()
-    u, sigma, vh = torch.linalg.svd(matrices[missed.to(matrices.device)].double(), full_matrices=False)
-    q = u @ vh
-    small = q @ q.mT if q.shape[1] <= q.shape[2] else q.mT @ q
-    residual = (small - torch.eye(small.shape[1], dtype=small.dtype, device=small.device)).square().sum((1, 2))
-    residual = residual / small.shape[1]
-    if not bool((residual <= max(tol, 1e-20)).all()):
-        worst = float(residual.max())
-        raise RuntimeError(f"{name!r} reaches a residual of {worst:.1e} by float64 SVD, tol is {tol:.1e}")
-    factors, residuals = factors.clone(), certificate.residual.clone()
-    nuclear, converged = certificate.nuclear.clone(), torch.ones_like(certificate.converged)
-    norms = certificate.factor_norm.clone()
-    factors[missed.to(factors.device)] = q.to(factors.dtype)
-    residuals[missed] = residual.to(residuals)
-    nuclear[missed] = sigma.sum(1).to(nuclear)
-    norms[missed] = torch.linalg.vector_norm(q, dim=(1, 2)).to(norms)
-    return factors, replace(certificate, residual=residuals, nuclear=nuclear, factor_norm=norms, converged=converged)
 
 
 def _write(
@@ -438,7 +370,8 @@ def _without_refused(
     return replace(plan, entries=entries), solved
 
 
-def _check_model(model: Any) -> None:
+def check_model(model: Any) -> None:
+    """Raise if this is no model whose weights could be changed."""
     if not isinstance(model, nn.Module):
         what = "a state dict" if isinstance(model, Mapping) else type(model).__name__
         raise TypeError(
@@ -449,7 +382,8 @@ def _check_model(model: Any) -> None:
         raise ValueError(f"{type(model).__name__} is on the meta device: load the weights first")
 
 
-def _check_call(planning: Mapping[str, Any]) -> None:
+def check_call(planning: Mapping[str, Any]) -> None:
+    """Raise for a keyword that neither `fire` nor `plan` has."""
     known = inspect.signature(make_plan).parameters.keys() if planning else ()
     for name in planning:
         if name not in known:
@@ -459,7 +393,8 @@ def _check_call(planning: Mapping[str, Any]) -> None:
             raise TypeError(f"fire() got an unexpected keyword argument {name!r}{hint}")
 
 
-def _check_options(strength: float, measure: str) -> None:
+def check_options(strength: float, measure: str) -> None:
+    """Raise for a value that these options cannot have."""
     if not 0 < strength <= 1:
         raise ValueError(f"strength={strength} is outside (0, 1]: 1 is the isometry, smaller keeps a share of W")
     if measure not in get_args(Measuring):

@@ -8,7 +8,7 @@ those boxes; results travel back to the shards, and records to every process.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,6 +31,23 @@ from rekindle.sharding.units import interleaved
 Numbers = Sequence[tuple[int, int]]
 Execute = Callable[..., Receipt]
 _Key = tuple[int, tuple[int, ...]]  # the block's place among all of the plan, and which of its matrices
+
+
+def refuse_partitioned(options: Mapping[str, Any]) -> None:
+    """Raise for options of `fire` that need the model itself, or all of it at once, under DeepSpeed ZeRO."""
+    for name in ("batches", "guard", "recalibrate"):
+        if options.get(name) is not None:
+            raise ValueError(
+                f"{name}= needs forward passes, which are not possible while weights are taken out of DeepSpeed "
+                "ZeRO: measure before and after the call"
+            )
+    for name in ("mirrors", "atomic"):
+        if options.get(name):
+            raise ValueError(
+                f"{name}= is not possible weight by weight under DeepSpeed ZeRO. Use `with rekindle.sharding."
+                f"gathered(model, engine.optimizer) as whole: rekindle.fire(model, whole, {name}=...)` on every "
+                "rank, where the whole model fits into its memory; nothing is put back there if anything fails"
+            )
 
 
 class BoxStore:

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rekindle.blocks.names import is_sharded, partition_of, sharded_parameters
+from rekindle.blocks.names import is_sharded, partitions, sharded_parameters
 from rekindle.sharding.spread import LayoutNotSupported, Spread
 
 # Errors that cross the processes keep their type where it is one of these, so that callers may catch them as usual.
@@ -325,10 +325,8 @@ def distributed(model: nn.Module, *, copies: bool = True) -> tuple[Team, dict[st
 
 def _sharded(model: nn.Module) -> dict[str, Spread]:
     found = {name: Spread.of(parameter, name) for name, parameter in sharded_parameters(model).items()}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        partition = partition_of(parameter)
-        if partition is not None:
-            found[name] = Spread.replicated(partition.shape, partition.ranks)
+    for name, partition in partitions(model).items():
+        found[name] = Spread.replicated(partition.shape, partition.ranks)
     return found
 
 
