@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from measuring import growth, interleaved, processor
 from rekindle import polar
@@ -51,6 +52,18 @@ def some(name: str, count: int, out: int, in_: int) -> Callable[[], Matrices]:
     return lambda: [build(name, out, in_, seed) for seed in range(count)]
 
 
+# By rows. Below 64 a batch is a matter of milliseconds, and some hundred calls of torch are a part of it; so a larger
+# one too, which shows the arithmetic.
+BATCHES = {
+    256: [36],
+    128: [72],
+    96: [96],
+    64: [144],
+    48: [256, 2048],
+    32: [512, 4096],
+    24: [900, 7200],
+    16: [1024, 8192],
+}
 SETS: dict[str, tuple[Callable[[], Matrices], dict[str, float]]] = {
     "resnet18": (resnet18, {"recipe@10": 2.5}),
     "gpt2-small": (gpt2, {"recipe@10": 4.5}),
@@ -60,8 +73,9 @@ SETS: dict[str, tuple[Callable[[], Matrices], dict[str, float]]] = {
     "768×3072 trained": (some("trained", 1, 768, 3072), {"recipe@10": 6, "svd": 5}),
     "512² gaussian": (some("gaussian", 9, 512, 512), {"lean": 1.0}),
     **{
-        f"{n}² batch": (some("kaiming", count, n, n), {"recipe@10": 1.0, "lean": 1.0})
-        for n, count in ((256, 36), (128, 72), (96, 96), (64, 144), (48, 256), (32, 512), (24, 900), (16, 1024))
+        f"{count} × {n}² batch": (some("kaiming", count, n, n), {"recipe@10": 1.0, "lean": 1.0})
+        for n, counts in BATCHES.items()
+        for count in counts
     },
 }
 FAST = {"512² gaussian": 5.0, "1024² gaussian": 5.0, "1024² trained": 5.0}
@@ -93,16 +107,35 @@ def lean(w: Tensor, steps: int = 10) -> Tensor:
     return x if w.shape[1] <= w.shape[2] else x.mT
 
 
-def bulk_products(matrices: Matrices) -> None:
-    """The floor of the route for small matrices: the products of its schedule and nothing else, on the whole batch."""
-    x = torch.stack(matrices)
-    n = x.shape[1]
-    a, y = torch.empty_like(x), torch.empty_like(x)
-    for step in (*schedules.bulk(bulk.REACH / n, bulk.BEFORE / n**0.25), schedules.cubic(0.9)):
-        torch.bmm(x, x.mT, out=a)
-        if step.c:
-            torch.bmm(a, a, out=y)
-        torch.bmm(a, x, out=y)
+def bulk_products(w: Tensor) -> None:
+    """The floor of the route for small matrices: the products of its schedule and nothing else, in parts as it does."""
+    _, n, m = w.shape
+    size = max(1, bulk.PART // (n * m))
+    a, p, y = (torch.empty_like(w[:size]) for _ in range(3))
+    for x in w.split(size):
+        k = len(x)
+        for step in (*schedules.bulk(bulk.REACH / n, bulk.BEFORE / n**0.25), schedules.cubic(0.9)):
+            torch.bmm(x, x.mT, out=a[:k])
+            if step.c:
+                torch.bmm(a[:k], a[:k], out=p[:k])
+            torch.bmm(a[:k], x, out=y[:k])
+
+
+class _Calls(TorchDispatchMode):
+    """Counts the calls of torch that do something."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def calls(w: Tensor) -> int:
+    """How many calls of torch `polar` makes for this batch: the part of its time that does not grow with the batch."""
+    with _Calls() as counted:
+        polar(w)
+    return counted.count
 
 
 def muon(w: Tensor) -> Tensor:
@@ -203,7 +236,14 @@ def measure(label: str, rounds: int, quick: bool) -> list[str]:
     run = runners(matrices, label in LARGE)
     if quick:
         run = {name: each for name, each in run.items() if name.startswith("auto") or name in bars}
-    floor = {"floor": lambda: bulk_products(matrices)} if "lean" in run and len(matrices[0]) <= bulk.MOST else {}
+    floor: dict[str, Callable[[], Any]] = {}
+    if "lean" in run and len(matrices[0]) <= bulk.MOST:
+        stacked, one = torch.stack(matrices), torch.zeros(1)
+        number = calls(stacked)
+        floor = {
+            "floor": lambda: bulk_products(stacked),
+            "calls": lambda: [one.add_(1) for _ in range(number)],
+        }
     times = interleaved({"product": lambda: products(matrices), **floor, **run}, rounds)
     print(f"\n{label}: {len(matrices)} matrices")
     missed = []
@@ -227,9 +267,10 @@ def measure(label: str, rounds: int, quick: bool) -> list[str]:
             missed += [] if ratio >= bar else [f"{label}: {name} {ratio:.2f} < {bar}"]
         print(text, flush=True)
     if floor:
+        least = times["floor"] + times["calls"]
         print(
-            f"  lean against the products of the small route's schedule alone, a bound of the ratio: "
-            f"{times['lean'] / times['floor']:.2f}"
+            f"  lean against the products of the small route's schedule alone: {times['lean'] / times['floor']:.2f}; "
+            f"with {number} calls of torch on one number each: {times['lean'] / least:.2f} (no ratio can be above it)"
         )
     if label == "1024² gaussian":
         over = times["auto"] / times["product"] / 5.5
