@@ -129,10 +129,12 @@ def ticks(low: float, high: float, about: int = 5) -> list[float]:
 
     >>> ticks(0.13, 0.52)
     [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]
+    >>> ticks(0.0, 0.0)  # no share, count or norm is below zero
+    [0.0, 0.25, 0.5, 0.75, 1.0]
     """
     if high <= low:
-        spread = abs(low) * 0.1 or 1.0
-        low, high = low - spread, high + spread
+        spread = abs(low) * 0.1
+        low, high = low - spread, high + (spread or 1.0)
     rough = (high - low) / max(about - 1, 1)
     power = 10.0 ** math.floor(math.log10(rough))
     step = next((power * each for each in (1, 2, 2.5, 5) if power * each >= rough * 0.999), power * 10)
