@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 from collections.abc import Callable
 from datetime import timedelta
@@ -31,6 +32,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import rekindle
+from rekindle import methods
+from rekindle.methods.remedy import Remedy
+from rekindle.sharding import gathered
 from rekindle.sharding.team import Team
 
 
@@ -86,9 +90,6 @@ def case_monitor() -> None:
 
 
 def case_methods_refuse_by_name_with_a_way_out_that_works() -> None:
-    from rekindle import methods
-    from rekindle.sharding import gathered
-
     model, alone = sharded(gpt(), world_mesh()), gpt()
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (model, alone)]
     for m, optimizer in zip((model, alone), optimizers, strict=True):
@@ -113,6 +114,70 @@ def case_methods_refuse_by_name_with_a_way_out_that_works() -> None:
     compare(model, alone, 1e-3)
 
 
+def case_every_method_works_on_shards_or_names_a_way_that_works() -> None:
+    """In `gathered`, twice, it ends where one process ends; other ways are named, with the class."""
+    made: dict[str, Callable[[], Any]] = {
+        "LayerReset": lambda: methods.LayerReset(last=1),
+        "Compose": lambda: methods.Compose([methods.FullReset()]),
+    }
+    seen, x = set(), torch.linspace(-1, 1, 24).reshape(4, 6)
+
+    def network() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 9), nn.ReLU(), nn.Linear(9, 3))
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        return model(batch).square().mean()
+
+    for name, kind in sorted(vars(methods).items()):
+        if not (inspect.isclass(kind) and issubclass(kind, Remedy)) or kind is Remedy:
+            continue
+        method, other = (made.get(name, kind)() for _ in range(2))
+        model, alone = fully_shard(network(), mesh=world_mesh()), network()
+        optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (model, alone)]
+        for m, optimizer in zip((model, alone), optimizers, strict=True):
+            loss(m, x).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if method.sharded and name != "Compose":
+            continue  # other cases
+        own = "FullReset" if name == "Compose" else name
+        with pytest.raises(ValueError, match=f"^{own} works on whole parameters") as refused:
+            method(model, optimizers[0], batches=[x], loss=loss)
+        for verb in ("remember", "loss_term"):
+            if hasattr(method, verb) and name != "Compose":
+                with pytest.raises(ValueError, match=f"^{own} works on whole parameters"):
+                    getattr(method, verb)(model)
+        compare(model, alone, 1e-5)
+        ways = {"batches": "plain copy", "steps": "DistributedDataParallel", "modules": "bare model"}
+        assert ways.get(method.needs, "gathered(model, optimizer)") in str(refused.value)
+        if method.needs != "parameters":
+            continue
+        for _ in range(2):
+            with gathered(model, optimizers[0]):
+                for each, m, optimizer in ((method, model, optimizers[0]), (other, alone, optimizers[1])):
+                    if hasattr(each, "remember") and not seen & {name}:
+                        each.remember(m)
+                    each(m, optimizer)
+            seen.add(name)
+        try:
+            compare(model, alone, 1e-4)
+        except AssertionError as error:
+            raise AssertionError(f"{name}: {error}") from error
+    assert len(seen) >= 12, seen
+
+
+def case_gradients_changed_while_a_model_is_whole_are_kept() -> None:
+    model = sharded(gpt(), world_mesh())
+    model(TOKENS).logsumexp(-1).mean().backward()
+    before = {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    with gathered(model):
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.5)
+    assert before and all(torch.equal(whole(model.get_parameter(n).grad), g * 0.5) for n, g in before.items())
+
+
 def case_what_copies_a_model_refuses_by_name() -> None:
     model = sharded(gpt(), world_mesh())
     optimizer = torch.optim.AdamW(model.parameters())
@@ -135,8 +200,6 @@ def case_what_copies_a_model_refuses_by_name() -> None:
 
 
 def case_fire_as_a_method_and_the_optimizer_reset_work_on_shards() -> None:
-    from rekindle import methods
-
     model, alone = sharded(gpt(), world_mesh()), gpt()
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (model, alone)]
     for m, optimizer in zip((model, alone), optimizers, strict=True):
@@ -172,8 +235,6 @@ def case_batch_norm_statistics_are_those_of_all_ranks() -> None:
 
 
 def case_what_fsdp1_hides_is_refused_by_name_by_every_verb() -> None:
-    from rekindle import methods
-
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(5, 9), nn.ReLU(), nn.Linear(9, 2))
     model = FullyShardedDataParallel(net, use_orig_params=True, device_id=torch.device("cpu"))

@@ -118,13 +118,20 @@ def test_a_lot_holds_no_more_than_its_budget_or_one_parcel_per_owner():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(("rows", "side"), [(60, 6), (200, 30), (400, 49), (500, 120)])
 def test_the_gram_route_ends_where_the_solver_ends(dtype, rows, side):
-    """Not at the exact factor, 1e-4 away from what one process writes; float32 carries 6e-8 times the condition."""
+    """Not at the exact factor, 1e-4 away from what one process writes; float32 carries 6e-8 times the condition.
+
+    What is small and of condition 300 is solved in float32, so the route turns it down.
+    """
     for spread in (1.0, 3.0, 30.0, 300.0):
         w = torch.randn(rows, side, dtype=torch.float64, generator=torch.Generator().manual_seed(rows))
         u, _, vh = torch.linalg.svd(w, full_matrices=False)
         w = ((u * torch.logspace(0, -math.log10(spread), side, dtype=torch.float64)) @ vh).to(dtype)
         alone, expected = rekindle.polar(w, certificate=True)
-        change, certificate = factor(w.double().mT @ w.double(), dtype)
+        found = factor(w.double().mT @ w.double(), dtype)
+        if found is None:
+            assert dtype == torch.float32 and spread == 300
+            continue
+        change, certificate = found
         assert (w.double() @ change - alone.double()).norm() <= 1e-5 * alone.double().norm(), spread
         assert float(certificate.nuclear) == pytest.approx(float(expected.nuclear), rel=1e-5)
 

@@ -161,7 +161,7 @@ def advise(
     """
     began = perf_counter()
     check_asked("advise", model, new_batches)
-    refuse_shards(model, "advise()", batches=True)
+    refuse_shards(model, "advise()", "batches")
     check_loss(loss)
     seconds = seconds_of(budget)
     chosen = list(range(seeds)) if isinstance(seeds, int) else list(seeds)

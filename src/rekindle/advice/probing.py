@@ -144,7 +144,7 @@ def probe(
     """
     began = perf_counter()
     check_asked("probe", model, batches)
-    refuse_shards(model, "probe()", batches=True)
+    refuse_shards(model, "probe()", "batches")
     chosen = list(range(seeds)) if isinstance(seeds, int) else list(seeds)
     if not chosen:
         raise ValueError("probe needs at least one seed")

@@ -84,7 +84,7 @@ def health(
         if curvature:
             if loss is None:
                 raise ValueError("curvature=True needs a loss(model, batch)")
-            refuse_shards(model, "health(curvature=True)", batches=True)
+            refuse_shards(model, "health(curvature=True)", "batches")
         if reference is not None and not isinstance(reference, Health | nn.Module):
             raise TypeError(f"reference is an earlier Health or a model, got {type(reference).__name__}")
         if batches is not None and (curvature or isinstance(reference, nn.Module)) and iter(batches) is batches:

@@ -64,7 +64,7 @@ def refuse(model: nn.Module, optimizer: Any, method: Any) -> None:
     if sharded(model):
         for member in _members(method):
             if isinstance(member, Remedy) and not member.sharded:
-                refuse_shards(model, type(member).__name__, member.batches != "none" or member.watches)
+                refuse_shards(model, type(member).__name__, member.needs)
 
 
 def _members(method: Any) -> Iterator[Any]:

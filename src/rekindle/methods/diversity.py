@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from rekindle.blocks import names
 from rekindle.measures.matrices import welch_bound
+from rekindle.sharding.team import refuse_shards
 
 Penalty = Callable[[Tensor], Tensor]
 
@@ -140,6 +141,7 @@ class Penalised:
 
     def loss_term(self, model: nn.Module) -> Tensor:
         """The coefficient times the sum of the penalty over the matching parameters."""
+        refuse_shards(model, "Penalised", "steps")
         chosen = {
             name: parameter
             for name, parameter in names.named_parameters(model)

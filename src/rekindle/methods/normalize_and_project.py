@@ -16,6 +16,7 @@ from rekindle.methods.selection import Share, mask_of, plain_weights
 from rekindle.optimizers import StateReset
 from rekindle.projection.receipt import BlockRecord, Receipt
 from rekindle.projection.targets import Targets
+from rekindle.sharding.team import refuse_shards
 
 
 class NormalizeAndProject(Remedy):
@@ -48,6 +49,7 @@ class NormalizeAndProject(Remedy):
 
     def remember(self, model: nn.Module) -> None:
         """Store the norms that the weights have now."""
+        refuse_shards(model, type(self).__name__, call="method.remember(model)")
         shares, _ = self._weights(model)
         self._norms = dict(zip([share.name for share in shares], _norms(shares).tolist(), strict=True))
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from rekindle import initial
 from rekindle.blocks.finding import find
-from rekindle.blocks.names import as_layer, is_sharded, unwrapped, wrapped
+from rekindle.blocks.names import as_layer, unwrapped, wrapped
 from rekindle.isolation import forked_rng
 from rekindle.methods.call import Call
 from rekindle.methods.remedy import Remedy
@@ -61,6 +61,7 @@ class PlasticityInjection(Remedy):
     """
 
     name = "plasticity-injection"
+    needs = "modules"
 
     def __init__(self, head: str | None = None, *, fresh: Callable[[], nn.Module] | None = None, seed: int = 0) -> None:
         super().__init__(seed=seed)
@@ -169,8 +170,6 @@ def _check_open(model: nn.Module) -> None:
                 "wrap it again"
             )
         inside = wrapped(inside)
-    if any(is_sharded(p) for p in model.parameters()):
-        raise ValueError("the model is sharded: apply PlasticityInjection to the bare model, then shard it again")
 
 
 def _head(model: nn.Module) -> str:

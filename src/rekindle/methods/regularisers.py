@@ -29,6 +29,7 @@ from rekindle.optimizers import resetting as optimizers
 from rekindle.projection.receipt import BlockRecord, Receipt
 from rekindle.projection.stores import LiveWeight
 from rekindle.projection.targets import Scale, Targets
+from rekindle.sharding.team import refuse_shards
 
 
 class Regulariser(Remedy):
@@ -52,6 +53,7 @@ class Regulariser(Remedy):
 
     def loss_term(self, model: nn.Module) -> Tensor:
         """What to add to the training loss."""
+        refuse_shards(model, type(self).__name__)
         with full_precision():
             return self.coefficient * self.penalty(model)
 

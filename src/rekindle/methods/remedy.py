@@ -25,7 +25,7 @@ from rekindle.engine.arithmetic import full_precision
 from rekindle.methods.call import Call
 from rekindle.projection.method import Batch, Loss
 from rekindle.projection.receipt import Meter, Receipt
-from rekindle.sharding.team import refuse_hidden, refuse_shards, settle
+from rekindle.sharding.team import Needs, refuse_hidden, refuse_shards, settle
 
 Moment = Literal["event", "step", "backward", "loss"]
 Batches = Literal["none", "any", "all"]
@@ -73,11 +73,18 @@ class Remedy:
         if not self.sharded:
             refuse_hidden(model, f"{type(self).__name__}(...)(model.module, optimizer)")
             settle(model)
-            refuse_shards(model, type(self).__name__, self.batches != "none" or self.watches)
+            refuse_shards(model, type(self).__name__, self.needs)
         with full_precision():
             done = self.apply(Call(model, optimizer, batches, loss, self._own, generator))
         settings = done.settings or self.settings()
         return replace(done, settings=settings, seconds=meter.seconds, memory=meter.memory)
+
+    @property
+    def needs(self) -> Needs:
+        """What it needs of a model besides its whole parameters."""
+        if self.watches or self.moment == "backward":
+            return "steps"
+        return "parameters" if self.batches == "none" else "batches"
 
     def apply(self, call: Call) -> Receipt:
         """Change the model of the call; everything that can be checked is checked before the first write."""
@@ -143,6 +150,7 @@ class FromStart(Remedy):
 
     def remember(self, model: nn.Module) -> None:
         """Store the model's present parameters and buffers as its start."""
+        refuse_shards(model, type(self).__name__, call="method.remember(model)")
         self._initial = initial.snapshot(model)
 
     def stored(self, model: nn.Module, names: Collection[str]) -> dict[str, Tensor]:

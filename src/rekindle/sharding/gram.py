@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from rekindle.engine.arithmetic import gram, mirrored
+from rekindle.engine.bulk import MOST
 from rekindle.engine.isometry import polar
 from rekindle.engine.solving import Certificate
 from rekindle.sharding.owners import Parcel
@@ -86,8 +87,11 @@ def factor(products: Tensor, dtype: torch.dtype, **solving: Any) -> tuple[Tensor
     if not bool(values[0] > WORST_CONDITION**2 * values[-1]):
         return None
     root = values.sqrt()
-    # Rounded to float32 G^½ is off by 6e-8/1e-2 in its smallest direction; beyond that float64 is the solver's way too.
+    # Rounded to float32 G^½ is off by 6e-8/1e-2 in its smallest direction; beyond that float64 is the solver's way too,
+    # except for small matrices, whose own rounding in float32 no other way repeats.
     rounded = dtype != torch.float64 and bool(root[0] > ROUNDED_CONDITION * root[-1])
+    if dtype != torch.float64 and not rounded and len(root) <= MOST:
+        return None
     same = products.new_zeros(len(root), 2 * len(root))  # wide enough for the routes of any wider one
     same[:, : len(root)] = (vectors * root) @ vectors.mT
     isometry, certificate = polar(same.to(torch.float32 if rounded else torch.float64), certificate=True, **solving)

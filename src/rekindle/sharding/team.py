@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,10 @@ _KINDS = (
     LayoutNotSupported,
 )
 _KEPT: Mapping[str, type[Exception]] = {kind.__name__: kind for kind in _KINDS}
+
+
+Needs = Literal["parameters", "batches", "steps", "modules"]
+"""What a verb needs of a model besides whole parameters: nothing, forward passes, training steps, new modules."""
 
 
 class RankError(RuntimeError):
@@ -234,7 +238,7 @@ def refuse_hidden(
             raise LayoutNotSupported(
                 f"{name!r} is partitioned by DeepSpeed ZeRO. Use `with rekindle.sharding.gathered(model, "
                 f"engine.optimizer) as whole: {inside}` on every rank, where the whole model fits into its memory "
-                "(rekindle.fire does so by itself)"
+                "(rekindle.fire needs none of this)"
             )
 
 
@@ -273,25 +277,25 @@ def spreads(model: nn.Module) -> dict[str, Spread]:
     return found
 
 
-def refuse_shards(model: nn.Module, who: str, batches: bool) -> None:
-    """Raise if the model has DTensor parameters: `who` works on whole parameters, or looks at batches too.
+def refuse_shards(
+    model: nn.Module, who: str, needs: Needs = "parameters", call: str = "{}(...)(model, optimizer)"
+) -> None:
+    """Raise if the model has DTensor parameters, with the way out for `who`; `call` is what to write there.
 
-    >>> refuse_shards(nn.Linear(2, 2), "ReDo", True)
+    >>> refuse_shards(nn.Linear(2, 2), "ReDo", "batches")
     """
     found = next((name for name, parameter in model.named_parameters() if is_sharded(parameter)), None)
     if found is None:
         return
-    if batches:
-        way = (
-            "apply it to a plain copy of the model, loaded from get_model_state_dict(model, "
-            "options=StateDictOptions(full_state_dict=True)) and put back with set_model_state_dict"
-        )
-    else:
-        way = (
-            f"use `with rekindle.sharding.gathered(model, optimizer): {who}(...)(model, optimizer)` on every rank, "
-            "where the whole model fits into its memory"
-        )
-    raise LayoutNotSupported(f"{who} works on whole parameters and {found!r} is sharded (DTensor): {way}")
+    ways = {
+        "parameters": f"use `with rekindle.sharding.gathered(model, optimizer): {call.format(who)}` on every rank, "
+        "where the whole model fits into its memory",
+        "batches": "apply it to a plain copy of the model, loaded from get_model_state_dict(model, "
+        "options=StateDictOptions(full_state_dict=True)) and put back with set_model_state_dict",
+        "steps": "it takes part in training steps, so train with DistributedDataParallel or one process",
+        "modules": "it replaces modules, so apply it to the bare model and shard that again",
+    }
+    raise LayoutNotSupported(f"{who} works on whole parameters and {found!r} is sharded (DTensor): {ways[needs]}")
 
 
 def opened(

@@ -69,6 +69,8 @@ def gathered(model: nn.Module, optimizer: Any = None) -> Iterator[Any]:
                 _put_back(parameter, twin)
                 if twin.grad is None:
                     parameter.grad = None
+                elif parameter.grad is not None:
+                    _put_back(parameter.grad, twin.grad)
         for each, states in zip(optimizers, kept, strict=True):
             _restore_state(each, twins, states)
 
