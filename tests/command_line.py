@@ -1,11 +1,14 @@
 """Running commands in this process, and the small checkpoint that they run on."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 pytest.importorskip("typer", reason='pip install "torch-rekindle[cli]"')
 pytest.importorskip("rich", reason='pip install "torch-rekindle[cli]"')
@@ -44,3 +47,36 @@ def one_line(result: Result) -> str:
     assert len(lines) == 1, result.stderr
     assert "Traceback" not in result.stderr
     return lines[0]
+
+
+def as_user(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-m", "rekindle", *map(str, arguments)]
+    known = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    return subprocess.run(line, capture_output=True, text=True, env=known, timeout=120, check=False)
+
+
+MODEL = """
+import torch
+from torch import nn
+import helper_of_mine
+def build():
+    return nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3))
+def batches():
+    draw = torch.Generator().manual_seed(0)
+    for _ in range(3):
+        yield torch.randn(32, 6, generator=draw), torch.randint(3, (32,), generator=draw)
+def loss(model, batch):
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    (tmp_path / "mine.py").write_text(MODEL)
+    (tmp_path / "helper_of_mine.py").write_text("")
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3))
+    with torch.no_grad():
+        net[0].bias[:10] = -100.0  # ten of sixteen neurons never answer
+    torch.save(net.state_dict(), tmp_path / "net.pt")
+    return tmp_path

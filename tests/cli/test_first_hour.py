@@ -3,11 +3,9 @@
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import get_args
@@ -18,18 +16,12 @@ from safetensors.torch import save_file
 from torch import nn
 
 import rekindle
-from command_line import checkpoint, one_line, run, weights
+from command_line import as_user, checkpoint, one_line, own, run, weights
 from rekindle.cli import laboratory_names, options
 
-__all__ = ["checkpoint"]  # a fixture
+__all__ = ["checkpoint", "own"]  # fixtures
 ROOT = Path(__file__).parents[2]
 UNBROKEN = {"break_long_words": False, "break_on_hyphens": False}
-
-
-def as_user(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, "-m", "rekindle", *map(str, arguments)]
-    known = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-    return subprocess.run(line, capture_output=True, text=True, env=known, timeout=120, check=False)
 
 
 # Quick answers
@@ -306,32 +298,6 @@ def test_the_next_command_follows_from_what_was_found(own: Path, monkeypatch: py
 
 # A user's own code
 
-MODEL = """
-import torch
-from torch import nn
-import helper_of_mine
-def build():
-    return nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3))
-def batches():
-    draw = torch.Generator().manual_seed(0)
-    for _ in range(3):
-        yield torch.randn(32, 6, generator=draw), torch.randint(3, (32,), generator=draw)
-def loss(model, batch):
-    return nn.functional.cross_entropy(model(batch[0]), batch[1])
-"""
-
-
-@pytest.fixture
-def own(tmp_path: Path) -> Path:
-    (tmp_path / "mine.py").write_text(MODEL)
-    (tmp_path / "helper_of_mine.py").write_text("")
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3))
-    with torch.no_grad():
-        net[0].bias[:10] = -100.0  # ten of sixteen neurons never answer
-    torch.save(net.state_dict(), tmp_path / "net.pt")
-    return tmp_path
-
 
 @pytest.mark.parametrize("loss", ["cross_entropy", "mine.py:loss"])
 def test_activity_and_gradients_are_measured_from_the_shell(
@@ -422,74 +388,6 @@ def test_an_import_error_in_a_study_is_the_users(tmp_path: Path) -> None:
     line = one_line(run("lab", "run", tmp_path / "mine.py"))
     assert "no_such_package_here" in line and "mine.py" in line
     assert "laboratory needs" not in line
-
-
-# Ctrl-C and pipes
-
-
-def heeding_ctrl_c() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
-def computed(process: subprocess.Popen[str]) -> float:
-    """Seconds that a process has computed: a busy machine starts Python late, and no clock on the wall knows."""
-    fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-@pytest.mark.parametrize("after", [0.15, 0.5, 1.0])
-def test_ctrl_c_is_one_line_at_any_moment(checkpoint: Path, after: float) -> None:
-    # A file that never ends: whatever the moment, there is still work to do.
-    os.mkfifo(checkpoint.with_name("endless.pt"))
-    process = subprocess.Popen(
-        [sys.executable, "-m", "rekindle", "inspect", checkpoint.with_name("endless.pt")],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=heeding_ctrl_c,
-    )
-    late = time.monotonic() + 20
-    while computed(process) < after and time.monotonic() < late:
-        time.sleep(0.01)
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
-    assert (process.returncode, out, err.strip()) == (130, "", "stopped")
-
-
-def test_ctrl_c_while_text_is_executed_has_the_same_exit_code(own: Path) -> None:
-    """Python takes a KeyboardInterrupt that left exec() for one that nobody caught."""
-    (own / "slow.py").write_text(
-        "exec('import os, signal; os.kill(os.getpid(), signal.SIGINT)')\nfrom mine import build\n"
-    )
-    done = as_user("fire", own / "net.pt", "-o", own / "new.pt", "--model", f"{own}/slow.py:build")
-    assert (done.returncode, done.stdout, done.stderr.strip()) == (130, "", "stopped")
-
-
-def test_ctrl_c_that_a_library_catches_is_heard_all_the_same(own: Path) -> None:
-    """As transformers does while it is being imported; a file that a user names stands for it."""
-    caught = "import os, signal, time\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\n    time.sleep(5)\n"
-    (own / "deaf.py").write_text(f"{caught}except KeyboardInterrupt:\n    pass\nfrom mine import build\n")
-    (own / "asked.py").write_text("import deaf, mine\nmodel = deaf.build()\nbatches = list(mine.batches())\n")
-    for command in (
-        ("fire", own / "net.pt", "-o", own / "new.pt", "--model", f"{own}/deaf.py:build"),
-        ("probe", own / "asked.py", "--steps", "9", "--seeds", "2"),
-        ("advise", own / "asked.py", "--steps", "9", "--seeds", "2"),
-    ):
-        done = as_user(*command)
-        assert (done.returncode, done.stdout, done.stderr.strip()) == (130, "", "stopped"), command
-    assert not (own / "new.pt").exists()
-
-
-@pytest.mark.parametrize("command", ["inspect many.safetensors", "plan many.safetensors", "--help", "lab run --help"])
-def test_a_reader_that_goes_away_is_no_error(tmp_path: Path, command: str) -> None:
-    many = {f"layers.{i}.attn.q_proj.weight": torch.eye(4) for i in range(3000)}
-    save_file(many, tmp_path / "many.safetensors")
-    reader = "head -n 1" if "many" in command else "true"  # help fits into a pipe: its reader must be gone before
-    line = f"cd {tmp_path} && {sys.executable} -m rekindle {command} | {reader}"
-    done = subprocess.run(
-        ["bash", "-c", f"set -o pipefail; {line}"], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert (done.returncode, done.stderr) == (0, "")
 
 
 # In Python

@@ -88,3 +88,16 @@ def kept(keeper: rekindle.Keeper, callback: Any) -> bool:
     told = [note.what for note in keeper.log] == ["ask", "act"] * len(callback.firings)
     reasons = all("Apply full-reset" in firing.reason for firing in callback.firings)
     return told and reasons and {receipt.method for receipt in callback.receipts} == {"full-reset"}
+
+
+def train(model: nn.Module, optimizer: Any, stream: Any, remedy: Any = None, scheduler: Any = None) -> nn.Module:
+    for x, y in stream:
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+        optimizer.zero_grad()
+        if remedy is not None:
+            remedy.step(loss=loss)
+    return model

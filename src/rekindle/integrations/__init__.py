@@ -1,13 +1,15 @@
 """Remedies inside the trainers that people use: one line, one constructor, the same behaviour everywhere.
 
 `application` is the core: which method, when, under which guard, and what happened; `arguments` reads what a
-constructor was given, `rounds` counts optimizer steps, `ranks` keeps several processes alike, `mirroring` EMA and
-target networks. `attaching` is for plain loops and accelerate (`rekindle.attach`); `transformers`, `lightning`,
-`ignite` and `sb3` each translate the hooks of one trainer; `peft` is FIRE on LoRA layers. May import everything up to
-`advice`; knows nothing of checkpoints, the command line or the lab. Start reading at `application.Application`.
+constructor was given, `rounds` counts optimizer steps, `gradients` is what happens to them between backward pass and
+step, `ranks` keeps several processes alike, `mirroring` EMA and target networks. `attaching` is for plain loops and
+accelerate (`rekindle.attach`); `transformers`, `lightning`, `ignite` and `sb3` each translate the hooks of one trainer;
+`peft` is FIRE on LoRA layers. May import everything up to `advice`; knows nothing of checkpoints, the command line or
+the lab. Start reading at `application.Application`.
 """
 
-from rekindle.integrations.application import Application, flat
+from rekindle.integrations.application import Application
 from rekindle.integrations.arguments import named
+from rekindle.monitoring.sinks import receipt_numbers as flat
 
 __all__ = ["Application", "flat", "named"]

@@ -16,12 +16,11 @@ from dataclasses import asdict
 from numbers import Real
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 
 from rekindle.advice.keeping import Keeper
 from rekindle.blocks.names import unwrapped
-from rekindle.integrations import arguments, ranks
+from rekindle.integrations import arguments, gradients, ranks
 from rekindle.integrations.mirroring import Mirror, Mirrors
 from rekindle.integrations.rounds import Rounds
 from rekindle.methods.call import Call, replicated
@@ -29,6 +28,7 @@ from rekindle.methods.remedy import Remedy
 from rekindle.monitoring.guard import Guard
 from rekindle.monitoring.monitor import Monitor
 from rekindle.monitoring.schedules import Firing, Schedule
+from rekindle.monitoring.sinks import receipt_numbers
 from rekindle.monitoring.triggers import Trigger
 from rekindle.optimizers import unwrap
 from rekindle.projection.method import Batch, Loss, Method
@@ -60,7 +60,8 @@ class Application:
 
     >>> layer = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
     >>> application = Application("fire", at=[2, 3])
-    >>> application.bind(layer, torch.optim.SGD(layer.parameters(), lr=0.1))
+    >>> from torch.optim import SGD
+    >>> application.bind(layer, SGD(layer.parameters(), lr=0.1))
     >>> [application.begin(step) is not None for step in (0, 1, 2, 2, 3)]
     [False, False, True, False, True]
     >>> application.firings[0]
@@ -88,22 +89,13 @@ class Application:
         if at is None and every is None and when is None and self._schedule is None:
             every = getattr(self.method, "period", None)
         self._every = arguments.period(every)
-        if when is not None and not isinstance(when, Trigger):
-            raise TypeError(f"when is a trigger of rekindle.triggers, got {type(when).__name__}")
-        if guard is not None and not isinstance(guard, Guard):
-            raise TypeError(f"guard is a rekindle.Guard, got {type(guard).__name__}")
+        arguments.check_kinds(when, guard)
         if self._schedule is not None and (self._at or every is not None or when is not None):
             raise ValueError("a Schedule brings its own trigger: give at=, every= and when= with a method instead")
         self._trigger = self._schedule.trigger if self._schedule is not None else when
         timed = bool(self._at) or every is not None or self._trigger is not None
         self.name = name or arguments.name_of(self.method)
-        self._parts = arguments.parts(self.method)
-        if timed and "event" not in self._parts:
-            if "step" not in self._parts:
-                raise ValueError(f"{self.method!r} acts in every step: at=, every= and when= mean nothing for it")
-            self._parts["event"] = self._parts.pop("step")
-        if "event" not in self._parts and guard is not None:
-            raise ValueError(f"{self.method!r} acts in every step: a guard is for methods that act at times")
+        self._parts = arguments.moments(self.method, timed, guard is not None)
         guard = guard if self._schedule is None or guard is not None else self._schedule.guard
         self._guard, self._mirrors, self._rewarm = guard, Mirrors(mirrors), arguments.warming(rewarm)
         self._batches, self._loss = arguments.again(batches), loss
@@ -170,7 +162,12 @@ class Application:
         self._mirrors.check(self._model)
         if self._guard is not None:
             self._guard.measure(self._model)  # for its errors
-        if hasattr(self.method, "remember") and step == 0 and self._restored is None and not _has_start(self.method):
+        if (
+            hasattr(self.method, "remember")
+            and step == 0
+            and self._restored is None
+            and not arguments.has_start(self.method)
+        ):
             self.method.remember(self._model)
         watches = getattr(self.method, "watches", False)
         if hasattr(self.method, "observe") and (watches or self._batches is None):
@@ -214,9 +211,9 @@ class Application:
         clipped with the rest. Call it once per optimizer step, after the last backward pass. scale: what a gradient
         scaler multiplied the loss with, unless gradients are unscaled already. Methods without a loss term do nothing.
         """
-        if "loss" in self._parts and self._rounds is not None:
+        if "loss" in self._parts and self._rounds is not None and self._model is not None:
             for optimizer in self._rounds.optimizers:
-                self._add_gradient(optimizer, scale)
+                gradients.add_term(self._parts["loss"], self._model, optimizer, scale)
                 self._added.add(id(optimizer))
 
     def note(self, metrics: Mapping[str, Any]) -> None:
@@ -400,7 +397,7 @@ class Application:
             self._schedule.firings.append(self.firings[-1])
         if self._rounds is not None and not receipt.rolled_back:
             self._rounds.rewarm()
-        numbers = flat(receipt, f"rekindle/{self.name}/")
+        numbers = receipt_numbers(receipt, f"rekindle/{self.name}/")
         self._summaries.append({"step": step, "reason": reason, "changed": list(receipt.changed), **numbers})
         if ranks.first():
             self._unsent.append((step, numbers))
@@ -431,20 +428,14 @@ class Application:
         Each optimizer gets the term for its own parameters when it steps: another's `zero_grad` and backward pass may
         come between (GANs). Where optimizers alternate, so does what looks at gradients.
         """
+        assert self._model is not None
         if "loss" in self._parts and id(optimizer) not in self._added:
-            self._add_gradient(optimizer)
+            gradients.add_term(self._parts["loss"], self._model, optimizer)
         self._added.discard(id(optimizer))
         if "backward" not in self._parts or not (first or self._alternating):
             return
-        assert self._model is not None
-        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        others = [p for p in self._model.parameters() if self._alternating and id(p) not in own]
-        stale = [p.grad for p in others]
-        for parameter in others:
-            parameter.grad = None
-        self.last = self._call("backward")
-        for parameter, gradient in zip(others, stale, strict=True):
-            parameter.grad = gradient
+        with gradients.only_of(optimizer, self._model) if self._alternating else nullcontext():
+            self.last = self._call("backward")
 
     def _call(self, moment: str) -> Receipt:
         method = self._parts[moment]
@@ -456,42 +447,8 @@ class Application:
             receipt: Receipt = method(self._model, self._optimizer, batches=self._batches, loss=self._loss)
         return receipt
 
-    def _add_gradient(self, optimizer: Any, scale: float = 1.0) -> None:
-        """Add the gradient of a loss term: once per step, whatever accumulation and loss scaling do to the loss."""
-        assert self._model is not None
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-        if not parameters:
-            return
-        with torch.enable_grad():
-            term = self._parts["loss"].loss_term(self._model) * scale
-            gradients = torch.autograd.grad(term, parameters, allow_unused=True)
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            if gradient is not None:
-                parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
-
     def _send(self) -> None:
         if self._unsent and self._log is not None:
             for step, numbers in self._unsent:
                 self._log(step, numbers)
         self._unsent.clear()
-
-
-def flat(receipt: Receipt, prefix: str = "rekindle/") -> dict[str, float]:
-    """A receipt as flat names and numbers for a logger.
-
-    >>> flat(Receipt("fire", seconds=0.5))["rekindle/seconds"]
-    0.5
-    """
-    totals = receipt.totals()
-    numbers: dict[str, Any] = {key: value for key, value in totals.items() if key != "counts"}
-    numbers |= {key.replace(" ", "_"): value for key, value in totals["counts"].items()}
-    numbers |= {"seconds": receipt.seconds, "rolled_back": float(receipt.rolled_back)}
-    numbers |= {"loss_before": receipt.loss_before, "loss_after": receipt.loss_after}
-    if receipt.optimizer is not None:
-        numbers["slots_reset"] = receipt.optimizer.reset
-    return {prefix + key: float(value) for key, value in numbers.items() if value is not None}
-
-
-def _has_start(method: Any) -> bool:
-    """Whether a method that goes back to a start was given one."""
-    return any(bool(value) for key, value in method.state_dict().items() if key != "generator")

@@ -11,7 +11,9 @@ from typing import Any, Literal
 
 from rekindle import methods
 from rekindle.methods.remedy import MOMENTS
+from rekindle.monitoring.guard import Guard
 from rekindle.monitoring.monitor import Monitor
+from rekindle.monitoring.triggers import Trigger
 from rekindle.projection.method import Batch, Method
 
 Watching = Monitor | int | Mapping[str, Any] | None
@@ -55,6 +57,31 @@ def parts(method: Any) -> dict[str, Any]:
         return {getattr(method, "moment", "event"): method}
     found = {moment: method.at(moment) for moment in MOMENTS}
     return {moment: part for moment, part in found.items() if part is not None}
+
+
+def moments(method: Any, timed: bool, guarded: bool) -> dict[str, Any]:
+    """The parts of a method that is given times, or not; an error where times or a guard mean nothing for it."""
+    found = parts(method)
+    if timed and "event" not in found:
+        if "step" not in found:
+            raise ValueError(f"{method!r} acts in every step: at=, every= and when= mean nothing for it")
+        found["event"] = found.pop("step")
+    if "event" not in found and guarded:
+        raise ValueError(f"{method!r} acts in every step: a guard is for methods that act at times")
+    return found
+
+
+def check_kinds(when: Any, guard: Any) -> None:
+    """Raise if these are no trigger and no guard."""
+    if when is not None and not isinstance(when, Trigger):
+        raise TypeError(f"when is a trigger of rekindle.triggers, got {type(when).__name__}")
+    if guard is not None and not isinstance(guard, Guard):
+        raise TypeError(f"guard is a rekindle.Guard, got {type(guard).__name__}")
+
+
+def has_start(method: Any) -> bool:
+    """Whether a method that goes back to a start was given one."""
+    return any(bool(value) for key, value in method.state_dict().items() if key != "generator")
 
 
 def name_of(method: Any) -> str:

@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Any, TypeAlias
 
 from rekindle.extras import install
+from rekindle.projection.receipt import Receipt
 
 Sink: TypeAlias = "Callable[[int, dict[str, float]], object]"
 
@@ -155,3 +156,19 @@ class MlflowSink(_Closing):
         if self._own and self._open:
             self.client.set_terminated(self.run_id)
         self._open = False
+
+
+def receipt_numbers(receipt: Receipt, prefix: str = "rekindle/") -> dict[str, float]:
+    """A receipt as flat names and numbers for a logger.
+
+    >>> receipt_numbers(Receipt("fire", seconds=0.5))["rekindle/seconds"]
+    0.5
+    """
+    totals = receipt.totals()
+    numbers: dict[str, Any] = {key: value for key, value in totals.items() if key != "counts"}
+    numbers |= {key.replace(" ", "_"): value for key, value in totals["counts"].items()}
+    numbers |= {"seconds": receipt.seconds, "rolled_back": float(receipt.rolled_back)}
+    numbers |= {"loss_before": receipt.loss_before, "loss_after": receipt.loss_after}
+    if receipt.optimizer is not None:
+        numbers["slots_reset"] = receipt.optimizer.reset
+    return {prefix + key: float(value) for key, value in numbers.items() if value is not None}

@@ -1,4 +1,4 @@
-"""Readers of the standard image archives: idx, CIFAR (binary version and PNG sheets) and Tiny-ImageNet.
+"""Readers of the standard image sets: idx, CIFAR (binary version and PNG sheets), Tiny-ImageNet, and the digits.
 
 Nothing is unpacked to disk and nothing in an archive is run: members are streamed from a folder, tar or zip. CIFAR's
 python version is not read: it is pickles, which are programs.
@@ -213,11 +213,25 @@ def read_tiny_imagenet(path: Path, classes: int | None = None) -> Raw:
     return _checked(path, planes(x), labels, planes(test_x), test_labels, classes or len(wordnet))
 
 
+def read_digits(path: Path, classes: int) -> Raw:
+    """scikit-learn's 8 × 8 digits; one fixed fifth is the test set, the same for every seed."""
+    import torch  # whose generator has drawn the fifth since the first version
+    from sklearn.datasets import load_digits
+
+    pixels, labels = load_digits(return_X_y=True)
+    # The set is ordered 0, 1, …, 9, 0, 1, …: every fifth would be zeros and fives only.
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0)).numpy()
+    # From 0–16 to 0–240, so that rounding after a resize costs nothing that can be seen.
+    x, y = (pixels[order] * 15).astype(np.uint8).reshape(-1, 1, 8, 8), labels[order].astype(np.int64)
+    return Raw(x[360:], y[360:], x[:360], y[:360], classes)
+
+
 READERS: dict[str, Callable[..., Raw]] = {
     "idx": read_idx,
     "cifar-binary": read_cifar_binary,
     "cifar-sheets": read_cifar_sheets,
     "tiny-imagenet": read_tiny_imagenet,
+    "digits": read_digits,
 }
 
 

@@ -16,7 +16,6 @@ import threading
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -401,23 +400,9 @@ def _stored(name: str, size: int | None, folder: Path | None) -> dict[str, Tenso
 
 
 def _read(name: str, place: Place) -> Raw:
-    if place.format == "digits":
-        return _digits()
     path = Path(place.path)
     verify(path, place.hash)
     return READERS[place.format](path, CLASSES[name])
-
-
-def _digits() -> Raw:
-    """scikit-learn's 8 × 8 digits; one fixed fifth is the test set, the same for every seed."""
-    from sklearn.datasets import load_digits
-
-    pixels, labels = load_digits(return_X_y=True)
-    # The set is ordered 0, 1, …, 9, 0, 1, …: every fifth would be zeros and fives only.
-    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0)).numpy()
-    # From 0–16 to 0–240, so that rounding after a resize costs nothing that can be seen.
-    x, y = (pixels[order] * 15).astype(np.uint8).reshape(-1, 1, 8, 8), labels[order].astype(np.int64)
-    return Raw(x[360:], y[360:], x[:360], y[:360], 10)
 
 
 def _moments(pixels: Tensor) -> tuple[Tensor, Tensor]:
