@@ -173,6 +173,14 @@ def case_errors_of_one_rank_under_tensor_parallel_alone() -> None:
     fails_alone(lambda: parallelize_module(network(), world_mesh(), PLAN))
 
 
+def case_gradients_under_tensor_parallel_are_those_of_whole_weights() -> None:
+    x = torch.linspace(-1, 1, 24).reshape(4, 6)
+    model, alone = parallelize_module(network(), world_mesh(), PLAN), network()
+    found, expected = (rekindle.health(m, [x], loss=plain) for m in (model, alone))
+    assert found.gradients == pytest.approx(expected.gradients, rel=1e-4)
+    assert found.whole["loss"] == pytest.approx(expected.whole["loss"], rel=1e-5)
+
+
 @world(4)
 def case_errors_of_one_rank_under_fsdp2_over_tensor_parallel() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))

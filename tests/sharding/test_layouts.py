@@ -20,6 +20,7 @@ from rekindle.sharding.estimate import ACCELERATOR, estimate
 from rekindle.sharding.gram import factor, pays
 from rekindle.sharding.messages import trip
 from rekindle.sharding.owners import Parcel, assign, lots
+from rekindle.sharding.passes import _Messages
 from rekindle.sharding.spread import Spread, volume
 from rekindle.sharding.team import Team
 from rekindle.sharding.units import units
@@ -171,6 +172,16 @@ def test_messages_match_and_three_buffers_of_one_matrix_hold_any_lot(seed, monke
                 assert [step[a].sizes[b] for b in ranks] == [step[b].expected[a] for b in ranks]
     for sizes in needed.values():
         assert sum(sizes) <= 3 * largest + 64 * len(assigned) + 16 * len(ranks)  # alignment and headers
+
+
+def test_looking_for_messages_lets_every_operator_through():
+    from torch.nn.attention.flex_attention import flex_attention
+
+    q = torch.ones(1, 2, 4, 8)
+    seen = []
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"), _Messages(seen.append):  # as in `isolated`
+        found = flex_attention(q, q, q)
+    assert torch.allclose(found, q) and not seen
 
 
 def test_an_estimate_counts_what_moves():

@@ -28,6 +28,7 @@ from rekindle.diagnosis.units import UnitActivity, UnitSums, rows_of
 from rekindle.engine.arithmetic import full_precision
 from rekindle.isolation import Batch, Loss, call, isolated, padding_mask
 from rekindle.measures.matrices import Mode
+from rekindle.sharding.norms import norms
 
 __all__ = ["Activity", "Unmeasured", "activity"]
 
@@ -235,6 +236,9 @@ class _Gradients:
                 self.sums[name] = self.sums[name] + dense if name in self.sums else dense
 
     def norms(self) -> dict[str, float]:
+        if any(is_sharded(total) for total in self.sums.values()):  # each norm is that of all shards
+            lengths = norms([total.float() for total in self.sums.values()]).tolist()
+            return {name: length / self.count for name, length in zip(self.sums, lengths, strict=True)}
         return {name: float(total.float().norm()) / self.count for name, total in self.sums.items()}
 
     def loss(self) -> float:

@@ -95,6 +95,8 @@ class _Message:
 class _Messages(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Calls `before` with every message that several processes take part in."""
 
+    supports_higher_order_operators = True  # flex_attention, which has no name in a space
+
     def __init__(self, before: Callable[[_Message], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.before = before
@@ -102,8 +104,8 @@ class _Messages(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         if any(kind.__name__ == "DTensor" for each in types for kind in each.__mro__):
             return NotImplemented  # it comes back as operations on shards, and messages
-        name = func._opname
-        if func.namespace in _SPACES and name not in _APART and not name.startswith("recv"):
+        name = getattr(func, "_opname", "")
+        if getattr(func, "namespace", "") in _SPACES and name not in _APART and not name.startswith("recv"):
             self.before(_Message(name, tree_leaves((args, kwargs or {}))))
         return func(*args, **(kwargs or {}))
 
