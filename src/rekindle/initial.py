@@ -147,7 +147,7 @@ def _takes_module(module: nn.Module) -> bool | None:
 
 
 def _redrawn(module: nn.Module) -> nn.Module:
-    """A copy of the module with every parameter drawn again, or NaN where nobody draws it."""
+    """A copy of the module with every parameter drawn again, or NaN where nothing draws it."""
     try:
         again = copy.deepcopy(module)
     except Exception as error:

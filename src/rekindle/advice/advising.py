@@ -269,7 +269,7 @@ class _Race:
         self._per_step = (perf_counter() - began) / steps
 
     def _drop(self) -> None:
-        """Drop the worse half, but nobody who is not clearly worse than the best, and never doing nothing."""
+        """Drop the worse half; candidates that are not clearly worse than the best stay, and so does doing nothing."""
         order = sorted(self.running, key=lambda name: self.ranks[name][-1])
         best = levels(self.traces[order[0]])
         out = []

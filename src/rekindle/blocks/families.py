@@ -2,7 +2,7 @@
 
 A layout comes from the class of a module (subclasses too): `known_classes`, or what users `register`; a name alone only
 makes a weight suspect (`looks_fused`). A role is a label for choosing targets and for printing; it never decides how
-matrices lie in a tensor, so there a name may speak.
+matrices lie in a tensor, so there a name is enough.
 """
 
 from __future__ import annotations

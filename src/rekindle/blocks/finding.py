@@ -318,7 +318,7 @@ class _Finder:
         return (_TRANSPOSED if transposed else _PLAIN)(shape, does)
 
     def _recipe(self, place: Location) -> Any:
-        """The recipe that the caller states, else that of the nearest known class that speaks about this tensor."""
+        """The recipe that the caller states, else that of the nearest known class that has one for this tensor."""
         for glob, recipe in self.layouts.items():
             if fnmatch.fnmatchcase(place.name, glob):
                 return recipe
@@ -390,11 +390,11 @@ def _detect_heads(found: list[Found], finder: _Finder) -> set[str]:
         if f.name in finder.known_class
         or (f.role not in plain and not (f.role in _IN_A_BLOCK and not keeps_width(*parents[f.name])))
     }
-    chosen = {name for name, witness in finder.head_names.items() if witness != "traced" or name not in middle}
+    chosen = {name for name, evidence in finder.head_names.items() if evidence != "traced" or name not in middle}
     matrices_found = [f for f in found if f.blocks and f.role not in ("embedding", "adapter")]
     if chosen or is_backbone(root_of(finder.model)) or len(matrices_found) < 2:
         return chosen
-    # No witness: the last matrix, unless its own class or name says that it is the middle of a block.
+    # No evidence: the last matrix, unless its own class or name says that it is the middle of a block.
     last = matrices_found[-1]
     return {last.name} if last.role in ("other", "conv") and last.name not in finder.known_class else set()
 

@@ -186,7 +186,7 @@ class Block:
         self.layout.write(tensor, matrices)
 
     def per_head(self) -> Block:
-        """One matrix a head where the heads are known, else the block itself.
+        """One matrix per head where the heads are known, else the block itself.
 
         >>> b = matrices("(head dim) in", head=2, heads="head")((8, 3))[0].per_head()
         >>> b.count, b.out, b.fans
@@ -295,7 +295,7 @@ def matrices(
 
     Factors named in `count` number the matrices, those in `inputs` are their columns, all others their rows. A
     factor called `part` is cut into blocks: a sequence of names gives one entry each, a mapping gives sizes.
-    `heads` names the factors that run over attention heads. One size a bracket may be left out.
+    `heads` names the factors that run over attention heads. One size per bracket may be left out.
 
     >>> [b.part for b in matrices("in (part out)", part=("query", "key", "value"))((4, 12))]
     ['query', 'key', 'value']

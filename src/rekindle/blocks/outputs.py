@@ -3,7 +3,7 @@
 Both are read off the source of the classes around the layer (`rekindle.blocks.source`).
 
 A head is a layer whose output leaves the model and that no later matrix reads; a model may have several (an actor and
-a critic, a policy head and a value head, class logits and boxes). Three witnesses, all of which count:
+a critic, a policy head and a value head, class logits and boxes). Three kinds of evidence, all of which count:
 
 1. what the model itself says: `get_output_embeddings()` of the model and of every model inside it;
 2. its source: from the root down, the submodules whose output no other submodule with matrices reads. A layer that is
@@ -11,7 +11,7 @@ a critic, a policy head and a value head, class logits and boxes). Three witness
    none: its last MLP output is an embedding that others read.
 3. names that mean a head (`lm_head`, `cls_logits`; `value_head`, `mu` unless the source shows a later reader).
 
-Where none speaks, the last matrix in registration order is taken, unless its role says that it is the middle of a
+Where there is none, the last matrix in registration order is taken, unless its role says that it is the middle of a
 block. `heads=` overrules all of it.
 
 A Linear whose output goes through `chunk`, `split`, `unbind`, slices or a gated linear unit holds more than one matrix,
@@ -56,7 +56,7 @@ USUALLY = re.compile(
     r"|(text|visual|image|audio|speech|vision)_projection|(action|value|policy)_net|log_?std|(fc_)?(mu|mean|log_?std)(_(layer|linear))?|mean_linear"
 )
 _OF_A_BODY = re.compile(r"lm_heads?|(text|visual|image|audio|speech|vision)_projection")
-# Networks whose outputs are outputs of the whole, whoever else reads them: agents, generators, discriminators.
+# Networks whose outputs are outputs of the whole, even if others read them: agents, generators, discriminators.
 _AGENT = re.compile(
     r"(?<!extr)actor|critic|policy|value|q_?net|^q\d?$|^qf\d?$|^pi$|^vf\d?$|target|advantage|reward|agent"
     r"|generator|discriminator|^(net)?_?[GD](_\w)?$",
@@ -68,7 +68,7 @@ _TASK = re.compile(r"For[A-Z]|Head|With[A-Z]\w*Head|LMHead|DoubleHeads")
 
 
 def find_heads(model: nn.Module) -> dict[int, str]:
-    """`id(layer)` of every head and its witness ("told", "named" or "traced"), empty where none speaks.
+    """`id(layer)` of every head and its evidence ("told", "named" or "traced"), empty where there is none.
 
     >>> net = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 3), nn.Softmax(-1))
     >>> find_heads(net) == {id(net[2]): "traced"}
@@ -94,7 +94,7 @@ def _returned(core: nn.Module) -> list[nn.Module]:
     """Two or more layers of one shape whose outputs the root returns as they are: mean and variance of a distribution.
 
     They are heads even where a later matrix reads a sample of them (the decoder of a VAE). A single layer that is
-    returned and read may as well be a hidden layer that is shown (`conv_head` of timm's EfficientNet), and so may a
+    returned and read may be a hidden layer that is shown (`conv_head` of timm's EfficientNet), and so may a
     list of layers, unless they narrow (scores after each stage, which the next stage reads too).
     """
     uses = None if _is_torch(core) else uses_of(core)  # a Sequential returns its last layer, which is known

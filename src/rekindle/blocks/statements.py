@@ -203,7 +203,7 @@ class Reader(Expressions):
             self._mutate(node.value, scope)
 
     def _mutate(self, node: ast.expr, scope: dict[str, Value]) -> None:
-        """A method whose result nobody takes changes its receiver: `outputs.append(x)`, `sums.index_add_(0, i, x)`."""
+        """A method whose result is not used changes its receiver: `outputs.append(x)`, `sums.index_add_(0, i, x)`."""
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
             return
         holder = node.func.value

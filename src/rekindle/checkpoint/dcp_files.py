@@ -261,7 +261,7 @@ def _place(folder: Path, info: Any) -> _Place:
     if type(offset) is not int or type(length) is not int or min(offset, length) < 0:
         raise CheckpointError(f"{folder}/.metadata: an offset is not a number")
     if offset + length > file.stat().st_size:
-        raise CheckpointError(f"{file}: truncated: .metadata speaks of bytes up to {offset + length}")
+        raise CheckpointError(f"{file}: truncated: .metadata lists bytes up to {offset + length}")
     return _Place(name, offset, length)
 
 

@@ -318,7 +318,7 @@ class Record(NamedTuple):
 
 
 def records(file: IO[bytes]) -> list[Record]:
-    """Every record of an archive, checked: uncompressed, inside the file, none upon another.
+    """Every record of an archive, checked: uncompressed, inside the file, none overlapping another.
 
     >>> import io, torch
     >>> buffer = io.BytesIO(); torch.save({"a": torch.zeros(3)}, buffer)

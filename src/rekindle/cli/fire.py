@@ -238,7 +238,7 @@ def _target(path: Path, output: Path | None, in_place: bool) -> Path:
 
 
 def _check_extension(path: Path, output: Path) -> None:
-    """The output has the format of the input: a name that says otherwise would mislead whoever opens it."""
+    """The output has the format of the input: a name that says otherwise would mislead."""
     known = (*_SAFETENSORS, *_TORCH)
     if path.is_dir():
         if output.suffix in known:

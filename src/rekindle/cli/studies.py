@@ -126,7 +126,7 @@ def print_tables(found: list[ArmComparison]) -> None:
 
 
 def _find_data(study: Study) -> None:
-    """A data set that is not there is told before anything runs, once, with the command that gets it."""
+    """Report a data set that is not there before anything runs, once, with the command that gets it."""
     from rekindle.lab.data import sets
 
     for setting in study.settings:
@@ -137,7 +137,7 @@ def _find_data(study: Study) -> None:
 
 
 def _keep_command(study: Study) -> None:
-    """Note how the study was started, for whoever reads its folder later; resuming is not another way."""
+    """Note how the study was started, for later readers of its folder; resuming is not another way."""
     path, line = study.folder / COMMANDS, made("lab")["made"]["line"]
     known = path.read_text().splitlines() if path.exists() else []
     if line not in known and not line.startswith("rekindle lab resume"):

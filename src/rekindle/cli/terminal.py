@@ -109,7 +109,7 @@ class _Pipe(Console):
 
 
 def _line(error: Exception) -> str:
-    """The error in one line; what nobody foresaw says where to look."""
+    """The error in one line; an unexpected one says where to look."""
     if isinstance(error, OSError) and error.filename is not None:
         text = f"{error.filename}: {error.strerror}"
     else:

@@ -48,7 +48,7 @@ class StoredTensor:
     shape: tuple[int, ...]
     blocks: tuple[Block, ...]
     reason: str | None
-    assumed: bool = False  # how it is read is a guess that its reader is told of
+    assumed: bool = False  # its layout is a guess, which is reported
 
     @property
     def numbers(self) -> int:
@@ -119,7 +119,7 @@ def examine(
     advance: Advance = lambda done: None,
     thresholds: Thresholds | None = None,
 ) -> FileHealth:
-    """Measure the layers; `advance` is told how many numbers have been done.
+    """Measure the layers; `advance` is called with how many numbers have been done.
 
     >>> import tempfile
     >>> from rekindle.checkpoint import open_checkpoint

@@ -37,7 +37,7 @@ _SHARDED = "sharded (FSDP2): a Monitor sees the gradients of training steps"
 
 @dataclass(frozen=True)
 class Unmeasured:
-    """One thing that was not seen, and why; absence from here and from the results cannot happen together."""
+    """One thing that was not measured, and why. Everything is either in the results or listed here."""
 
     name: str
     what: str
@@ -141,7 +141,7 @@ def activity(
 
 
 class _Observer:
-    """Turns events into sums: one a call first, since gradients come and events are replaced later, then of all."""
+    """Turns events into sums: first per call, because gradients and replaced events come later, then over all calls."""
 
     def __init__(self, mode: Mode, rows: int) -> None:
         self.mode, self.rows = mode, rows

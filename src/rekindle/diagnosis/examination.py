@@ -184,7 +184,7 @@ class HealthBuilder:
 
     @full_precision()
     def _measure(self, weight: tuple[Held, Tensor]) -> tuple[Held, dict[str, Measures]]:
-        """What is finite has measures."""
+        """Measure a block if all of it is finite."""
         paper = Scale.parse("paper")
         (held, value), found = weight, {}
         for block in held.blocks:

@@ -239,7 +239,7 @@ class Comparison:
 
 
 def described(health: Health, width: int, following: str | None = None, worded: Callable[[str], str] = str) -> str:
-    """The whole of a Health as text; `following` is what to do next, `worded` gives hints in the words of who asks."""
+    """The whole of a Health as text; `following` is what to do next, `worded` puts hints into the caller's words."""
 
     def fitted(text: str) -> list[str]:
         return _wrap(worded(text), width)

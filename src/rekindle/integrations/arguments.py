@@ -113,7 +113,7 @@ def period(every: Any) -> Period:
 
 
 def warming(rewarm: Any) -> int:
-    """A number of steps, perhaps none."""
+    """A number of steps, 0 included."""
     if not _count(rewarm) or rewarm < 0:
         raise ValueError(f"rewarm is a number of steps, got {rewarm!r}")
     return int(rewarm)

@@ -110,7 +110,7 @@ def dead_rows(w: Tensor, share: float = DEAD_SHARE) -> Tensor:
 
 
 def dead_columns(w: Tensor, share: float = DEAD_SHARE) -> Tensor:
-    """How many inputs are read by nobody: column norm ≤ `share` of the largest column's.
+    """How many inputs are hardly read: column norm ≤ `share` of the largest column's.
 
     >>> dead_columns(torch.tensor([[1.0, 0.0], [2.0, 0.0]]))
     tensor(1)
@@ -280,7 +280,7 @@ class Measures:
                 yield field.name, value
 
     def summary(self) -> dict[str, float]:
-        """One number a measure for the whole block; what no matrix could measure is left out.
+        """One number per measure for the whole block; what no matrix could measure is left out.
 
         DfI and dead rows and columns are summed, the norm is the block's, condition number and spectral norm
         are the worst, the rest is the mean.

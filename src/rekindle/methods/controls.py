@@ -62,7 +62,7 @@ class MatrixRemedy(Remedy):
 class RandomIsometry(MatrixRemedy):
     """W ← s·Q with Q drawn uniformly from the isometries, at the scale that FIRE would use.
 
-    FIRE minus this control is what *nearness* to the old weights is worth. Matrices that are wholly zero are
+    FIRE minus this control is what *nearness* to the old weights is worth. Matrices that are all zero are
     skipped, as by FIRE.
 
     >>> model = nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 2))

@@ -1,7 +1,7 @@
 """Orthogonal starts, and losses that keep neurons different.
 
 Rows are neurons (n of them, in d dimensions). n > d neurons cannot be mutually orthogonal: their mean squared
-cosine is at least the Welch bound (n/d − 1)/(n − 1) (Welch, 1974), so diversity is told as a ratio to it. A QR
+cosine is at least the Welch bound (n/d − 1)/(n − 1) (Welch, 1974), so diversity is reported as a ratio to it. A QR
 start reaches that bound almost exactly; the losses keep training from leaving it.
 """
 

@@ -169,7 +169,7 @@ class NeuronRemedy(Remedy):
         return receipt
 
     def judge(self, call: Call, wiring: Wiring) -> Judgement:
-        """Which neurons go; the same on every replica of the model."""
+        """Which neurons are replaced; the same on every replica of the model."""
         raise NotImplementedError
 
     def replaced(self, neurons: Mapping[str, Tensor]) -> None:
@@ -279,7 +279,7 @@ class _Places:
 
 @dataclass
 class Replacement:
-    """Which neurons of which groups go, and everything that follows from it."""
+    """Which neurons of which groups are replaced, and everything that follows from it."""
 
     model: nn.Module
     wiring: Wiring

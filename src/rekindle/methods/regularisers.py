@@ -296,7 +296,7 @@ class SpectralRegulariser(Regulariser):
 
 
 class IsometryLoss(Regulariser):
-    """coefficient·Σ DfI(W, s)/k over all matrices: what FIRE brings to zero at once, wanted a little at each step.
+    """coefficient·Σ DfI(W, s)/k over all matrices: FIRE brings it to zero at once, this loss a little at each step.
 
     DfI is ‖(W/s)(W/s)ᵀ − I‖²_F on the smaller side, s the scale rule's value (measured ones are taken from the
     present weights and get no gradient); `conv` looks at each tap or at the flattened kernel. Divided by k, the smaller

@@ -178,7 +178,7 @@ class SelfNormalizedReset(NeuronRemedy):
 
 
 def upper_edges(longest: int) -> Tensor:
-    """The largest interval of each bin: exact up to 16, then four bins an octave.
+    """The largest interval of each bin: exact up to 16, then four bins per octave.
 
     >>> upper_edges(40).tolist()[-6:]
     [19, 22, 26, 32, 38, 40]

@@ -1,6 +1,6 @@
 """When a method is applied: triggers that look at metrics and say why they fired, and the Schedule that obeys them.
 
-A trigger is called once a step with a mapping of metrics (a Health's `flat()`, a training loop's own numbers, or
+A trigger is called once per step with a mapping of metrics (a Health's `flat()`, a training loop's own numbers, or
 both) and answers with the reason, or None. A metric that is not there was not measured and fires nothing. Names are
 those of `Health.flat()`, with or without the prefix "health/" that a monitor's sinks show.
 

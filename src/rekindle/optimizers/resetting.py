@@ -99,7 +99,7 @@ class Checked:
 
 
 def check(optimizers: Any, parameters: Mapping[str, Parameter], policy: str = "fresh") -> list[Checked]:
-    """Raise if `reset` with the same arguments could not be done wholly; write nothing. The result is for `start_over`.
+    """Raise if `reset` with the same arguments could not be completed; write nothing. The result is for `start_over`.
 
     >>> weight, stray = torch.nn.Parameter(torch.ones(2, 2)), torch.nn.Parameter(torch.ones(2, 2))
     >>> check(torch.optim.Adam([weight]), {"weight": weight, "stray": stray})

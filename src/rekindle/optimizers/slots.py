@@ -145,7 +145,7 @@ GROUP_COUNTS: dict[str, float] = {"step": 0, "k": 0, "weight_sum": 0.0, "lr_max"
 
 
 def by_structure(optimizer: Optimizer, parameter: Parameter) -> Mapping[str, Slot]:
-    """The slots of a class that nobody registered; KeyError with the name of the first that is not understood."""
+    """The slots of a class that is not registered; KeyError with the name of the first that is not understood."""
     if type(optimizer) is Optimizer:
         raise KeyError("Optimizer")
     found = {}

@@ -1,4 +1,4 @@
-"""Copies of optimizer state, for whoever may have to take a change back."""
+"""Copies of optimizer state, so that a change can be taken back."""
 
 from __future__ import annotations
 

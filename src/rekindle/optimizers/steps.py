@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Steps:
-    """Which steps are under way. Hooks ask `begins` and `ends`, which are false for a step inside a step.
+    """Which steps are running. Hooks ask `begins` and `ends`, which are false for a step inside a step.
 
     A step that breaks off has no second hook, so the frame of its call tells whether it still runs.
 

@@ -82,7 +82,7 @@ class Plan:
     __repr__ = __str__  # `rekindle.plan(model)` at a prompt is the look first
 
     def table(self, width: int | None = None, worded: Callable[[str], str] = str) -> str:
-        """One line per parameter, at most `width` columns wide; `worded` gives hints in the words of who asks."""
+        """One line per parameter, at most `width` columns wide; `worded` puts hints into the caller's words."""
         width = width or tables.terminal_width(120)
         chosen = self.selected
         numbers = sum(block.count * block.out * block.in_ for entry in chosen for block in entry.blocks)
@@ -336,7 +336,7 @@ def _find(model: Any, config: Any, options: dict[str, Any], sharded: bool) -> li
     if isinstance(model, nn.Module):
         if config is not None:
             raise ValueError("config= goes with a state dict; a live model shows its own layouts")
-        # A model wholly on the meta device is planned for weights that are elsewhere; half of one is a mistake.
+        # A model that is all on the meta device is planned for weights that are elsewhere; half of one is a mistake.
         meta = all(parameter.is_meta for parameter in model.parameters())
         return find(model, sharded=sharded, meta=meta, **options)
     if not isinstance(model, Mapping):

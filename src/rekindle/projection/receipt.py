@@ -193,7 +193,7 @@ class Receipt:
         return json.dumps(self.to_dict(), indent=indent, allow_nan=False)
 
     def to_frame(self) -> pandas.DataFrame:
-        """One row a record; `counts` and `values` become columns."""
+        """One row per record; `counts` and `values` become columns."""
         try:
             import pandas
         except ImportError as error:
@@ -209,7 +209,7 @@ class Receipt:
     def table(self, width: int | None = None, rows: int = 40, worded: Callable[[str], str] = str) -> str:
         """The receipt as text that fits a terminal of `width` columns; more than `rows` records are cut in the middle.
 
-        `worded` gives hints in the words of who asks.
+        `worded` puts hints into the words of the caller (options of the command line).
 
         >>> text = Receipt("fire", (BlockRecord("encoder.layer.0.attention.query.weight", out=8, in_=4),)).table(60)
         >>> max(len(line) for line in text.splitlines()) <= 60

@@ -1,7 +1,7 @@
 """Where a plan's weights are read and written: the protocol, and the store that is a live model.
 
 A store knows one thing: how to read an entry's weight and put matrices back into it. `LiveStore` also knows what else
-a change of a live model drags along: the parameters that an optimizer holds, biases, stale gradients, and mirrors
+changes with a live model: the parameters that an optimizer holds, biases, stale gradients, and mirrors
 (target or EMA networks) that must keep the same weights.
 """
 

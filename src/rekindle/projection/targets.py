@@ -3,7 +3,7 @@
 Targets are presets, roles, names, globs, module types or a predicate.
 
 What is skipped by default stays so unless it is asked for by its own name or role, or through `include`: a
-wildcard, a module type or a predicate alone never drags in an embedding, a head or a frozen weight.
+wildcard, a module type or a predicate alone never adds an embedding, a head or a frozen weight.
 
 Scale rules are parsed from words or numbers. Those that depend on shapes alone are known before anything is solved;
 `nearest`, `norm` and `reference` look at each matrix. For the shapes see `Block.fans`: one matrix's own, or its
@@ -395,7 +395,7 @@ def _words(term: str, found: Sequence[Found]) -> _Matcher:
     if term == "paper-gpt":
         kinds = ("Linear", "Conv1D")
         tied = {alias for f in found if _is_a(f, kinds) for alias in (f.name, *f.also)}
-        # A head that is tied to the embedding is a Linear too: it drags the embedding in, as in the paper.
+        # A head that is tied to the embedding is a Linear too: it adds the embedding, as in the paper.
         return _Matcher(
             term, lambda f, b: _is_a(f, kinds) or bool(tied & set(f.also)), frozenset({"head", "embedding"})
         )

@@ -27,7 +27,7 @@ _DIFFERENCES = {
 
 @dataclass(frozen=True)
 class BlockRow:
-    """One block: its numbers before and after (A and B in a comparison), and what is said about it."""
+    """One block: its numbers before and after (A and B in a comparison), and what was found about it."""
 
     name: str
     role: str = ""
@@ -83,7 +83,7 @@ class Headline:
 
 
 def rows(data: Mapping[str, Any]) -> list[BlockRow]:
-    """One row for every block that any part of the result speaks about, in the order of the file.
+    """One row for every block that any part of the result mentions, in the order of the file.
 
     >>> rows({"health": {"weights": {"a.weight": {"norm": 2.0}}, "about": {"a.weight": {"role": "query"}}}})[0].role
     'query'
@@ -304,7 +304,7 @@ def _done(receipt: Mapping[str, Any], health: Mapping[str, Any] | None, after: M
 
 
 def how_far(outputs_moved: float | None) -> str:
-    """How far outputs moved, or that nobody looked.
+    """How far outputs moved, or that it was not measured.
 
     >>> how_far(0.5)
     'outputs moved by 50% of their norm on the batches given'

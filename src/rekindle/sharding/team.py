@@ -174,7 +174,7 @@ class Team:
 
 
 SOLO = Team.solo()
-"""This process alone, for whoever finds that nothing is distributed."""
+"""This process alone: the team where nothing is distributed."""
 
 _GROUPS: dict[tuple[int, ...], Any] = {}
 

@@ -75,7 +75,7 @@ class Partition:
         return whole.detach().view(self.shape)
 
     def put_slot(self, name: str, value: Tensor | float) -> None:
-        """Write this rank's part of a slot, or a number all over it; talks to nobody."""
+        """Write this rank's part of a slot, or a number all over it; without communication."""
         utils, parameter = self._deepspeed.utils, self.parameter
         if hasattr(parameter, "ds_id"):
             part = self._part(value) if isinstance(value, Tensor) else torch.full_like(self._own(), value)

@@ -37,8 +37,8 @@ class Missing(LookupError):
 class Place:
     """A file or folder, relative to a data folder, that may hold the set, in which format.
 
-    A file is told by its name and `hash`. A folder counts only if something in it is named `holds`: "data/mnist" may
-    as well be somebody's parquet files.
+    A file is recognised by its name and `hash`. A folder counts only if something in it is named `holds`: "data/mnist"
+    may hold parquet files of somebody else.
     """
 
     path: str

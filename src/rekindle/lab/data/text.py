@@ -63,7 +63,7 @@ def _shakespeare(place: sets.Place) -> str:
 
 
 def _bible(place: sets.Place) -> str:
-    """One verse a line, an empty line and the name before each book."""
+    """One verse per line, an empty line and the name before each book."""
     path = Path(place.path)
     sets.verify(path, place.hash)
     found = [content for _, content in members(path, lambda name: PurePosixPath(name).name == "kjv.jsonl")]
@@ -148,7 +148,7 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True)
 class ByteTokenizer:
-    """One token a byte of UTF-8."""
+    """One token per byte of UTF-8."""
 
     size: int = 256
 
@@ -163,7 +163,7 @@ class ByteTokenizer:
 
 @dataclass(frozen=True)
 class CharacterTokenizer:
-    """One token a character of a fixed alphabet, in code-point order."""
+    """One token per character of a fixed alphabet, in code-point order."""
 
     alphabet: str
 

@@ -46,7 +46,7 @@ POLL = 0.5
 
 @dataclass(frozen=True)
 class Event:
-    """News for whoever watches a study.
+    """An event of a study, for its watchers.
 
     kind: "started", "progress", "task", "finished", "refused", "failed", "died" (its worker was lost; the run is tried
     again) or "elsewhere" (another process did it). `row` is the run's row, if there is one. `done` of `total` runs are

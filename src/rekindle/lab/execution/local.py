@@ -53,7 +53,7 @@ class Pool:
         worker.give({"identity": identity, "job": job})
 
     def events(self, timeout: float) -> list[tuple[str, Row]]:
-        """Rows of all workers; a worker whose pipe has closed is dead, and its run is told of as "died"."""
+        """Rows of all workers; a worker whose pipe has closed is dead, and its run is reported as "died"."""
         out: list[tuple[str, Row]] = []
         for key, _ in self._selector.select(timeout):
             worker: _Worker = key.data

@@ -28,7 +28,7 @@ from rekindle.lab.arms import from_stored
 Row: TypeAlias = dict[str, Any]
 
 WRITTEN = frozenset({"start", "task", "end", "failed"})
-"""The kinds of rows that go to the file; progress is for whoever is watching."""
+"""The kinds of rows that go to the file; progress is for watchers."""
 
 
 @dataclass(frozen=True)

@@ -331,7 +331,7 @@ class DAWN(nn.Module):
 
         `neuron_orthogonality`: of the routed neurons; `basis_usage`: shortfall of coefficient rows that draw on
         fewer than 3 basis elements; `diversity`: of the coefficient rows. The first and last are ratios to the
-        Welch bound, so their least values are the number of layers and twice that (two matrices a layer).
+        Welch bound, so their least values are the number of layers and twice that (two matrices per layer).
         """
         layers = [layer for layer in self.layers if isinstance(layer, DAWNLayer)]
         coefficients = [layer.ffn.coefficients for layer in layers]

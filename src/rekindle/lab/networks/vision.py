@@ -125,7 +125,7 @@ def _widths(width: int | Sequence[int], depth: int | None) -> list[int]:
             raise ValueError(f"depth={depth} must be 0 or more")
         return [width] * (3 if depth is None else depth)
     if depth not in (None, len(width)):
-        raise ValueError(f"depth={depth} contradicts width={list(width)}, which has one number a hidden layer")
+        raise ValueError(f"depth={depth} contradicts width={list(width)}, which has one number per hidden layer")
     for each in width:
         at_least_one(width=each)
     return list(width)
