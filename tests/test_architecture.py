@@ -93,7 +93,7 @@ def test_the_design_page_draws_the_same_picture() -> None:
     }
 
 
-ONE_FILE_EACH = {"methods": "One file per paper", "cli": "Commands live in files of their names"}
+ONE_FILE_EACH = {"methods": "One file per paper", "cli": "Commands are in files of their names"}
 
 
 @pytest.mark.parametrize("name", [name for name in ORDER if (SRC / "rekindle" / name).is_dir()])

@@ -1,4 +1,4 @@
-"""rekindle: tells whether a network has lost its plasticity, and gives it back.
+"""rekindle: measures whether a network has lost its plasticity, and restores it.
 
 The public verbs, and nothing else. Each is imported when it is first used, so that `import rekindle` costs nothing.
 

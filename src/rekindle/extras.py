@@ -34,5 +34,5 @@ def require(module: str, extra: str, purpose: str) -> Any:
         return import_module(module)
     except ModuleNotFoundError as error:
         if error.name is None or module.split(".")[0] != error.name.split(".")[0]:
-            raise  # something inside it is missing: that is not ours to explain
+            raise  # one of its own dependencies is missing: let its error through
         raise ImportError(f"{purpose} needs {error.name}: {install(extra)}", name=error.name) from error

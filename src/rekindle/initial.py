@@ -105,7 +105,7 @@ def draw(
                 raise UnknownStart(
                     f"no scheme re-draws {name!r}: give fresh=, a factory of a new model, or a stored start"
                 )
-            found[name] = own[name].detach().clone()  # a constant such as a mask: no module claims to reset it
+            found[name] = own[name].detach().clone()  # a constant such as a mask: no module resets it
     return {name: found[name] for name in wanted}
 
 

@@ -90,7 +90,7 @@ def check_asked(verb: str, model: Any, batches: Any) -> None:
 
 
 def check_loss(loss: Any) -> None:
-    """Raise if this is no `loss(model, batch)`, with what to pass instead.
+    """Raise unless this is a `loss(model, batch)`, with what to pass instead.
 
     >>> check_loss(nn.CrossEntropyLoss())
     Traceback (most recent call last):
@@ -108,7 +108,7 @@ def check_loss(loss: Any) -> None:
 
 
 def outputs(model: nn.Module, batches: Iterable[Batch]) -> list[Tensor]:
-    """What a model answers to each batch, in evaluation mode and without a trace: the first floating tensor of each.
+    """The model's output for each batch, in evaluation mode and isolated: the first floating tensor of each.
 
     >>> outputs(nn.Flatten(), [torch.ones(1, 2, 2)])
     [tensor([[1., 1., 1., 1.]])]
@@ -151,8 +151,8 @@ def isolated(
 ) -> Iterator[None]:
     """Evaluation mode, empty gradients and eager execution inside; everything as it was afterwards.
 
-    `training` puts all modules, or only those given, into training mode instead. `keep_buffers=False` lets what the
-    forward passes do to buffers stand, for callers that want just that. Mode flags are set directly rather than by
+    `training` puts all modules, or only those given, into training mode instead. `keep_buffers=False` keeps what the
+    forward passes do to buffers, for callers that want that. Mode flags are set directly rather than by
     `eval()`, because some models do work there (merging adapters).
 
     >>> norm = torch.nn.BatchNorm1d(2)
@@ -174,7 +174,7 @@ def isolated(
     with ExitStack() as stack:
         stack.enter_context(random_states_kept())
         if "torch._dynamo" in sys.modules:
-            # A graph compiled before hooks came, or in another mode, would run without them.
+            # A graph compiled before the hooks were added, or in another mode, would run without them.
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         try:
             torch.backends.mha.set_fastpath_enabled(False)

@@ -1,7 +1,7 @@
 """Plain text tables for a terminal: plan, receipt, health and comparison all print through `table`.
 
-Strings in, lines out; nothing here knows what the columns mean. Names lose what they share, then what tells least,
-and never the numbers of their layers.
+Strings in, lines out; nothing here knows what the columns mean. Long names lose their shared prefix first, then their
+middle, and never the layer numbers.
 
 >>> rows = [["encoder.layers.0.attn.weight", "1.5"], ["encoder.layers.11.attn.weight", "20"]]
 >>> print("\\n".join(table(["parameter", "norm"], rows, 34)))
@@ -94,7 +94,7 @@ def table(
 
 
 def shared_prefix(names: Sequence[str]) -> str:
-    """The dotted beginning that all names have: it tells nothing, and room is short.
+    """The dotted beginning that all names have: it carries no information, and space is short.
 
     >>> shared_prefix(["model.h.0.fc.weight", "model.h.1.fc.weight"])
     'model.h.'

@@ -184,7 +184,7 @@ def test_path_tricks_in_the_index_are_refused(shard: Any, tmp_path: Path) -> Non
     table = json.loads(index.read_text())
     table["weight_map"]["0.weight"] = shard
     index.write_text(json.dumps(table))
-    refused(folder, "no plain file name")
+    refused(folder, "not a plain file name")
 
 
 def test_an_index_that_does_not_fit_its_shards_is_refused(tmp_path: Path) -> None:
@@ -224,7 +224,7 @@ def test_pickles_that_run_code_are_refused_unrun(tmp_path: Path) -> None:
     refused(tmp_path / "in")
     save_dcp({"model": small_model().state_dict()}, tmp_path / "dcp")
     (tmp_path / "dcp" / ".metadata").write_bytes(pickle.dumps(Malice()))
-    refused(tmp_path / "dcp", "no part of the format")
+    refused(tmp_path / "dcp", "not part of the format")
     assert not trap.exists()
 
 

@@ -78,7 +78,7 @@ def test_a_setting_is_learned_up_to_a_boundary_and_asked_there() -> None:
     ("text", "words"),
     [
         ("batches = []", "does not define model"),
-        ("model = 3\nbatches = []\nmodel = lambda: 3", "no torch.nn.Module"),
+        ("model = 3\nbatches = []\nmodel = lambda: 3", "not a torch.nn.Module"),
         ("from torch import nn\nmodel = nn.Linear(1, 1)", "does not define batches"),
         ("from torch import nn\nmodel = nn.Linear(1, 1)\nbatches = 3", "holds no batches"),
     ],
@@ -95,7 +95,7 @@ def test_bad_input_is_one_line(tmp_path: Path, mine: Path) -> None:
     assert "not a time" in one_line(run("advise", mine, "--budget", "soon"))
     assert "for settings" in one_line(run("advise", mine, "--boundary", 2))
     (tmp_path / "model.pt").write_bytes(b"")
-    assert "no .py file" in one_line(run("probe", tmp_path / "model.pt"))
+    assert "not a .py file" in one_line(run("probe", tmp_path / "model.pt"))
 
 
 def test_control_c_stops_advise_and_its_processes(mine: Path) -> None:

@@ -352,7 +352,7 @@ def test_the_page_shows_what_neurons_do(own: Path, monkeypatch: pytest.MonkeyPat
     told = ("--model", "mine.py:build", "--data", "mine.py:batches")
     run("inspect", "net.pt", *told, "--html", "page.html")
     page = Path("page.html").read_text()
-    assert "<h2>Neurons</h2>" in page and "share that never answers" in page
+    assert "<h2>Neurons</h2>" in page and "share that is never active" in page
     assert "FIRE with biases=" not in page and "rekindle fire --biases zero" in page
     assert "FIRE with biases=" not in run("inspect", "net.pt", *told).stdout
     run("inspect", "net.pt", "--html", "weights.html")

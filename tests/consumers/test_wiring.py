@@ -309,7 +309,7 @@ def test_the_users_map_is_checked_and_taken():
     wiring = wire(model, consumers={"conv": "fc", "fc": ["head"]})
     assert [consumer.spread for group in wiring for consumer in group.consumers] == [36, 1]
     assert wiring.groups[0].consumers[0].columns(torch.tensor([1])).tolist() == list(range(36, 72))
-    with pytest.raises(WiringError, match="no multiple"):
+    with pytest.raises(WiringError, match="not a multiple"):
         wire(model, consumers={"conv": "head"})
     with pytest.raises(WiringError, match="no module 'nope'"):
         wire(model, consumers={"nope": "head"})

@@ -1,8 +1,8 @@
 """Plasticity measured on this model and this data, and a remedy chosen by trying it.
 
 May import everything up to `methods`. `probing` is the verb `probe`, `advising` the verb `advise`, `advised` a method
-that asks first, `keeping` the Keeper of long runs; `tasks` says what a probe learns, `candidates` what is tried,
-`trials` tries it, `judging` decides with `intervals`. Start reading at `probing.probe`.
+that applies the advice, `keeping` the Keeper for long runs; `tasks` says what a probe learns, `candidates` what is
+tried, `trials` tries it, `judging` decides with `intervals`. Start reading at `probing.probe`.
 """
 
 from rekindle.advice.advised import Advised

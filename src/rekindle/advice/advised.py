@@ -1,6 +1,6 @@
-"""A method that asks first: candidates are tried on copies, and the one that the advice names is applied.
+"""A method that calls `advise` first: candidates are tried on copies, and the best one is applied.
 
-As a method it goes wherever methods go: into schedules, trainers and the laboratory.
+It works wherever methods do: in schedules, trainers and the lab.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rekindle.projection.receipt import Receipt
 
 
 class Advised(Remedy):
-    """Apply what `rekindle.advise` answers on the batches of the call; nothing where that is the answer.
+    """Apply what `rekindle.advise` recommends on the batches of the call, which may be nothing.
 
     steps, budget, candidates, seeds, workers: those of `advise`.
     held_out: the share of the batches that candidates are judged on instead of trained on.
@@ -59,7 +59,7 @@ class Advised(Remedy):
         self.last: Advice | None = None
 
     def apply(self, call: Call) -> Receipt:
-        """Ask, and do it."""
+        """Call `advise`, and apply its choice."""
         batches = list(call.batches or ())
         judged = round(self.held_out * len(batches))
         if len(batches) <= judged:
@@ -85,7 +85,7 @@ class Advised(Remedy):
 
 
 def _begun_anew(optimizers: Any) -> Any:
-    """With the learning rate that a schedule started from, where there is one."""
+    """A new optimizer with the initial learning rate of its schedule, where there is one."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = group.get("initial_lr", group["lr"])

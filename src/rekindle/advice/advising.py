@@ -1,8 +1,8 @@
 """advise(): which remedy, for this model and this data? Candidates are tried on copies, and the best is named.
 
 Trials share their seeds, so candidates are compared pairwise. All run for a quarter of the horizon; then those that
-are clearly behind are dropped, and the rest goes on to a half and to the whole. Short horizons mislead, so nothing is
-dropped earlier, and ranks are shown for each horizon.
+are clearly behind are dropped, and the rest goes on to a half and to the whole. Short horizons are misleading, so
+nothing is dropped earlier, and ranks are shown for each horizon.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _LOOKS = 16  # at the clock, and at held-out data, per horizon
 
 @dataclass(frozen=True)
 class Advice:
-    """What was found. `choice` is the method to apply, None for doing nothing; prints itself."""
+    """What was found. `choice` is the method to apply, None for doing nothing; prints as a table."""
 
     answer: Answer
     sentence: str
@@ -144,8 +144,8 @@ def advise(
     candidates: methods, or a mapping of names to methods; without it those of `candidates_for(model)`.
     layers: also FIRE on each third of the layers alone.
     budget: seconds, or a text such as "90s", "2m", "1h". `steps` is the horizon: how long training will go on; without
-        it the longest that the budget allows. A budget that ends before a quarter of it answers "cannot tell".
-    seeds: how many, or which; three at least for an interval that says something.
+        it the longest that the budget allows. A budget that ends before a quarter of it gives "cannot tell".
+    seeds: how many, or which; at least three for a useful interval.
     copy: a function that returns a copy of the model, for models that cannot be deep-copied.
     workers, on: how many processes (as many as cores without it), and "ray" for Ray. Each candidate has one copy of
         the model and of the optimizer's state per seed; those of dropped candidates are freed.
@@ -246,7 +246,7 @@ class _Race:
                 self._drop()
         if self._shown:
             sys.stderr.write("\r\x1b[K")
-        # Without a wish for its length the horizon is what was reached: fewer were dropped than was hoped.
+        # If no horizon was given, it is what was reached: fewer candidates were dropped than expected.
         return horizon if steps is not None else max(self.steps, _LEAST)
 
     def _advance_in_time(self, goal: int, horizon: int) -> bool:

@@ -99,7 +99,7 @@ def given_candidates(given: Mapping[str, Method | None] | Iterable[Method]) -> l
 
 
 def _dormant(model: nn.Module, batches: Sequence[Batch]) -> bool:
-    """Whether any neuron is dormant as ReDo counts it; a model that it cannot read has none for it."""
+    """Whether any neuron is dormant by ReDo's score; False for a model that ReDo cannot read."""
     found = ReDo()
     try:
         found.look(model, batches)

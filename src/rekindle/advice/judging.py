@@ -68,7 +68,7 @@ def levels(traces: Sequence[Trace], steps: int | None = None) -> list[float]:
 def expected(traces: Sequence[Trace], horizon: int) -> tuple[float, float]:
     """The level extrapolated to the horizon: a line in log(step) through the second half, and its error.
 
-    Loss curves bend less in log(step) than in steps; further ahead than four times what was seen it says little.
+    Loss curves bend less in log(step) than in steps; beyond four times the measured steps it is unreliable.
     """
     level = sum(levels(traces)) / len(traces)
     taken = traces[0].steps
@@ -134,7 +134,7 @@ def row(
 def decide(rows: Sequence[Row], running: Sequence[str], steps: int, horizon: int) -> tuple[Answer, str]:
     """The answer, and the name of the candidate that it means.
 
-    Below a quarter of the horizon nothing is decided: the order of candidates still turns there.
+    Below a quarter of the horizon nothing is decided: the order of candidates still changes there.
     """
     alive = [each for each in rows if each.error is None and each.name in running]
     nothing = next(each for each in alive if each.name == NOTHING)
@@ -159,7 +159,7 @@ def decide(rows: Sequence[Row], running: Sequence[str], steps: int, horizon: int
 
 
 def sentence(answer: Answer, chosen: Row, rows: Sequence[Row], steps: int, horizon: int) -> str:
-    """The answer in words."""
+    """The answer as a sentence."""
     if answer == "apply":
         low, high = chosen.difference_interval
         said = f"Apply {chosen.name}: its loss is {-chosen.difference:.3g} lower than doing nothing "

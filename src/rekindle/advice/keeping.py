@@ -2,7 +2,7 @@
 on copies, and what the advice names is applied. All of it within a share of the training time.
 
 A keeper is a `Schedule`: call `keeper.step(model, optimizer, metrics)` once per optimizer step, or give it to a
-trainer's callback as its method. Its trigger asks, and fires only where something is to be done.
+trainer's callback as its method. Its trigger probes, and fires only where a remedy is to be applied.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from rekindle.projection.receipt import Receipt
 SHARE = 0.02
 _OVERRUN = 1.2  # probes and advice keep their time within a fifth
 _LONGEST = 30.0  # seconds of one probe
-_LEAST = 1.0  # seconds that the first question needs
+_LEAST = 1.0  # seconds that the first probe needs
 _WORTH = 4  # advice gets at least so many times what the probe took
 
 Given = Iterable[Batch] | Callable[[], Iterable[Batch]]
@@ -44,7 +44,7 @@ Given = Iterable[Batch] | Callable[[], Iterable[Batch]]
 
 @dataclass(frozen=True)
 class Note:
-    """One line of a keeper's log: what was asked or answered at a step, why, and the seconds that it took."""
+    """One line of a keeper's log: what was started or found at a step, why, and the seconds that it took."""
 
     step: int
     what: str
@@ -55,24 +55,24 @@ class Note:
 
 @dataclass(frozen=True)
 class Reply:
-    """What asking came to: the probe's score and verdict, and what the advice chose (None where it was not asked)."""
+    """The result: the probe's score and verdict, and what the advice chose (None where there was no advice)."""
 
     score: float
     verdict: str
     said: str
     chosen: str | None
     seconds: float
-    short: bool = False  # too little time to say anything
+    short: bool = False  # not enough time for a result
 
 
 class Keeper(Schedule):
-    """Probe, advise and apply, by itself, within `share` of the training time.
+    """Probe, advise and apply automatically, within `share` of the training time.
 
     batches, loss: what is learned now; a function that gives the batches is called each time.
-    every: steps between two probes; a monitor's verdict "act" asks earlier, after a tenth of them at least.
-    share: the most of the training time that probes and advice may take, 2 % by default. A process in the background
-        counts with its whole time. Nothing is asked before a second is saved up; after an answer that was too short to
-        say anything, not before twice as much as it had.
+    every: steps between two probes; a monitor's verdict "act" probes earlier, after at least a tenth of them.
+    share: the most of the training time that probes and advice may take, 2 % by default. The full time of a background
+        process counts. The first probe waits until a second is available; after one that was too short for a result,
+        the next waits for twice its time.
     steps: how far ahead advice looks; without it as far as its time allows.
     candidates, old_batches, fresh, seeds: those of `advise` and `probe`.
     monitor: the `every` of a `Monitor` of its own; its numbers are then looked at too.
@@ -80,7 +80,7 @@ class Keeper(Schedule):
         the CPU and there is more than one core.
     guard, sinks: as in `Schedule` and `Monitor`; sinks get keeper/score and keeper/seconds.
 
-    `log` says what was asked, answered and done, and why.
+    `log` says what was probed, found and applied, and why.
 
     >>> net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
     >>> optimizer = torch.optim.Adam(net.parameters())
@@ -121,11 +121,11 @@ class Keeper(Schedule):
 
     @property
     def log(self) -> list[Note]:
-        """What was asked, answered and done."""
+        """What was probed, found and applied."""
         return self.trigger.log
 
     def bind(self, model: nn.Module, optimizer: Any) -> None:
-        """What is trained, and by what: the keeper tries things on copies of it."""
+        """The model and optimizer that are trained: the keeper tries remedies on copies."""
         self.trigger.bind(model, optimizer)
 
     def close(self) -> None:
@@ -135,7 +135,7 @@ class Keeper(Schedule):
 
 @dataclass
 class Inquiry:
-    """What a keeper asks with."""
+    """The arguments of a keeper's probes and advice."""
 
     batches: Given
     loss: Loss | None
@@ -152,7 +152,7 @@ class Inquiry:
         return candidates_for(model, list(_now(self.batches))[:4])
 
     def ask(self, model: nn.Module, optimizer: Any, seconds: float, clock: Callable[[], float]) -> Reply:
-        """Probe; if plasticity is lost and the time is enough, ask for advice too."""
+        """Probe; if plasticity is lost and there is enough time, call `advise` too."""
         began = clock()
         batches = list(_now(self.batches))
         probed = probe(
@@ -188,7 +188,7 @@ class Inquiry:
 
 
 class Asking(Trigger):
-    """The trigger of a keeper: asks when it is time and the time is paid for; fires where advice names a remedy."""
+    """The trigger of a keeper: probes when due and within the time budget; fires where advice names a remedy."""
 
     _kept = ("elapsed", "spent", "asked", "chosen", "least")
     inquiry: Inquiry
@@ -202,8 +202,8 @@ class Asking(Trigger):
         self.every, self.share, self.sinks = every, share, list(sinks)
         self.background: bool | None = None
         self.watching: int | None = None
-        self.elapsed = self.spent = 0.0  # seconds of training, and of asking
-        self.least = _LEAST  # seconds that must be saved up for the next question
+        self.elapsed = self.spent = 0.0  # seconds of training, and of probes and advice
+        self.least = _LEAST  # seconds that must be available for the next probe
         self.asked = 0  # the step of the last probe
         self.chosen: str | None = None
         self.log: list[Note] = []
@@ -215,7 +215,7 @@ class Asking(Trigger):
         self._running: _Running | None = None
 
     def bind(self, model: nn.Module, optimizer: Any) -> None:
-        """Which model is trained, and by what."""
+        """The model and the optimizer that are trained."""
         if self._model is model:
             return
         if any(is_sharded(parameter) for parameter in model.parameters()):
@@ -246,7 +246,7 @@ class Asking(Trigger):
         return self.share * self.elapsed - self.spent
 
     def look(self, metrics: Metrics) -> str | None:
-        """Count the time, hear what runs in the background, ask if it is time."""
+        """Count the time, check the background process, probe if it is due."""
         self._count()
         if self._model is None or not _first_rank():
             return None
@@ -267,7 +267,7 @@ class Asking(Trigger):
         except (ValueError, RuntimeError) as error:
             self._failed(error, self._clock() - began)
             return None
-        self._last_look = self._clock()  # asking is not training
+        self._last_look = self._clock()  # probing is not training
         return self._answered(replace(finding, seconds=self._clock() - began))
 
     def commit(self) -> None:
@@ -321,7 +321,7 @@ class Asking(Trigger):
         return finding.said
 
     def _failed(self, error: Exception, seconds: float) -> None:
-        """Training goes on whatever a probe meets."""
+        """A failed probe does not stop training."""
         self.spent += seconds
         self._last_look = self._clock()
         self._note("failed", f"{type(error).__name__}: {error}", seconds)
@@ -335,7 +335,7 @@ class Asking(Trigger):
         return {**super().state_dict(), "log": [asdict(entry) for entry in self.log]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state; what ran in the background is asked again."""
+        """Continue from a saved state; what ran in the background is started again."""
         super().load_state_dict(state)
         self.log = [Note(**entry) for entry in state.get("log", ())]
         self._last_look = self._clock()
@@ -362,7 +362,7 @@ class Chosen(Remedy):
 
 
 class _Running:
-    """A question that a forked process answers; the fork is the copy of the model."""
+    """A probe in a forked process; the fork is the copy of the model."""
 
     def __init__(
         self, question: Inquiry, model: nn.Module, optimizer: Any, seconds: float, clock: Callable[[], float]
@@ -376,7 +376,7 @@ class _Running:
         there.close()
 
     def answer(self) -> Reply | Exception | None:
-        """The finding, the error, or None while there is none yet."""
+        """The result, the error, or None while it is running."""
         if not self._pipe.poll():
             return None
         try:
@@ -407,6 +407,6 @@ def _now(given: Given) -> Iterable[Batch]:
 
 
 def _first_rank() -> bool:
-    """Copies of a model are asked once, and its first rank is the one that changes it."""
+    """Replicas of a model are probed once; the first rank is the one that changes it."""
     spread = torch.distributed.is_available() and torch.distributed.is_initialized()
     return not spread or torch.distributed.get_rank() == 0

@@ -48,8 +48,8 @@ class ProbeResult:
     `score` is the mean over seeds of learned(model) / learned(fresh), with a 95 % `interval`; `difference` is
     learned(model) − learned(fresh), in units of the loss. `speed` is how many steps the fresh network needs for each
     step of the model, to the loss halfway between the untrained level and the fresh network's last; a model that never
-    gets there counts as if it did with its last step. A geometric mean over seeds. `enough` is False where even the
-    fresh network did not learn the wanted amount within the budget: then the score says nothing.
+    reaches it counts as reaching it at its last step. A geometric mean over seeds. `enough` is False where even the
+    fresh network did not learn the wanted amount within the budget: then the score is meaningless.
     """
 
     task: str
@@ -132,7 +132,7 @@ def probe(
 ) -> ProbeResult:
     """How well does the model learn, against a fresh network? The model itself is not changed.
 
-    batches: what is learned, in the order of training; gone through again and again.
+    batches: what is learned, in the order of training; repeated as needed.
     loss: `loss(model, batch)`; without it cross entropy of (inputs, labels), or the model's own `.loss`.
     task: "next" learns the batches as they are; "random-labels" their inputs with labels drawn anew;
         "regression" the outputs of another fresh network on their inputs; "next-token" the next token of each.
@@ -264,7 +264,7 @@ class _Learner:
 
 
 class _WithLoss(nn.Module):
-    """The loss as a module's forward, so that torch.func can lend the model other tensors while it is computed."""
+    """The loss as a module's forward, so that torch.func can run the model with other tensors."""
 
     def __init__(self, model: nn.Module, loss: Loss) -> None:
         super().__init__()
@@ -360,7 +360,7 @@ def _first_below(curve: Sequence[float], level: float) -> int | None:
 
 
 class _Progress:
-    """One line on a terminal that is written over; silent elsewhere unless asked for."""
+    """One updating line on a terminal; silent elsewhere unless requested."""
 
     def __init__(self, wanted: bool | None, total: int) -> None:
         self._shown = sys.stderr.isatty() if wanted is None else wanted

@@ -1,6 +1,6 @@
 """Trials: copies of a model, each with another remedy, that learn the same new data side by side.
 
-A trial can stop and go on, so that poor candidates can be dropped early. `Trials` holds several and is what runs in
+A trial can pause and continue, so that poor candidates can be dropped early. `Trials` holds several and is what runs in
 another process or in a Ray actor.
 """
 
@@ -104,7 +104,7 @@ class Trial:
         self.trace.drifts = _drifts(before, self._outputs())
 
     def advance(self, steps: int) -> Trace:
-        """Train `steps` more steps, then look at the held-out and the old data."""
+        """Train `steps` more steps, then measure on the held-out and the old data."""
         if self.trace.error is None:
             with forked_rng(self._noise, self._model):
                 self.trace.losses += [self._step() for _ in range(steps)]
@@ -196,7 +196,7 @@ def _drifts(before: Sequence[Tensor], after: Sequence[Tensor]) -> list[float]:
 
 
 class Trials:
-    """Several trials by number, made when they are first asked for."""
+    """Several trials by number, made when first needed."""
 
     def __init__(self, question: Question, candidates: Sequence[Candidate], seeds: Sequence[int]) -> None:
         self._question, self._candidates, self._seeds = question, candidates, seeds
@@ -219,7 +219,7 @@ class Trials:
 
 
 class TrialExecutor(Protocol):
-    """Where trials are done."""
+    """Where trials run."""
 
     def advance(self, numbers: Sequence[int], steps: int) -> dict[int, Trace]:
         """Advance these trials; what each has shown so far."""
@@ -230,7 +230,7 @@ class TrialExecutor(Protocol):
         ...
 
     def close(self) -> None:
-        """Give back processes."""
+        """Stop the processes."""
         ...
 
 
@@ -273,7 +273,7 @@ class _Forked:
                 answer = pipe.recv()
             except EOFError:
                 raise RuntimeError(
-                    "a process that tried candidates ended without an answer, most likely for want of memory: "
+                    "a process that tried candidates ended without an answer, most likely out of memory: "
                     "give workers=1, or fewer candidates or seeds"
                 ) from None
             if isinstance(answer, BaseException):

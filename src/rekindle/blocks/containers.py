@@ -52,7 +52,7 @@ class Containers:
 
     @staticmethod
     def _merged(*values: Value) -> Value:
-        """One of these, it is not known which."""
+        """One of these; which one is not known."""
         present = [v for v in values if v not in (EMPTY, _NOTHING)] or [v for v in values if v == _NOTHING][:1]
         if len(present) < 2:
             return present[0] if present else EMPTY
@@ -78,7 +78,7 @@ class Containers:
 
     @staticmethod
     def _by_name(values: list[Value]) -> tuple[tuple[str, Value], ...]:
-        """The keys of one of these dicts; what has a key in none of its own may have it from elsewhere."""
+        """The keys of one of these dicts; a dict without the key may get it from elsewhere."""
         keys = dict.fromkeys(key for value in values for key, _ in value.named)
         if not keys or not all(value.named or value.result for value in values):
             return ()
@@ -106,7 +106,7 @@ class Containers:
         return replace(self._holding(value, held), named=named)
 
     def _holding(self, value: Value, *held: Value) -> Value:
-        """The same dict with these too, it is not known where."""
+        """The same dict with these too, under unknown keys."""
         whole = self._merged(*(replace(self._flat(v), named=(), items=None) for v in (value, *held)))
         return replace(self._fresh(whole), direct=value.direct, result=value.result, named=value.named, ids=value.ids)
 

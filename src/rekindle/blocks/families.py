@@ -1,4 +1,4 @@
-"""What the classes and names around a weight say of it: the layout of a known class, and the role that it has.
+"""What the classes and names around a weight say about it: the layout of a known class, and the role that it has.
 
 A layout comes from the class of a module (subclasses too): `known_classes`, or what users `register`; a name alone only
 makes a weight suspect (`looks_fused`). A role is a label for choosing targets and for printing; it never decides how
@@ -26,7 +26,7 @@ _registered: dict[type[nn.Module], Rule] = {}
 
 
 def register(module_class: type[nn.Module], rule: Rule) -> None:
-    """Teach the layout of an own module: `rule(module)` maps weight names below it to `matrices(…)` recipes.
+    """Register the layout of your own module: `rule(module)` maps weight names below it to `matrices(…)` recipes.
 
     >>> class Attention(nn.Module):
     ...     def __init__(self):
@@ -99,7 +99,7 @@ def looks_fused(place: Location, shape: tuple[int, ...]) -> str | None:
         return None
     if re.fullmatch(
         "in_proj(_[a-z])?|x_proj", leaf
-    ):  # says little: where the source calls it and cuts nothing, it is whole
+    ):  # weak evidence: where the source calls it and splits nothing, it is one matrix
         uses = uses_of(parent)
         if uses is not None and leaf in uses.called:
             return None
@@ -245,7 +245,7 @@ def _scores_experts(name: str, parent: nn.Module, child: nn.Module) -> bool:
     if not parent._modules or isinstance(parent, nn.ModuleList) or _is_experts(name):
         return False
     beside = _holds_experts(parent)
-    # What asks every module inside comes last: a model asks this of each weight and each module above it.
+    # The check that visits every module inside comes last: this runs for each weight and each module above it.
     if not (beside or _chooses_among(child, parent)) or any(_holds_experts(m) for m in child.modules()):
         return False
     if beside and _GATE.fullmatch(name):

@@ -51,7 +51,8 @@ class Found:
     gives a `refusal` to a parameter that it does not mean. `rekindle.plan` adds the tuples that run beside `blocks`:
     `scales` (None where the rule looks at the matrix), `dfi`, `dfi_free` (at the matrix's own scale ‖W‖_F/√k), `small`
     (matrices below `min_norm`, which stay), `references` (the norms that the "reference" scale asks for); `norm` is the
-    normalisation right behind the weight, which takes its scale out of the function. `estimated`: both DfI are.
+    normalisation right behind the weight, which takes its scale out of the function. `estimated`: both DfI values are
+    estimates.
     """
 
     name: str
@@ -78,7 +79,7 @@ class Found:
 
     @property
     def reason(self) -> str | None:
-        """Why it is skipped (as long as nothing was asked for: by default), or None."""
+        """Why it is skipped (by default, as long as no target is chosen), or None."""
         return self.refusal or next(iter(self.marks.values()), None)
 
     @property
@@ -98,7 +99,7 @@ class Found:
         return sum(values) if values and len(values) == len(self.blocks) else None
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything that a plan says of it, as JSON can hold it."""
+        """Everything that a plan holds about it, in JSON types."""
         row = {name: getattr(self, name) for name in _SAVED}
         row = {k: list(v) if isinstance(v, tuple) else v for k, v in row.items()}
         row["blocks"] = [block.to_dict() for block in self.blocks]
@@ -163,7 +164,7 @@ def find(
 
 
 class _Finder:
-    """Walks the parameters once; remembers the rules of modules and which parameter was met under which name."""
+    """Walks the parameters once; keeps the rules of modules and the first name of each parameter."""
 
     def __init__(self, model: nn.Module, conv: Conv, layouts: Mapping[str, Recipe], meta: bool, sharded: bool) -> None:
         self.model, self.conv, self.layouts, self.meta, self.sharded = model, conv, layouts, meta, sharded
@@ -235,7 +236,7 @@ class _Finder:
         )
 
     def _refused(self, place: Location, key: str, parameter: Tensor, refusal: str | None, name: str = "") -> Found:
-        stored = self._storage.get(id(parameter))  # a parametrised weight is computed, and no parameter
+        stored = self._storage.get(id(parameter))  # a parametrised weight is computed, not a parameter
         shape = () if stored is not None and stored.lazy else tuple(parameter.shape)
         owner = place.owner
         return Found(
@@ -303,7 +304,7 @@ class _Finder:
             return self._split(place, shape, does, transposed), does, None
         if _EMBEDDING_NAMES.search(place.tensor):
             return (), "embedding", f"a position or token vector of {kind}, no matrix"
-        return (), does, f"layout not known: a parameter of {kind} (rekindle.blocks.register tells it)"
+        return (), does, f"layout not known: a parameter of {kind} (rekindle.blocks.register states it)"
 
     def _split(self, place: Location, shape: tuple[int, ...], does: str, transposed: bool) -> tuple[Block, ...]:
         """A Linear, with its attention heads named where the attention module says how wide a head is."""
@@ -358,7 +359,7 @@ def packed_weights(model: nn.Module) -> list[tuple[str, nn.Module, tuple[int, ..
 
 
 def named_heads(found: list[Found], heads: Iterable[str] | str) -> set[str]:
-    """The names of the weights that these globs (of parameter or module names) call heads; a miss is an error."""
+    """The names of the weights that these globs (of parameter or module names) mark as heads; no match is an error."""
     globs = [heads] if isinstance(heads, str) else list(heads)
     for glob in globs:
         if not any(_named(f, glob) for f in found if f.blocks):
@@ -381,7 +382,7 @@ def mark_heads(found: list[Found], heads: set[str], reason: str = "output head")
 
 
 def _detect_heads(found: list[Found], finder: _Finder) -> set[str]:
-    # A trace also ends in what closes a block; told and named heads are heads whatever their role.
+    # A trace also ends in the last layer of a block; stated and named heads are heads whatever their role.
     plain = ("other", "conv", "embedding", "query", "key", "value")  # `value` is also what critics are called
     parents = {place.name: place.modules[-2:] for _, _, place in finder.places}
     middle = {

@@ -204,7 +204,7 @@ KNOWN: dict[tuple[str, str], Rule] = {
     ("vit_pytorch.simple_vit", "Attention"): _thirds("to_qkv", "heads"),
 }
 
-# Each line was read off the forward of the class in transformers 5.22; tests hold the commonest against it.
+# Each line was read off the forward of the class in transformers 5.22; tests check the most common ones against it.
 _TRANSFORMERS: tuple[tuple[Rule, str], ...] = (
     (_gpt2, "GPT2Attention DecisionTransformerGPT2Attention ImageGPTAttention"),
     (_neox, "GPTNeoXAttention"),

@@ -88,7 +88,7 @@ class Layout:
         return self._window(tensor).reshape(self.sizes)
 
     def norms(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """‖W‖_F of each matrix, (count,), without gathering what lies scattered (the taps of a convolution).
+        """‖W‖_F of each matrix, (count,), without gathering strided matrices (the taps of a convolution).
 
         >>> Layout((2, 2), (2, 2), (1,), (0,), ()).norms(torch.tensor([[3.0, 0.0], [4.0, 1.0]]))
         tensor([5., 1.])
@@ -200,7 +200,7 @@ class Block:
         return replace(self, layout=layout, count=count, out=out, in_=in_, parent=(self.out, self.in_))
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, as JSON can hold it."""
+        """Everything, in JSON types."""
         return {
             "role": self.role,
             "part": self.part,
@@ -239,9 +239,9 @@ class Recipe:
     role: str
 
     def __call__(self, shape: Sequence[int], role: str = "other") -> tuple[Block, ...]:
-        """The blocks of a tensor of this shape; `role` is what the whole weight does where no part says it.
+        """The blocks of a tensor of this shape; `role` is that of the whole weight where a part has none.
 
-        Raises LayoutError, in words, when the shape does not fit the pattern.
+        Raises LayoutError when the shape does not fit the pattern.
         """
         shape = tuple(shape)
         names, split = self._solve(shape)

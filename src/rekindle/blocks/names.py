@@ -4,8 +4,8 @@ No other module sees through wrappers.
 
 `torch.compile`, DDP, FSDP, activation checkpointing, Lightning Fabric and DeepSpeed hold the user's model as an
 attribute, which then stands in every parameter's name. A wrapper is recognised by its class, so an attribute of the
-user's own that happens to be called `module` stays in the name. For a state dict there is no class to look at: there
-the unmistakable names go anywhere, and `module.` only where all keys begin with it.
+user's own that happens to be called `module` stays in the name. A state dict has no classes: there the unmistakable
+names are removed anywhere, and `module.` only where all keys begin with it.
 
 `named_parameters(model)` gives clean names; `Location` is where one parameter sits; `unusable` says why its numbers can
 be neither read nor written. `as_layer` says which modules are layers, with outputs and inputs.
@@ -60,7 +60,7 @@ class Location:
     module: str = field(init=False)  # the dotted name of the owner
 
     def __post_init__(self) -> None:
-        """Fields rather than properties: every parameter of a model is asked for them several times."""
+        """Fields rather than properties: they are read several times per parameter."""
         object.__setattr__(self, "owner", self.modules[-1])
         object.__setattr__(self, "module", ".".join(self.names))
         object.__setattr__(self, "name", ".".join((*self.names, self.tensor)))
@@ -320,7 +320,7 @@ LAYERS: tuple[type[nn.Module], ...] = (nn.Linear, *PLAIN_CONVS, *TRANSPOSED_CONV
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer as maker or reader of neurons: its module and where its weight has outputs and inputs."""
+    """A layer as producer or reader of neurons: its module, and which axes of its weight are outputs and inputs."""
 
     name: str
     module: nn.Module = field(repr=False, compare=False)
@@ -429,11 +429,11 @@ def keeps_width(block: nn.Module, layer: nn.Module | None = None) -> bool:
 
 
 def fits(layer: nn.Module, reader: nn.Module) -> bool:
-    """Whether a module could read this layer's output by its size, flattened, joined to its like or cut."""
+    """Whether a module could read this layer's output by its size: flattened, concatenated or split."""
     made, taken = output_width(layer), input_width(reader)
     return made is None or taken is None or made % taken == 0 or taken % made == 0
 
 
 def _size(module: nn.Module, axis: int) -> int | None:
-    weight = module.weight  # a parametrised one is a tensor, no Parameter
+    weight = module.weight  # a parametrised one is a tensor, not a Parameter
     return weight.shape[axis] if isinstance(weight, Tensor) else None

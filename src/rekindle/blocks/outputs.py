@@ -15,8 +15,8 @@ Where there is none, the last matrix in registration order is taken, unless its 
 block. `heads=` overrules all of it.
 
 A Linear whose output goes through `chunk`, `split`, `unbind`, slices or a gated linear unit holds more than one matrix,
-unless the parts are concatenated again (a partial rotary embedding). Only a plain `chunk` of the last axis tells the
-layout; anything else is refused by `finding`, unless the class is known (`families`).
+unless the parts are concatenated again (a partial rotary embedding). Only a plain `chunk` of the last axis determines
+the layout; anything else is refused by `finding`, unless the class is known (`families`).
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _AGENT = re.compile(
     r"|generator|discriminator|^(net)?_?[GD](_\w)?$",
     re.I,
 )
-# Keys of outputs that are no predictions.
+# Keys of outputs that are not predictions.
 _FEATURES = re.compile(r"hidden|state|feature|embed|attention|latent|memory|cache|past|quantized|codes|maps")
 _TASK = re.compile(r"For[A-Z]|Head|With[A-Z]\w*Head|LMHead|DoubleHeads")
 
@@ -112,7 +112,7 @@ def is_backbone(model: nn.Module) -> bool:
     """Whether a transformers model says that it is the body without a head.
 
     Such a model is its own `base_model`; so is one whose class has no body of the usual name (`ParakeetForCTC`), which
-    its class name tells apart.
+    is recognised by its class name.
 
     >>> is_backbone(nn.Linear(2, 2))
     False
@@ -222,7 +222,7 @@ def _ends(module: nn.Module, seen: set[int], read: set[int], way: _Leaving = _PL
     if uses is None:
         return []
     taken = _labels(uses, way.taken)
-    if taken is None:  # which of the outputs is read cannot be told: all of them
+    if taken is None:  # which of the outputs is read is not known: all of them
         return []
     found: list[nn.Module] = []
     solids = {path for path in uses.called if any(has_matrices(m) for m in at(module, path))}
@@ -297,7 +297,7 @@ def _labels(uses: Uses, keys: frozenset[str]) -> set[str] | None:
 def _drafts(module: nn.Module, uses: Uses, taken: frozenset[str]) -> dict[str, list[nn.Module]]:
     """Outputs of their own key that are read again: a pitch that is embedded, a spectrogram that is corrected.
 
-    A guess on the careful side: what narrows and is returned by itself is a prediction, unless its key says features.
+    A conservative guess: what narrows and is returned by itself is a prediction, unless its key says features.
     """
     found = {}
     for key, path in uses.shown.items() if len(uses.outputs) > 1 else ():
@@ -318,7 +318,7 @@ def _mark(modules: list[nn.Module], read: set[int]) -> None:
 
 
 def _apart(children: dict[str, nn.Module], seen: set[int], read: set[int]) -> list[nn.Module]:
-    """Networks that nothing calls together (an actor beside its critics): each has its own output.
+    """Networks that are not called together (an actor and its critics): each has its own output.
 
     What another one could read by its size is no head: an encoder beside a decoder.
     """

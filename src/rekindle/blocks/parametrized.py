@@ -71,7 +71,7 @@ def read(module: nn.Module, name: str) -> Tensor:
     """
     with torch.no_grad():
         if parametrize.is_parametrized(module, name):
-            # In training mode spectral_norm takes a power step at every look, so look at a copy in eval mode.
+            # In training mode spectral_norm takes a power step at every read, so read a copy in eval mode.
             return _evaluate(copy.deepcopy(_list(module, name)))
         hook = _hook(module, name)
         if isinstance(hook, WeightNorm):
@@ -196,7 +196,7 @@ def _refresh(module: nn.Module, hook: WeightNorm | SpectralNorm) -> None:
 
 
 def _hook_trial(module: nn.Module, name: str, value: Tensor) -> Tensor:
-    # The module itself cannot be deep-copied: its plain weight attribute is no leaf of the graph.
+    # The module itself cannot be deep-copied: its plain weight attribute is not a leaf of the graph.
     hook = _hook(module, name)
     assert hook is not None
     twin = nn.Module()

@@ -1,11 +1,11 @@
-"""Finding blocks in a state dict: by a model without weights that its config describes, or by what is sure.
+"""Finding blocks in a state dict: by the model without weights that its config describes, or by what the tensors show.
 
 Tensors alone do not show groups, transposition or how a weight is fused. A transformers config (or a model on the
-meta device) does: the blocks come from that model and its names are matched to the keys. Without one, only
-weights whose orientation nothing leaves open are used; everything else is refused and says why.
+meta device) does: the blocks come from that model and its names are matched to the keys. Without one, only weights
+whose orientation is certain are used; everything else is refused with the reason.
 
 transformers 5 renames weights while it loads them, and merges some (one tensor per expert on disk, one stack in
-memory). `converted(model, keys)` reads the library's own mapping and says for each key of a file what becomes of it.
+memory). `converted(model, keys)` reads the library's own mapping and says what each key of a file is loaded as.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def _special_float(fields: dict[str, Any]) -> Any:
 
 
 def _renaming(keys: list[str], names: set[str], prefix: str) -> Callable[[str], str]:
-    """The way of turning keys into the model's names that hits most: wrappers off, the base prefix on or off."""
+    """The renaming of keys to the model's names with the most matches: wrappers off, the base prefix on or off."""
 
     plain = state_cleaner(keys)
     ways: list[Callable[[str], str]] = [
@@ -132,7 +132,7 @@ def _renaming(keys: list[str], names: set[str], prefix: str) -> Callable[[str], 
 
 
 def _described(key: str, tensor: Tensor, f: Found, blocks: tuple[Block, ...]) -> Found:
-    """What the model says of a weight, under the key and with the dtype of the file."""
+    """What the model says about a weight, under the key and with the dtype of the file."""
     marks = {m: why for m, why in f.marks.items() if m != "frozen"}
     refusal = f.refusal or unusable(tensor)
     return replace(
@@ -165,7 +165,7 @@ def _unmatched(key: str, tensor: Tensor, tensors: Mapping[str, Tensor], origin: 
     f = _bare(key, tensor, tensors)
     if tensor.dim() < 2:
         return f
-    # What its module does is not known, so a name that looks plain proves nothing (routers, fused weights).
+    # What its module does is not known, so a plain name is no evidence (routers, fused weights).
     return replace(f, refusal=f"not in {origin} under this name", blocks=(), marks={})
 
 
@@ -226,7 +226,7 @@ def _untied(tensors: Mapping[str, Tensor], found: dict[str, Found]) -> list[Foun
 
 
 def _bare(key: str, tensor: Tensor, tensors: Mapping[str, Tensor], flat: bool = False) -> Found:
-    """What is sure about one tensor without any config."""
+    """What is certain about one tensor without a config."""
     module = key.rpartition(".")[0]
     steps = state_cleaner(())(module).split(".")
     words = [p for p in steps if not p.isdigit()]
@@ -350,7 +350,7 @@ def converted(model: nn.Module, keys: Iterable[str]) -> dict[str, Converted]:
         operations: tuple[str, ...] = ()
         if pattern is not None:
             converter = by_pattern.get(pattern)
-            # A pattern that cannot be traced back to its converter stands for an operation that nobody knows.
+            # A pattern that cannot be traced back to its converter means an unknown operation.
             operations = ("?",) if converter is None else tuple(type(o).__name__ for o in converter.operations)
         if name in live:
             found[key] = Converted(name, operations)

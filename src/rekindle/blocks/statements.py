@@ -17,7 +17,7 @@ _DEPTH, _STEPS = 6, 20_000
 
 
 class TooLong(Exception):
-    """The methods are longer than is worth reading."""
+    """The methods are too long to read."""
 
 
 class Reader(Expressions):
@@ -82,7 +82,7 @@ class Reader(Expressions):
 
     def finish(self) -> Uses:
         """What was found."""
-        if self.uses.leaves:  # what is kept on the module is for others to read
+        if self.uses.leaves:  # what is stored on the module can be read elsewhere
             self.uses.leaves |= frozenset().union(*(self._flat(v).near for v in self.attributes.values()))
         for cut in self.cuts.values():
             if cut.harmless:

@@ -44,7 +44,7 @@ def glob_of(node: ast.expr) -> str:
 
 
 def integer(node: ast.expr) -> int | None:
-    """The integer that an expression is, None if it is none or not known before it runs."""
+    """The integer that an expression is, None if it is not an integer or not known before it runs."""
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         value = integer(node.operand)
         return None if value is None else -value

@@ -46,7 +46,7 @@ def key_of(label: str) -> str:
 
 @dataclass(frozen=True)
 class Split:
-    """One place where an output is cut: by which operation, and into how many equal last-axis parts if that is sure."""
+    """One place where an output is cut: by which operation, and into how many equal last-axis parts if known."""
 
     how: str
     equal: int | None = None

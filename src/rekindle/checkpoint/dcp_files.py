@@ -1,8 +1,8 @@
 """torch.distributed.checkpoint folders, read and written without a process group.
 
-A folder holds `.metadata` (a pickle that says which chunk of which tensor lies where) and `.distcp` files in which
+A folder holds `.metadata` (a pickle that says where each chunk of each tensor is) and `.distcp` files in which
 every chunk is a small torch file of its own. The pickle is read by an unpickler that knows the classes of this format
-and no others; chunks are overwritten where they lie.
+and no others; chunks are overwritten in place.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ class _MetadataUnpickler(pickle.Unpickler):
             return value
         if name in _ALLOWED.get(module, ()) or (module.partition(".")[0] == "pathlib" and name in _PATHS):
             return super().find_class(module, name)
-        raise CheckpointError(f".metadata asks for {module}.{name}, which is no part of the format: refused")
+        raise CheckpointError(f".metadata asks for {module}.{name}, which is not part of the format: refused")
 
 
 class _Place(NamedTuple):
-    """Where a chunk or an object lies: a piece of a file, holding a torch file."""
+    """Where a chunk or an object is stored: a range of a file that holds a torch file."""
 
     file: str
     offset: int
@@ -96,7 +96,7 @@ class DcpPart:
         return TensorMeta(stored.shape, stored.dtype, size, stored.chunks[0].place.file if stored.chunks else "")
 
     def read(self, name: str) -> Tensor:
-        """One tensor, put together from its chunks."""
+        """One tensor, assembled from its chunks."""
         return self.read_key(self._keys[name])
 
     def write(self, name: str, value: Tensor) -> None:
@@ -151,7 +151,7 @@ class DcpPart:
             refresh_checksums(self._window(place))
 
     def sync(self) -> None:
-        """Bring everything to the disk."""
+        """Flush everything to the disk."""
         for file in self._files.values():
             file.sync()
 
@@ -252,7 +252,7 @@ class DcpStates:
 def _place(folder: Path, info: Any) -> _Place:
     name, offset, length = info.relative_path, info.offset, info.length
     if not isinstance(name, str) or not name or set(name) & {"/", "\\", "\0", ":"} or name in (".", ".."):
-        raise CheckpointError(f"{folder}/.metadata: {name!r:.200} is no plain file name")
+        raise CheckpointError(f"{folder}/.metadata: {name!r:.200} is not a plain file name")
     if getattr(info, "transform_descriptors", None):
         raise CheckpointError(f"{folder}/.metadata: {name} is compressed or transformed, which is not supported")
     file = folder / name

@@ -1,8 +1,8 @@
 """fire_file(): FIRE from one checkpoint to another, without ever holding the model.
 
-The road: open and check the source, plan, match the plan to the file, stage a copy, carry the plan out batch by batch
+In order: open and check the source, plan, match the plan to the file, stage a copy, carry the plan out batch by batch
 from the source into the staged copy, reset the optimizer states inside, publish. The source is never written; a batch
-that a crash cut short is simply done again.
+that a crash interrupted is repeated.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def fire_file(
     biases: "zero" also zeroes the biases beside the projected weights (a ReLU that is dead by its bias survives FIRE).
     optimizer_state: what becomes of the states inside, see `rekindle.optimizers.reset`; "none" leaves them.
     force: replace an existing output. in_place: replace the input.
-    resume: go on where a killed job with the same input and settings stopped, and keep what is done if this one is
+    resume: continue where a killed job with the same input and settings stopped, and keep what is done if this one is
         interrupted. Without it an interrupted job leaves nothing behind.
     progress: called with (parameters done, parameters in all, name).
 
@@ -170,7 +170,7 @@ class _Job:
         try:
             staging.lock()
             journal = Journal.resume(staging.journal, name) if self.resume else None
-            if journal is not None and journal.published(goal):  # killed after the renaming: only tidying is left
+            if journal is not None and journal.published(goal):  # killed after the renaming: only the clean-up is left
                 receipt = self._receipt(plan, journal, source, state, biases)
                 staging.clear()
                 return receipt
@@ -302,7 +302,7 @@ def _planned(checkpoint: Checkpoint, plan: Plan | str | Path | None, config: Any
 
 
 def _check_finite(source: Checkpoint, entries: Iterable[Found]) -> None:
-    # A job of hours should not fail at its end because of the last tensor; the look costs a per cent of it.
+    # A job of hours should not fail at its end because of the last tensor; the check costs one per cent of it.
     for entry in entries:
         try:
             check_finite(entry.key, source.read(entry.key))

@@ -1,6 +1,6 @@
-"""Which files of a folder are the checkpoint, and which only come along.
+"""Which files of a folder are the checkpoint, and which are only copied along.
 
-An index names its shards, and the index may come from anyone: a name with a path in it, a tensor that is not where the
+An index names its shards, and the index is not trusted: a name with a path in it, a tensor that is not where the
 index says, or one that two shards have, is refused.
 """
 
@@ -55,7 +55,7 @@ def find_weights(folder: Path) -> Weights:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file that may come from anyone."""
+    """A JSON object from a file that is not trusted."""
     with clearly(path, "reading JSON"):
         if path.stat().st_size > LONGEST_JSON:
             raise CheckpointError(f"{path}: too large for a JSON file of a checkpoint")
@@ -126,7 +126,7 @@ def _shards(folder: Path, index: Path) -> Weights:
         plain = isinstance(shard, str) and shard not in ("", ".", "..") and not set(shard) & {"/", "\\", "\0", ":"}
         if not plain:
             raise CheckpointError(
-                f"{index}: {name[:200]!r} is said to be in {shard!r:.200}, which is no plain file name"
+                f"{index}: {name[:200]!r} is said to be in {shard!r:.200}, which is not a plain file name"
             )
     files = tuple(folder / shard for shard in sorted(set(weight_map.values())))
     missing = next((path for path in files if not path.is_file()), None)

@@ -1,7 +1,7 @@
-"""What a job has finished, line by line, so that `resume` goes on where a crash stopped it.
+"""What a job has finished, line by line, so that `resume` continues where a crash stopped it.
 
 The first line identifies the job: source files, plan, settings, version. Each further line is one finished batch with
-its records; a batch is written down only after its bytes were brought to the disk. A torn last line is ignored.
+its records; a batch is recorded only after its bytes were flushed to the disk. An incomplete last line is ignored.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Journal:
     def mark_finished(self, partial: Path) -> None:
         """Everything is in place and on the disk; only the renaming is left.
 
-        The inode tells later which name the result bears: an exchange gives the partial's name to the old output.
+        The inode shows later which name the result has: an exchange gives the partial's name to the old output.
         """
         self.finished = partial.stat().st_ino
         self._append({"finished": self.finished})

@@ -1,7 +1,7 @@
 """A file as memory: tensors that are views of its bytes, so that nothing is loaded and writing is a copy.
 
 Pages of a mapped file belong to the page cache, not to the process: a checkpoint larger than memory can be read tensor
-by tensor. A `Window` is a piece of a mapped file that behaves like a file of its own.
+by tensor. A `Window` is a range of a mapped file that behaves like a separate file.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class MappedFile:
             place.copy_(flat.reshape(-1).view(torch.uint8))
 
     def sync(self) -> None:
-        """Bring everything written to the disk."""
+        """Flush everything written to the disk."""
         if self.writable:
             self.map.flush()
             with self.path.open("rb") as file:
@@ -111,7 +111,7 @@ def copy_range(source: int, target: int, start: int, length: int, to: int) -> No
 
 
 def reserve(path: Path, size: int) -> None:
-    """Create a file of this size whose space is really there: a write to a mapped hole on a full disk kills."""
+    """Create a file of this size with its blocks allocated: a write to a mapped hole on a full disk is fatal."""
     with path.open("w+b") as file:
         file.truncate(size)
         if size and hasattr(os, "posix_fallocate"):

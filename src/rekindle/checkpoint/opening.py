@@ -58,7 +58,7 @@ class Checkpoint:
         self.close()
 
     def close(self) -> None:
-        """Let all files go."""
+        """Close all files."""
         for part in self.parts:
             part.close()
 
@@ -90,8 +90,8 @@ class Checkpoint:
     def plan(self, *, config: Any = None, measure: bool = False, **options: Any) -> Plan:
         """The plan for this checkpoint, laid out by `config` or, without one, by its own.
 
-        A config that describes another model, or that transformers does not know, is left aside if it is the
-        checkpoint's own and refused if it was given. `config_note` says so.
+        A config that describes another model, or that transformers does not know, is ignored if it is the checkpoint's
+        own and refused if it was passed. `config_note` says so.
         """
         tensors = self.tensors() if measure else self.meta_tensors()
         self.config_note = None
@@ -224,7 +224,7 @@ def _config(folder: Path) -> dict[str, Any] | None:
     try:
         return read_json(file)
     except CheckpointError:
-        return None  # a config beside a file is a hint; a broken one is as good as none
+        return None  # a config beside a file is a hint; a broken one is ignored
 
 
 class _ReadOnDemand(Mapping[str, Tensor]):
@@ -251,8 +251,8 @@ def match_plan(plan: Plan, checkpoint: Checkpoint) -> Plan:
     """The plan with every selected entry's key being a tensor of the checkpoint of the planned shape.
 
     A plan of a live model says `encoder.0.weight` where a Lightning checkpoint says `model.encoder.0.weight`: one
-    prefix for all, on either side, is seen through. Anything that does not fit is refused; a weight of
-    which the file holds the originals of a parametrisation is skipped.
+    prefix for all, on either side, is removed. Anything that does not fit is refused; a weight of which the file holds
+    the originals of a parametrisation is skipped.
     """
     names = set(checkpoint.names)
     plain = [entry for entry in plan.selected if not entry.parametrized]

@@ -44,7 +44,7 @@ class CheckpointError(ValueError):
 
 @contextmanager
 def clearly(path: Path | str, doing: str = "") -> Iterator[None]:
-    """Turn whatever a broken file makes a parser raise into a `CheckpointError` that names the file.
+    """Turn whatever a parser raises on a broken file into a `CheckpointError` that names the file.
 
     >>> with clearly("model.bin", "reading it"):
     ...     {}["weight"]
@@ -115,15 +115,15 @@ class FilePart(Protocol):
         ...
 
     def finish(self, provenance: Mapping[str, Any]) -> None:
-        """The last word on a staged part, after all tensors were written: checksums, provenance."""
+        """Finish a staged part after all tensors were written: checksums, provenance."""
         ...
 
     def sync(self) -> None:
-        """Bring everything to the disk."""
+        """Flush everything to the disk."""
         ...
 
     def close(self) -> None:
-        """Let the file go."""
+        """Close the file."""
         ...
 
 

@@ -1,7 +1,7 @@
-"""safetensors files, read and written by hand.
+"""safetensors files, read and written directly.
 
-A file is eight bytes of header length, a JSON header, and the tensors' bytes. The header is checked wholly before a
-byte of the rest is mapped: it may come from anyone.
+A file is eight bytes of header length, a JSON header, and the tensors' bytes. The whole header is checked before any
+other byte is mapped: the file is not trusted.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rekindle.checkpoint.parts import CheckpointError, TensorMeta, clearly, stor
 LONGEST_HEADER = 100_000_000  # the limit of the reference implementation
 MOST_DIMENSIONS = 64
 PROVENANCE = "rekindle"
-_ROOM = 4096  # kept free in a staged header for the provenance, which is known at the end only
+_ROOM = 4096  # reserved in a staged header for the provenance, which is known only at the end
 _CAST_CHUNK = 1 << 22
 
 _DTYPES: dict[str, torch.dtype] = {
@@ -46,11 +46,11 @@ _DTYPES: dict[str, torch.dtype] = {
     "F8_E8M0": torch.float8_e8m0fnu,
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-_BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}  # carried as bytes: torch has no such numbers
+_BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}  # copied as bytes: torch has no such dtype
 
 
 class Span(NamedTuple):
-    """Where a tensor lies: its bytes run from `start` to `stop` after the header."""
+    """Where a tensor is stored: its bytes run from `start` to `stop` after the header."""
 
     code: str
     shape: tuple[int, ...]
@@ -67,7 +67,7 @@ class Header(NamedTuple):
 
 
 def read_header(path: Path) -> Header:
-    """The header of a safetensors file, or a `CheckpointError` if anything about it is not as it must be.
+    """The header of a safetensors file, or a `CheckpointError` if anything about it is invalid.
 
     >>> import tempfile
     >>> from safetensors.torch import save_file
@@ -154,7 +154,7 @@ class SafetensorsPart:
     """One safetensors file, mapped.
 
     A tensor of a 4- or 6-bit format reads as its bytes. `stage` writes everything but the tensors to be changed, and
-    keeps room in the header, so that provenance can go in at the end.
+    reserves space in the header for the provenance, which is added at the end.
     """
 
     def __init__(self, path: Path, *, writable: bool = False) -> None:
@@ -223,7 +223,7 @@ class SafetensorsPart:
             output.close()
 
     def finish(self, provenance: Mapping[str, Any]) -> None:
-        """Put the provenance into the header; what earlier runs left there stays before it."""
+        """Put the provenance into the header, after that of earlier runs."""
         history = _history(self.metadata.get(PROVENANCE))
         room = self.header.begin
         for keep in range(len(history), -1, -1):
@@ -237,7 +237,7 @@ class SafetensorsPart:
         self._file.put(0, torch.frombuffer(bytearray((room - 8).to_bytes(8, "little") + text), dtype=torch.uint8))
 
     def sync(self) -> None:
-        """Bring everything to the disk."""
+        """Flush everything to the disk."""
         self._file.sync()
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Writing beside and renaming at the end, so that no crash leaves half a checkpoint under its final name.
+"""Writing to a temporary name and renaming at the end, so that no crash leaves a partial checkpoint.
 
 A job on `model.safetensors` writes `.model.safetensors.rekindle-partial` (a folder if the checkpoint is one) and
 `.model.safetensors.rekindle-journal` next to it. The partial is renamed when everything in it is on the disk.
@@ -25,7 +25,7 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
 class Staging:
-    """The places of one job, and the lock that keeps a second job for the same output away.
+    """The paths of one job, and the lock that keeps out a second job for the same output.
 
     >>> Staging(Path("out/model.safetensors")).partial.name
     '.model.safetensors.rekindle-partial'
@@ -36,11 +36,11 @@ class Staging:
         self.partial = target.with_name(f".{target.name}.rekindle-partial")
         self.journal = target.with_name(f".{target.name}.rekindle-journal")
         self.replaced = target.with_name(f".{target.name}.rekindle-replaced")
-        self.locked = False  # whether the job is ours, and so is what lies about
+        self.locked = False  # whether the job is ours, and its leftover files too
         self._lock: IO[bytes] | None = None
 
     def lock(self) -> None:
-        """Take the job; a lock dies with its process, so that a killed one does not block the next."""
+        """Acquire the lock; it ends with its process, so that a killed job does not block the next."""
         try:
             import fcntl
         except ImportError:  # Windows
@@ -55,31 +55,31 @@ class Staging:
             raise CheckpointError(f"{self.target}: another rekindle is writing this output right now") from None
 
     def release(self) -> None:
-        """Give the job back."""
+        """Release the lock."""
         self.locked = False
         if self._lock is not None:
             self._lock.close()
             self._lock = None
 
     def discard(self) -> None:
-        """Remove what a job that failed has left, also where Ctrl-C came between making the lock and holding it."""
+        """Remove the files of a failed job, also if Ctrl-C came between creating and acquiring the lock."""
         if not self.locked:
             try:
                 self.lock()
             except CheckpointError:
-                return  # another job's, which is at work
+                return  # another job's, which is running
         self.clear()
 
     def clear(self, *, journal: bool = True) -> None:
-        """Remove what this job, or a killed one before it, has left."""
+        """Remove the files of this job, or of an earlier killed one."""
         remove(self.partial)
-        if self.target.exists():  # else it is the only copy: see `publish`
+        if self.target.exists():  # otherwise it is the only copy: see `publish`
             remove(self.replaced)
         if journal:
             remove(self.journal)
 
     def recover(self) -> None:
-        """Put an old output back that a kill between the two renames of `publish` has left aside."""
+        """Restore an old output that was moved away when `publish` was killed between its two renames."""
         if self.replaced.exists() and not self.target.exists():
             self.lock()  # another job may be between its two renames right now
             try:
@@ -149,7 +149,7 @@ def remove(path: Path) -> None:
 
 
 def sync_tree(path: Path) -> None:
-    """Bring a file, or a folder with all in it, to the disk."""
+    """Flush a file, or a folder with all its files, to the disk."""
     if path.is_dir():
         for inner in path.iterdir():
             sync_tree(inner)
@@ -160,7 +160,7 @@ def sync_tree(path: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Bring the names in a folder to the disk."""
+    """Flush the entries of a folder to the disk."""
     if os.name == "nt":
         return
     handle = os.open(folder, os.O_RDONLY)

@@ -1,11 +1,11 @@
 """torch.save files (.pt, .pth, .bin) and Lightning checkpoints (.ckpt), never unpickled beyond plain values.
 
 A zip file is mapped, so its tensors are views of the file, and a staged copy is changed in place: the pickle inside,
-ties, strides and everything that is no weight stay as they were. Only a change of structure (another dtype, an integer
-step count) or the format of before torch 1.6 makes it necessary to save the tree again.
+ties, strides and everything that is not a weight stay as they were. Only a change of structure (another dtype, an
+integer step count) or the format of before torch 1.6 makes it necessary to save the tree again.
 
-torch.save stores every tensor uncompressed in a zip archive, so a tensor can be overwritten where it lies. What is left
-to do is its CRC-32, which the archive holds twice: beside the record and in the directory at the end.
+torch.save stores every tensor uncompressed in a zip archive, so a tensor can be overwritten in place. Then its CRC-32
+must be updated, which the archive holds twice: beside the record and in the directory at the end.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _ZIP = b"PK\x03\x04"
 
 
 class TorchPart:
-    """One torch file. With `weights=False` it is an optimizer's file, whose tensors are no weights.
+    """One torch file. With `weights=False` it is an optimizer's file, whose tensors are not weights.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -122,17 +122,17 @@ class TorchPart:
             refresh_checksums(file)
 
     def sync(self) -> None:
-        """Bring everything to the disk; pages of torch's shared mapping belong to the file and go along."""
+        """Flush everything to the disk; pages of torch's shared mapping belong to the file and are flushed with it."""
         with self.path.open("rb") as file:
             os.fsync(file.fileno())
 
     def close(self) -> None:
-        """Let go of the tensors; the file is unmapped with the last of them."""
+        """Release the tensors; the file is unmapped with the last of them."""
         self._tensors, self._weights, self.tree = {}, {}, None
 
 
 class TreeStates:
-    """The states of a torch.optim state dict; its tensors are views of the mapped file, so nothing is to put back.
+    """The states of a torch.optim state dict; its tensors are views of the mapped file, so `write` does nothing.
 
     >>> weight = nn.Parameter(torch.ones(2))
     >>> adam = torch.optim.Adam([("weight", weight)])
@@ -276,7 +276,7 @@ def _cast(tree: Any, weights: Mapping[Any, Any], dtype: torch.dtype, scratch: Pa
     for name, value in sources.items():
         identity = (value.data_ptr(), tuple(value.shape), value.stride(), value.dtype)
         if identity not in places:
-            # A storage of its own for each, or every tensor would drag the whole scratch file into its record.
+            # A storage of its own for each, or every tensor's record would contain the whole scratch file.
             piece = room[start * dtype.itemsize : (start + value.numel()) * dtype.itemsize]
             places[identity] = torch.empty(0, dtype=dtype).set_(piece, 0, value.shape)  # type: ignore[call-overload]
             places[identity].copy_(value.detach())
@@ -289,7 +289,7 @@ def _cast(tree: Any, weights: Mapping[Any, Any], dtype: torch.dtype, scratch: Pa
 
 
 def _with(tree: Any, old: Any, new: Any, depth: int = 4) -> Any:
-    """The tree with one of its mappings replaced, wherever it stands."""
+    """The tree with one of its mappings replaced, at any depth."""
     if tree is old:
         return new
     if not isinstance(tree, Mapping) or not depth:

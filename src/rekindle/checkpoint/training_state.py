@@ -49,7 +49,7 @@ _CLASSES: tuple[type[Optimizer], ...] = (
 
 
 class Holder(Protocol):
-    """What of a `Checkpoint` is needed here: its weights by name, and the parts that hold optimizer states."""
+    """The part of a `Checkpoint` that is needed here: its weights by name, and the parts that hold optimizer states."""
 
     path: Path
     parts: list[FilePart]
@@ -177,7 +177,7 @@ def _jobs(checkpoint: Holder, changed: frozenset[str], policy: str) -> Iterator[
     try:
         matched, _ = match(checkpoint, tables)
     except CheckpointError as error:
-        if policy == "none":  # master copies cannot be found either, and the user said to leave all
+        if policy == "none":  # master copies cannot be found either, and the user asked to keep all
             return
         raise CheckpointError(f"{error}; optimizer_state='none' (--optimizer-state none) leaves it as it is") from error
     owners = {checkpoint.tied.get(name, name) for name in changed}
@@ -276,7 +276,7 @@ def _by_order(checkpoint: Holder, tables: Sequence[States]) -> list[dict[Any, st
 
 
 def _by_config(checkpoint: Holder, tables: Sequence[States]) -> list[dict[Any, str]] | None:
-    """The parameters of one optimizer in the order in which a trainer of the config's model hands them over.
+    """The parameters of one optimizer in the order in which a trainer of the config's model passes them.
 
     None where there is no config, or none that transformers knows. Two orders that both fit are refused.
     """

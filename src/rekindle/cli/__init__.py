@@ -1,6 +1,6 @@
 """The command line: `rekindle inspect | plan | fire | compare | probe | advise | polar | report | doctor | demo | lab`.
 
-Commands live in files of their names (`report` in `page`); `options` has what they share, `terminal` how they print,
+Commands are in files of their names (`report` in `page`); `options` has what they share, `terminal` how they print,
 `weights` what `inspect` and `compare` measure, `interrupt` what Ctrl-C does, `studies` what the commands of the
 laboratory share, `laboratory_names` what completion offers. May import everything up to `lab`, but torch and the
 laboratory only when work begins, so that help and completion answer at once. Start reading at `app`.
@@ -19,10 +19,10 @@ from rekindle.extras import install
 
 def main() -> None:
     """Run the command line; without typer and rich, say how to get them. Ctrl-C is one line at any moment."""
-    heeded = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # not where a shell has us ignore it
+    heeded = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # not where the shell ignores SIGINT for us
     if heeded:
         signal.signal(signal.SIGINT, press)
-        atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)  # what is left then is Python's own tidying
+        atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)  # only Python's own clean-up is left then
     try:
         try:
             import rich  # noqa: F401
@@ -37,7 +37,7 @@ def main() -> None:
         sys.stderr.write("stopped\n")
         raise SystemExit(130) from None
     except SystemExit as left:
-        if left.code == 130:  # Ctrl-C between our commands, where typer hears it and says nothing
+        if left.code == 130:  # Ctrl-C between our commands, which typer catches silently
             from rekindle.cli.terminal import stopped
 
             stopped()
@@ -47,8 +47,8 @@ def main() -> None:
     except BrokenPipeError:
         raise SystemExit(0) from None
     finally:
-        # Python remembers an interrupt that left an exec() of text (a dataclass that is being made) as one that nobody
-        # caught, and would end by the signal instead of our exit code; the next such exec() makes it forget.
+        # Python remembers an interrupt that left an exec() of text (a dataclass that is being made) as uncaught, and
+        # would end by the signal instead of our exit code; another such exec() clears that.
         exec("")
         _flush()
         if heeded:
@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def _flush() -> None:
-    """What is left in the buffers goes out now; a reader that has gone (`… | head`) is no error."""
+    """Flush the buffers now; a reader that has closed the pipe (`… | head`) is not an error."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:

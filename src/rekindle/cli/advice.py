@@ -22,7 +22,7 @@ What = Annotated[
     typer.Argument(
         metavar="FILE.py|SETTING",
         help="A file of yours that defines model and batches (it is run), or a setting of the laboratory: a network "
-        "learns its tasks up to a boundary and is asked there.",
+        "learns its tasks up to a boundary and is probed there.",
         show_default=False,
         autocompletion=options.complete_settings,
     ),
@@ -31,7 +31,7 @@ Steps = Annotated[int | None, typer.Option(min=1, show_default=False, help="How 
 Seeds = Annotated[int, typer.Option("--seeds", "-n", min=1, help="Copies per candidate; three for intervals.")]
 Boundary = Annotated[
     int | None,
-    typer.Option(min=1, help="Of a setting: before which task to ask.", show_default="the last"),
+    typer.Option(min=1, help="Of a setting: before which task to probe.", show_default="the last"),
 ]
 LabSeed = Annotated[int, typer.Option("--seed", help="Of a setting: the seed of its data and network.")]
 Changed = Annotated[
@@ -133,7 +133,7 @@ def advise(
     html: options.Html = None,
     force: options.Force = False,
 ) -> None:
-    """Try remedies on copies of the model, and tell which to apply, if any. Nothing of the model is changed.
+    """Try remedies on copies of the model, and report which to apply, if any. Nothing of the model is changed.
 
     The file defines `model` and `batches` (what is to be learned next), and where they are needed `loss`
     (loss(model, batch)), `optimizer`, `old_batches` (what should not be forgotten), `held_out` (batches to judge by),
@@ -182,16 +182,16 @@ def _give(asked: Asked, command: str, found: Any, json: bool, html: Path | None,
         show_json(facts)
     else:
         text = str(found).replace("more steps= or seconds=", "more --steps or --budget")
-        typer.echo("\n".join(map(printable, text.splitlines())))  # else as it is: the call must stay Python
+        typer.echo("\n".join(map(printable, text.splitlines())))  # otherwise unchanged: the call must stay Python
 
 
 def _asked(what: str, boundary: int | None, seed: int, changed: Any) -> Asked:
     if what.endswith(".py"):
         if boundary is not None or changed:
-            raise ValueError("--boundary and --set are for settings of the laboratory; a file says all itself")
+            raise ValueError("--boundary and --set are for settings of the laboratory, not for files")
         return _from_file(Path(what))
     if Path(what).exists():
-        raise ValueError(f"{what} is no .py file: a probe needs the live model, its data and its loss")
+        raise ValueError(f"{what} is not a .py file: a probe needs the live model, its data and its loss")
     with needing_extras():
         return _from_laboratory(what, boundary, seed, changed)
 
@@ -210,7 +210,7 @@ def _from_file(path: Path) -> Asked:
     model = taken("model", "model = MyNetwork()")
     model = model if isinstance(model, nn.Module) else model()
     if not isinstance(model, nn.Module):
-        raise ValueError(f"{path}: model is a {type(model).__name__}, no torch.nn.Module")
+        raise ValueError(f"{path}: model is a {type(model).__name__}, not a torch.nn.Module")
     batches = options.listed_batches(taken("batches", "batches = [(inputs, targets), …]"), f"{path}: batches")
     more = {
         name: options.listed_batches(getattr(defined, name), f"{path}: {name}")

@@ -1,4 +1,4 @@
-"""The commands put together, and the page of help that teaches them."""
+"""The commands in one app, and the help page."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def rekindle_(
         bool, typer.Option("--version", help="Show the version.", callback=_version, is_eager=True)
     ] = False,
 ) -> None:
-    """The options that stand before a command."""
+    """The options before a command."""
 
 
 _LAB_HELP = """Compare remedies fairly: the same data, start, optimizer and budget for all, on streams of tasks.

@@ -66,7 +66,7 @@ def doctor(json: options.Json = False) -> None:
 
 
 def examined() -> dict[str, Any]:
-    """Everything that a report of a problem should carry.
+    """Everything that a bug report should contain.
 
     >>> examined()["check"]["ok"]
     True
@@ -109,7 +109,7 @@ def _integrations() -> dict[str, str | None]:
         try:
             getattr(importlib.import_module(f"rekindle.integrations.{module}"), name)
             found[key] = None
-        except Exception as error:  # a broken package of others must not break the doctor
+        except Exception as error:  # a broken third-party package must not break the doctor
             found[key] = " ".join(str(error).split())
     return found
 

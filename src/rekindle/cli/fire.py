@@ -95,7 +95,7 @@ def plan(
 
 
 def _costs(drawn: Plan, ranks: int) -> list[Estimate]:
-    """What carrying out the plan on so many processes would cost, on processors like this one and on GPUs."""
+    """What carrying out the plan on so many processes would cost, on CPUs like this one and on GPUs."""
     from rekindle.sharding.estimate import ACCELERATOR, estimate, measured_here
 
     weights = [([block.layout for block in entry.blocks], entry.dtype.itemsize) for entry in drawn.selected]

@@ -61,7 +61,7 @@ def inspect(
     html: options.Html = None,
     force: options.Force = False,
 ) -> None:
-    """Tell how healthy every weight matrix of a checkpoint is, and give a verdict.
+    """Measure the health of every weight matrix of a checkpoint, and give a verdict.
 
     Spectra, ranks, deviation from isometry (DfI), zero and similar neurons, from the weights alone and one tensor in
     memory at a time. With --model and --data also what the neurons do: dormancy, feature ranks, gradients. Nothing is
@@ -122,7 +122,7 @@ def examined(
 
 
 def usable(checkpoint: Checkpoint, config: Any, plan: Plan | None) -> list[StoredTensor]:
-    """The tensors of a file; a file without a single matrix that is sure is an error that says how to help."""
+    """The tensors of a file; a file without any certain matrix is an error that says what to pass."""
     from rekindle.cli.weights import layers_of
 
     layers, note = layers_of(checkpoint, config, plan)
@@ -153,7 +153,7 @@ def _at_work(path: Path, model: str, data: str, loss: str | None, cheap: bool) -
 
 
 def loaded(path: Path, model: str) -> nn.Module:
-    """The user's model with the weights of a file; names of wrappers and one prefix for all are seen through."""
+    """The user's model with the weights of a file; names of wrappers and one prefix for all are removed."""
     from rekindle.blocks.names import state_cleaner
     from rekindle.checkpoint import open_checkpoint
 
@@ -176,7 +176,7 @@ def loaded(path: Path, model: str) -> nn.Module:
 
 
 def answers(path: Path, model: str | None, data: str | None) -> list[Tensor] | None:
-    """What the model with a file's weights answers to the user's batches; None without batches."""
+    """The outputs of the model with a file's weights on the user's batches; None without batches."""
     if data is None:
         return None
     if model is None:
@@ -224,7 +224,7 @@ def compare(
     html: options.Html = None,
     force: options.Force = False,
 ) -> None:
-    """Tell what changed between two checkpoints, layer by layer, and which shows more signs of lost plasticity.
+    """Show what changed between two checkpoints, layer by layer, and which shows more signs of lost plasticity.
 
     Drift ‖B−A‖/‖A‖, SFE with the DfI of both, effective ranks, angles between leading singular directions, and the
     verdict on B with A as its reference.

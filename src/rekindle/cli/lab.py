@@ -131,7 +131,7 @@ def resume(
     json: options.Json = False,
     force: options.Force = False,
 ) -> None:
-    """Go on with a study that was stopped or killed; what is finished is not done again.
+    """Continue a study that was stopped or killed; finished runs are not repeated.
 
     [bold]Examples[/]
 

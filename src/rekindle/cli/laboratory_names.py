@@ -4,7 +4,7 @@ They come from `rekindle.lab.catalogue`; a test compares the two and renews this
 REKINDLE_RENEW=1 python -m pytest tests/cli/test_first_hour.py -k laboratory_names
 """
 
-# One name a line would be a hundred lines.
+# One name per line would be a hundred lines.
 # ruff: noqa: SIM905
 
 SETTINGS = """

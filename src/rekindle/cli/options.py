@@ -50,7 +50,7 @@ Source = Annotated[
 ]
 Config = Annotated[
     Path | None,
-    typer.Option(help="A config.json or its folder, where none lies beside the checkpoint.", show_default=False),
+    typer.Option(help="A config.json or its folder, where none is beside the checkpoint.", show_default=False),
 ]
 Model = Annotated[
     str | None,
@@ -77,7 +77,7 @@ Json = Annotated[bool, typer.Option("--json", help="JSON on stdout, and nothing 
 Html = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Also write the page: one file, no network.", show_default=False)
 ]
-Force = Annotated[bool, typer.Option("--force", help="Overwrite files that are there.")]
+Force = Annotated[bool, typer.Option("--force", help="Overwrite existing files.")]
 Cheap = Annotated[
     bool, typer.Option("--cheap", help="Matrix products only, no eigenvalues: for very large files. No spectra.")
 ]
@@ -120,7 +120,7 @@ ConvRule = Annotated[
     Literal["taps", "flat"], typer.Option(help="A convolution as one matrix per tap, or as one flat matrix.")
 ]
 SplitHeads = Annotated[bool, typer.Option("--split-heads", help="Project each attention head on its own.")]
-# As rekindle.engine has it, which would import torch; a test holds the two together.
+# As rekindle.engine has it, which would import torch; a test compares the two.
 Solver = Literal["auto", "fast", "paper", "svd", "products", "halley", "gram"]
 
 
@@ -258,7 +258,7 @@ def loaded_plan(path: Path | None) -> Plan | None:
         return Plan.load(path)
     except OSError:
         raise
-    except Exception as error:  # whatever a foreign JSON makes the reader stumble over
+    except Exception as error:  # whatever an unrelated JSON file makes the reader raise
         raise ValueError(f"{path} is no plan saved by rekindle: {error}") from error
 
 

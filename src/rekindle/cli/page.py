@@ -52,7 +52,7 @@ def described(checkpoint: Checkpoint) -> dict[str, Any]:
     tensors, path = checkpoint.meta_tensors(), Path(checkpoint.path)
     return {
         "path": str(path),
-        "name": os.path.basename(os.path.abspath(path)),  # as the user calls it, a link included
+        "name": os.path.basename(os.path.abspath(path)),  # as the user gave it, a link included
         "format": checkpoint.format,
         "tensors": len(checkpoint.names),
         "numbers": sum(tensor.numel() for tensor in tensors.values()),

@@ -1,4 +1,4 @@
-"""What the commands of the laboratory share: the study that arguments mean, running it live, its result in words."""
+"""What the commands of the laboratory share: the study that arguments mean, running it live, its result as text."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rekindle.lab.study import Study
 
 COMMANDS = "commands.txt"
-# What the extra brings: anything else that is missing is asked for by the user's own file.
+# What the extra brings: anything else that is missing is imported by the user's own file.
 _PACKAGES = {"sklearn", "scipy", "pandas", "pyarrow", "pooch", "PIL", "yaml", "tokenizers", "rich", "ray"}
 
 
@@ -68,7 +68,7 @@ def described(results: Results, command: str) -> dict[str, Any]:
 
 
 def perform(study: Study, on: str, workers: int | None, sinks: Any, html: Path | None, json: bool, force: bool) -> None:
-    """Run or go on with a study, and show what came of it; failed runs make the exit code 1."""
+    """Run or continue a study, and show its result; failed runs make the exit code 1."""
     _find_data(study)
     _keep_command(study)
     results = run_live(study, on=on, workers=workers, sinks=sinks)
@@ -92,7 +92,7 @@ def run_live(study: Study, *, again: str | None = None, **how: Any) -> Results:
     for module in (
         "pandas",
         "pyarrow",
-    ):  # of the table at the end: better said before the first run than after the last
+    ):  # for the table at the end: better reported before the first run than after the last
         require(module, "lab", "the table of a study")
     board = Board(study.name, {run.identity: run.arm.name for run in study.runs()})
     try:
@@ -137,7 +137,7 @@ def _find_data(study: Study) -> None:
 
 
 def _keep_command(study: Study) -> None:
-    """Note how the study was started, for later readers of its folder; resuming is not another way."""
+    """Record the command that started the study in its folder; resuming does not replace it."""
     path, line = study.folder / COMMANDS, made("lab")["made"]["line"]
     known = path.read_text().splitlines() if path.exists() else []
     if line not in known and not line.startswith("rekindle lab resume"):
@@ -158,7 +158,7 @@ def _own_file(name: str) -> bool:
 
 @contextmanager
 def needing_extras() -> Iterator[None]:
-    """A missing package of the laboratory is said in one line, and so is a missing data set."""
+    """A missing package or data set of the laboratory is reported in one line."""
     try:
         yield
     except ModuleNotFoundError as error:

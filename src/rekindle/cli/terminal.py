@@ -55,7 +55,7 @@ def reported(command: Callable[P, R]) -> Callable[P, R]:
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         _told.clear()
         try:
-            # Whatever torch thinks about a strange pickle, the file is read or refused in our own words.
+            # torch's warnings about an unusual pickle are hidden: the file is read, or refused with our own error.
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", category=UserWarning, module="torch")
                 done = command(*args, **kwargs)
@@ -70,7 +70,7 @@ def reported(command: Callable[P, R]) -> Callable[P, R]:
         except Exception as error:
             if isinstance(error, typer.Exit | typer.Abort | typer.BadParameter) or "REKINDLE_TRACEBACK" in os.environ:
                 raise
-            if pressed:  # what a library made of it
+            if pressed:  # wrapped by a library
                 raise stopped() from None
             say(f"[bold red]error:[/] {escape(_line(error))}")
             raise typer.Exit(BAD_INPUT) from None
@@ -78,11 +78,11 @@ def reported(command: Callable[P, R]) -> Callable[P, R]:
     return run
 
 
-_told: list[str] = []  # what was said about Ctrl-C, so that it is said once
+_told: list[str] = []  # whether Ctrl-C was reported, so that it is reported once
 
 
 def stopped(message: str = "stopped") -> typer.Exit:
-    """Say once that Ctrl-C was heard; the exit to raise."""
+    """Report Ctrl-C once; the exit to raise."""
     if not _told:
         say(message)
         _told.append(message)
@@ -96,12 +96,12 @@ def heed() -> None:
 
 
 def closed_pipe() -> None:
-    """The reader of our output has gone (`… | head`): that is no error, and nothing more is written."""
+    """The reader of our output has closed the pipe (`… | head`): not an error, and nothing more is written."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class _Pipe(Console):
-    """A console whose reader may go: rich would exit with 1."""
+    """A console whose reader may close the pipe: rich would exit with 1."""
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
@@ -125,7 +125,7 @@ def _line(error: Exception) -> str:
 
 
 def as_options(text: str) -> str:
-    """A sentence of the library in the words of the command line.
+    """A sentence of the library with arguments replaced by options of the command line.
 
     >>> as_options("include=… asks for them by name"), as_options("targets='mlp' matches nothing")
     ('--include asks for them by name', '--targets mlp matches nothing')
@@ -140,7 +140,7 @@ def as_options(text: str) -> str:
 
 
 def page_as_options(page: str) -> str:
-    """The hints on a page that a command made, in the words of the command line.
+    """The hints on a page that a command made, as options of the command line.
 
     >>> page_as_options("<b>pass reference= an earlier Health or a fresh model</b>")
     '<b>give --reference, an earlier checkpoint</b>'
@@ -152,13 +152,13 @@ def page_as_options(page: str) -> str:
 
 
 def say(text: str) -> None:
-    """A message for people, with rich markup, on stderr."""
+    """A message with rich markup, on stderr."""
     console = _Pipe(stderr=True, highlight=False)
     console.print(text, soft_wrap=not console.is_terminal)  # a log keeps one line per message
 
 
 def show(text: str) -> None:
-    """A result for people on stdout; a line that holds a verdict is coloured by it."""
+    """A result as text on stdout; a line that holds a verdict is coloured by it."""
     heed()
     console = _Pipe(soft_wrap=True, highlight=False)
     for line in as_options(text).splitlines():
@@ -262,7 +262,7 @@ def replacing(path: Path, force: bool = False) -> Iterator[Any]:
 
 
 def refuse_existing(path: Path, force: bool) -> None:
-    """Before any work: an output that is there already, or whose folder is not.
+    """Before any work: refuse an output that exists, or whose folder does not.
 
     >>> refuse_existing(Path("/no/such/folder/x.html"), force=False)
     Traceback (most recent call last):

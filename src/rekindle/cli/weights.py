@@ -1,10 +1,10 @@
 """Stored weights measured: the health of one checkpoint, and what changed between two, a few tensors at a time.
 
 The rules are those of `rekindle.health`; what needs data (dormancy, feature rank, gradients) stays unmeasured and is
-said to be. Besides the numbers, each block's spectrum is kept, thinned out, for the page.
+reported so. Besides the numbers, each block's spectrum is kept, thinned out, for the page.
 
 With A and B the same matrix in two files:
-- drift ‖B − A‖_F/‖A‖_F; SFE ‖B − A‖²_F; both beside the DfI of each, for a change alone says nothing good or bad;
+- drift ‖B − A‖_F/‖A‖_F; SFE ‖B − A‖²_F; both beside the DfI of each, because a change alone is neither good nor bad;
 - angles between the spans of the r largest singular directions, on the output and on the input side, r = k/8 but at
   most 64. They are undefined, and left out, where the r-th and the next singular value are (nearly) equal, as in an
   isometry;
@@ -180,7 +180,7 @@ _MOST = 0.6
 
 @dataclass(frozen=True)
 class BlockChange:
-    """What became of one block; None is undefined (a zero matrix, a span without a gap)."""
+    """How one block changed; None is undefined (a zero matrix, a span without a gap)."""
 
     name: str
     role: str
@@ -271,7 +271,7 @@ def _angles(before: Tensor, after: Tensor) -> dict[str, float | int | None]:
     facts: dict[str, float | int | None] = {"span": span}
     for side, first, second in zip(("out", "in"), spans[0][:2], spans[1][:2], strict=True):
         cosines = torch.linalg.svdvals(first[defined].mT @ second[defined]).clamp(max=1)
-        # Of a small angle the cosine is all rounding: the sine comes from what leaves the first span.
+        # The cosine of a small angle is lost in rounding: the sine comes from the part outside the first span.
         rest = second[defined] - first[defined] @ (first[defined].mT @ second[defined])
         sines = torch.linalg.matrix_norm(rest, ord=2).clamp(max=1)
         largest = torch.atan2(sines, cosines[:, -1]).rad2deg()

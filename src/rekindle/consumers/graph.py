@@ -1,6 +1,6 @@
 """The graph of a model's computation, by torch.fx or torch.export, and what its operations do to neurons.
 
-A neuron passes only through what stands in the tables here: functions that keep each neuron by itself.
+A neuron passes only through the functions in these tables: those that keep neurons separate.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class _Tracer(fx.Tracer):
 
 @contextmanager
 def restored(model: nn.Module) -> Iterator[None]:
-    """Tracing runs a model's own code on stand-ins for tensors: put back what it stored or counted meanwhile."""
+    """Tracing runs a model's own code on stand-ins for tensors: restore what it stored or counted meanwhile."""
     kept = []
     for module in model.modules():
         held = dict(module.__dict__)
@@ -190,7 +190,7 @@ def exported(model: nn.Module, batch: Any) -> tuple[fx.Graph, dict[str, str]]:
     else:
         kwargs = dict(batch)
     if "use_cache" in inspect.signature(model.forward).parameters:
-        kwargs["use_cache"] = False  # a cache of keys is no tensor, so it cannot be an exported output
+        kwargs["use_cache"] = False  # a cache of keys is not a tensor, so it cannot be an exported output
     try:
         with restored(model):
             program = torch.export.export(model, args, kwargs, strict=False)

@@ -79,7 +79,7 @@ def _traced(owner: nn.Module, top: bool) -> fx.Graph:
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether it divides by a size that it measures: torch's own, or a class that is called so and holds vectors only.
+    """Whether it divides by a measured size: torch's own norms, or a class named like one that holds vectors only.
 
     >>> is_norm(nn.BatchNorm2d(3)), is_norm(nn.ReLU())
     (True, False)
@@ -91,7 +91,7 @@ def is_norm(module: nn.Module) -> bool:
 
 
 def _norm_behind(node: fx.Node, children: dict[str, nn.Module], bias: bool, bent: bool = False) -> str:
-    """The normalisation that all users of the node's value lead to, or nothing; `bent` by a rectifier on the way."""
+    """The normalisation that all users of the node's value lead to, or None; `bent`: a rectifier is on the path."""
     found = ""
     for user in node.users:
         child = children.get(str(user.target)) if user.op == "call_module" else None

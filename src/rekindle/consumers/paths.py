@@ -61,7 +61,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class Flow:
-    """Neurons on their way: whose they are, how the tensor is laid out, and where they can be read next."""
+    """Neurons along a path: which layers they belong to, how the tensor is laid out, where they can be read next."""
 
     sources: frozenset[str]
     width: int
@@ -113,7 +113,7 @@ def trace(model: nn.Module) -> Paths:
 
 
 def _trace_part(module: nn.Module, path: str, found: Paths, end: str) -> None:
-    """Trace a module; failing that, with its untraceable parts as closed boxes; failing that, the parts alone."""
+    """Trace a module; failing that, with its untraceable parts as opaque modules; failing that, the parts alone."""
     top = path == ""
     try:
         Walk(module, path, graph_of(module, top), found, end).run()
@@ -158,7 +158,7 @@ def known_inside(module: nn.Module, path: str, found: Paths) -> bool:
 
 
 def look_inside(module: nn.Module, path: str, found: Paths) -> None:
-    """A module of torch's own is one step of a trace: what is inside is known by its class, or not reached."""
+    """A module of torch's own is one step of a trace: its inside is known by its class, or not reached."""
     for name, inner in module.named_modules():
         whole = f"{path}.{name}" if name else path
         if name and as_layer(whole, inner) is not None:
@@ -198,7 +198,7 @@ class Walk:
                 self._call_function(node, incoming)
 
     def _leave(self, flow: Flow) -> None:
-        if self.path:  # a wider view may still show who reads it
+        if self.path:  # a trace of a larger part may still show who reads it
             self.found.unreached.update(dict.fromkeys(flow.sources, f"its neurons are {self.end}"))
         else:
             self.found.refuse(flow, f"its neurons are {self.end}")
@@ -328,7 +328,7 @@ class Walk:
         if len(tensors) == 1 or (
             all(f.sources == flow.sources for f in incoming) and len(incoming) == len(set(tensors))
         ):
-            if same:  # a constant, or an activation written out: every neuron stays by itself
+            if same:  # a constant, or an activation written out: neurons stay separate
                 self.flows[node] = replace(flow, pending=True)
                 return
         elif kind == "mul" and same and len(incoming) == 2:
@@ -379,7 +379,7 @@ class Walk:
             self.found.refuse(flow, "its neurons are averaged along an unknown axis")
 
     def _aten_layer(self, node: fx.Node, name: str) -> bool:
-        """Whether this aten call is one of the model's layers or norms, told by the parameters it takes."""
+        """Whether this aten call is one of the model's layers or norms, recognised by its parameters."""
         owners = {self.held[a.name].rpartition(".")[0] for a in node.all_input_nodes if a.name in self.held}
         if len(owners) != 1:
             return False

@@ -1,10 +1,10 @@
 """Who consumes a neuron's output.
 
-Remedies that replace single neurons re-draw what comes in and clear what goes out, so they must know, for every
-row of a layer, which columns of which other layers read it. That is read off the model's own computation: a
-symbolic trace by torch.fx of the model (or of each part of it that can be traced), then torch.export for what
-fx does not reach, where a batch is at hand, or a map that the user gives. Nothing is guessed: a layer whose
-neurons meet a residual stream, a concatenation, attention or anything unknown is refused with the reason.
+Remedies that replace single neurons redraw incoming and clear outgoing weights, so they must know, for every row of a
+layer, which columns of which other layers read it. That is read off the model's own computation: a symbolic trace by
+torch.fx of the model (or of each part of it that can be traced), then torch.export for what fx does not reach, where a
+batch is given, or a map from the user. Nothing is guessed: a layer whose neurons meet a residual stream, a
+concatenation, attention or anything unknown is refused with the reason.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rekindle.consumers.paths import Order, Paths, Reading, export, trace
 
 
 class WiringError(ValueError):
-    """The consumers of a model's neurons cannot be told; the message carries the reasons."""
+    """The consumers of a model's neurons cannot be determined; the message gives the reasons."""
 
 
 @dataclass(frozen=True)
@@ -215,7 +215,7 @@ def _rank(order: list[str], name: str) -> int:
 
 
 def _unions(sets: list[frozenset[str]]) -> list[frozenset[str]]:
-    """Sources that ever met elementwise belong together."""
+    """Sources that are combined elementwise belong to one group."""
     whole: list[frozenset[str]] = []
     for one in filter(None, sets):
         meeting = [other for other in whole if other & one]
@@ -232,7 +232,7 @@ def _from_map(model: nn.Module, consumers: Mapping[str, str | Sequence[str]]) ->
             reader = _named_layer(model, reader_name)
             if reader.in_size % maker.out_size:
                 raise WiringError(
-                    f"consumers: {reader_name!r} reads {reader.in_size} values, no multiple of the "
+                    f"consumers: {reader_name!r} reads {reader.in_size} values, not a multiple of the "
                     f"{maker.out_size} neurons of {maker_name!r}"
                 )
             convolved = isinstance(maker.module, (*PLAIN_CONVS, *TRANSPOSED_CONVS))

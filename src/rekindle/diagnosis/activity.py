@@ -2,7 +2,7 @@
 
 Everything is measured after the activation, per unit over all rows (samples × positions, padding left out).
 A unit's *score* is its mean |a| over the layer's mean (ReDo, Sokar et al. 2023); it is *dormant* at τ where
-the score ≤ τ, *dead* where it is 0 on every row. What could not be seen is listed in `unmeasured`, never as 0.
+the score ≤ τ, *dead* where it is 0 on every row. What could not be measured is listed in `unmeasured`, never as 0.
 
 >>> import torch
 >>> net = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU())
@@ -90,7 +90,7 @@ def activity(
     max_batches: int | None = None,
     rows: int | None = None,
 ) -> Activity:
-    """Run `model` on `batches` in evaluation mode and say what its units did.
+    """Run `model` on `batches` in evaluation mode and measure what its units did.
 
     With a `loss(model, batch)` gradients are measured too; `.grad` is not touched. Cheap mode leaves out
     linearised and constant units. Feature ranks use the first `rows` rows: 512, or 64 in cheap mode; a rank from

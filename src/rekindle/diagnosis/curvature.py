@@ -26,7 +26,7 @@ from rekindle.isolation import Batch, Loss, isolated
 
 @dataclass(frozen=True)
 class Curvature:
-    """`value` is vᵀHv at the last vector; `residual` ‖Hv − value·v‖ ÷ ‖Hv‖ says how much of an eigenvector v is.
+    """`value` is vᵀHv at the last vector; `residual` ‖Hv − value·v‖ ÷ ‖Hv‖ says how close v is to an eigenvector.
 
     By symmetry of H an eigenvalue lies within residual·‖Hv‖ of `value`. Where two eigenvalues have nearly the
     same magnitude, above all with opposite signs, power iteration cannot decide and `converged` stays False.
@@ -59,7 +59,7 @@ def hessian_eigenvalue(
     """Largest-magnitude eigenvalue of the Hessian of the mean loss over `batches`, in evaluation mode.
 
     Over all trainable `parameters` unless some are given. `tol` is on the residual; the value's own error is of
-    second order in it. The start is drawn from an own generator with `seed`.
+    second order in it. The start vector is drawn from a separate generator with `seed`.
 
     >>> net = torch.nn.Linear(1, 1)
     >>> hessian_eigenvalue(net, [torch.ones(4, 1)], lambda m, x: m(x).square().mean()).value.__round__(3)

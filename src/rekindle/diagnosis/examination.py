@@ -141,7 +141,7 @@ class HealthBuilder:
         self.unmeasured: list[Unmeasured] = []
 
     def read_weights(self, model: nn.Module, parameters: Iterable[Found] | None = None) -> None:
-        """Measure every matrix; `parameters` spares looking for them again."""
+        """Measure every matrix; with `parameters` they are not searched for again."""
         chosen = []
         for found in find(model, sharded=True) if parameters is None else parameters:
             reason = found.refusal or next((found.marks[mark] for mark in _PASSED_OVER if mark in found.marks), None)
@@ -152,7 +152,7 @@ class HealthBuilder:
         shards = [found for found in chosen if not found.parametrized and is_sharded(model.get_parameter(found.key))]
         chosen = [found for found in chosen if found not in shards]
         weights = ((found, _weight(model, found)) for found in chosen)
-        # Threads are for LAPACK on processors; an accelerator is kept busy by one.
+        # Threads are for LAPACK on CPUs; one keeps an accelerator busy.
         processors = all(parameter.device.type == "cpu" for parameter in model.parameters())
         for _ in self.measured(weights, sum(math.prod(found.shape) for found in chosen) if processors else 0):
             pass
@@ -163,9 +163,9 @@ class HealthBuilder:
     def measured(
         self, weights: Iterable[tuple[Held, Tensor]], numbers: int
     ) -> Iterator[tuple[Held, dict[str, Measures]]]:
-        """Measure the matrices of the weights, which hold so many numbers in all; gives each with its measures by name.
+        """Measure the matrices of the weights, `numbers` entries in all; yields each with its measures by name.
 
-        Large models are measured by several threads, which see a few weights ahead.
+        Large models are measured by several threads, which read a few weights ahead.
         """
         for held, found in side_by_side(self._measure, weights, workers=workers_for(numbers)):
             self._take(held, found)
@@ -220,7 +220,7 @@ class HealthBuilder:
                 self.weights[name]["effective_lr"] = rates[id(parameter)] / norm**2
 
     def add_activity(self, found: Activity) -> None:
-        """Take over what units and gradients did."""
+        """Add what was measured of units and gradients."""
         for layer in found.layers:
             name = self._unit_name(layer)
             self.about[name] = {"kind": layer.kind, "at": layer.name}
@@ -254,12 +254,12 @@ class HealthBuilder:
                 )
 
     def _unit_name(self, layer: UnitActivity) -> str:
-        """The layer whose output the units are; a second activation on it, or one on none, goes by its own name."""
+        """The layer whose output the units are; a second activation on it, or one without a layer, has its own name."""
         taken = layer.after in self.units or layer.after in self.broken
         return layer.name if taken or not layer.after else layer.after
 
     def add_curvature(self, found: Curvature) -> None:
-        """Take over an eigenvalue, if it is one."""
+        """Add the eigenvalue, if it converged."""
         if found.converged:
             self.whole["curvature"] = found.value
         else:

@@ -1,8 +1,7 @@
-"""Seeing what happens inside a forward pass: activations and attention, as modules or plain function calls.
+"""Observing a forward pass: activations and attention, as modules or plain function calls.
 
 A torch function mode catches every call, forward hooks say which module was executing, and repeats within one
-pass are numbered. Both come off when the watch ends. What an observer gets is an event; what the numbers mean
-is `activity`'s business.
+pass are numbered. Both are removed when the watch ends. An observer gets events; `activity` turns them into numbers.
 
 >>> import torch
 >>> class Net(torch.nn.Module):
@@ -49,7 +48,7 @@ BOUNDS: dict[str, tuple[float | None, float | None]] = {
     "rnn_tanh_cell": (-1.0, 1.0),
     "relu6": (None, 6.0),
 }
-# Where units live after a function with weights: the channel dimension, or the last one.
+# Where the units are after a function with weights: the channel dimension, or the last one.
 _CHANNELS = re.compile(r"conv(_transpose)?[123]d|batch_norm|group_norm|instance_norm")
 _LAST = {"linear", "addmm", "baddbmm", "bilinear", "layer_norm", "rms_norm", "multi_head_attention_forward"}
 _PRODUCTS = {"matmul", "mm", "bmm", "einsum"}
@@ -170,7 +169,7 @@ class Watch(TorchFunctionMode):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         inside = name.strip("_") if name.endswith("_") and not name.startswith("__") else name
-        # Outside every module the caller's own code runs, such as a loss: none of the model's business.
+        # Outside every module the caller's own code runs, such as a loss: not part of the model.
         if self.paused or not self._stack or _opaque_activation(self._stack[-1][1]):
             return func(*args, **kwargs)
         kind = _kind(inside, args, kwargs)
@@ -294,7 +293,7 @@ def _opaque_activation(module: nn.Module) -> bool:
     return _ACTIVATION_CLASS.search(type(module).__name__) is not None and not isinstance(module, nn.RNNBase)
 
 
-# Samples of a batch whose attention is looked at: entropy averages over queries, so a few are plenty.
+# Samples of a batch whose attention is measured: entropy averages over queries, so a few are enough.
 SAMPLES = 8
 
 
@@ -339,7 +338,7 @@ def entropy_share(weights: Tensor, rows: Tensor | None = None) -> Tensor:
 
 
 def weights_of(name: str, args: Any, kwargs: dict[str, Any], out: Any) -> Callable[[], Tensor] | None:
-    """A way to the attention weights of a function call that attended, or None if it did not.
+    """A function that computes the attention weights of a call, or None if it was no attention.
 
     >>> weights_of("relu", (), {}, None) is None
     True
@@ -384,7 +383,7 @@ def _fused(
 
 
 def _multi_head(args: Any, kwargs: dict[str, Any]) -> Tensor:
-    """Once more with the weights asked for; everything else of the call stays."""
+    """The same call again, with the weights returned."""
     with torch.no_grad():
         again = {**kwargs, "need_weights": True, "average_attn_weights": False}
         weights = F.multi_head_attention_forward(*args, **again)[1]

@@ -1,4 +1,4 @@
-"""Health and Comparison: the numbers of one moment, or of two, as objects that print, save and compare themselves."""
+"""Health and Comparison: the measures at one moment, or at two, as objects that print, save and compare."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Health:
 
     @property
     def numbers(self) -> Numbers:
-        """What the rules look at."""
+        """The numbers that the rules use."""
         unread = sum(each.what == "weight" for each in self.unmeasured)
         return Numbers(self.weights, self.units, self.heads, self.whole, self.broken, unread)
 
@@ -93,7 +93,7 @@ class Health:
         return list(dict.fromkeys(finding.layer for finding in ordered if finding.layer))
 
     def against(self, reference: Health | None) -> Health:
-        """The same measures judged against another moment.
+        """The same measures judged against another Health.
 
         >>> from torch import nn
         >>> from rekindle.diagnosis.examination import health
@@ -135,7 +135,7 @@ class Health:
         return {prefix + name: float(value) for name, value in found.items()}
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, as JSON can hold it; `Health.from_dict` reads it back.
+        """Everything, in JSON types; `Health.from_dict` reads it back.
 
         >>> from torch import nn
         >>> from rekindle.diagnosis.examination import health
@@ -239,7 +239,7 @@ class Comparison:
 
 
 def described(health: Health, width: int, following: str | None = None, worded: Callable[[str], str] = str) -> str:
-    """The whole of a Health as text; `following` is what to do next, `worded` puts hints into the caller's words."""
+    """The whole of a Health as text; `following` is what to do next, `worded` rewrites hints for the command line."""
 
     def fitted(text: str) -> list[str]:
         return _wrap(worded(text), width)
@@ -356,7 +356,7 @@ def _layers(
         cells = [layer or "(model)", *(about.get(word, "") for word in words)]
         rows.append(cells + [(share if name in _SHARES else number)(numbers.get(name)) for name in columns.values()])
     head = [title, *words, *columns]
-    # On a narrow terminal the last columns go first: they are the least telling.
+    # On a narrow terminal the last columns are dropped first: they say least.
     lines = table(head, rows, width, left=(0, 1, 2), drop=range(len(head) - 1, 4, -1))
     return ["", *lines] if layers else []
 

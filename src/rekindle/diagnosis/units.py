@@ -23,7 +23,7 @@ ACTIVE_SHARE = 0.01
 SATURATED_SHARE = 0.01
 # A unit is linearised where a straight line explains all but this share of its output's variance.
 LINEAR_REST = 1e-4
-# Fewer rows than this cannot show that a unit never bends or never changes.
+# Fewer rows than this cannot show that a unit is linear or constant.
 FEWEST_ROWS = 8
 
 
@@ -93,7 +93,7 @@ class UnitActivity:
 
 
 def scores(mean_abs: Tensor) -> Tensor:
-    """Mean |a| per unit over the layer's mean; all 0 where the whole layer is silent.
+    """Mean |a| per unit over the layer's mean; all 0 where the whole layer is inactive.
 
     >>> scores(torch.zeros(2))
     tensor([0., 0.])

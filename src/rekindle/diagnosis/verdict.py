@@ -1,9 +1,8 @@
 """Rules that turn measured numbers into findings and a verdict.
 
-Each rule looks at one number of one layer, alone or against a reference, and says its own threshold. One sign
-is a reason to watch. Two different signs against the reference, or one absolute sign that leaves no doubt, are a
-reason to act: dormancy, for one, also rises while a network learns a task well, but its features do not lose
-half their rank at the same time.
+Each rule looks at one number of one layer, alone or against a reference, and states its threshold. One sign is a reason
+to watch. Two different signs against the reference, or one strong absolute sign, are a reason to act: dormancy, for
+one, also rises while a network learns a task well, but its features do not lose half their rank at the same time.
 
 >>> units = {"fc": {"dormant": 0.41, "feature_rank": 12.0, "rank_limit": 512.0}}
 >>> then = {"fc": {"dormant": 0.05, "feature_rank": 37.2, "rank_limit": 512.0}}
@@ -40,7 +39,7 @@ class Thresholds:
 
     Rules against a reference:
     - `dormant_rise_watch`, `dormant_rise_act`: rise of the dormant share, as a difference.
-    - `dormant_limit`: share at which a layer is worth a look even where the reference was as bad.
+    - `dormant_limit`: share that is reported even where the reference was as bad.
     - `rank_fall_watch`, `rank_fall_act`: feature rank then ÷ now.
     - `usage_fall_watch`: usage then ÷ now.
     - `saturation_rise_act`: rise of the saturated share of a bounded activation, as a difference.

@@ -3,12 +3,12 @@
 Whatever the caller has switched on: `torch.autocast` casts every product to bfloat16 or float16, also those of a solver
 that promises six digits, and `torch.set_default_device` makes small helper tensors on another device than the weights.
 Verbs that compute on weights are wrapped in `full_precision()`, which also works as a decorator. On an accelerator
-every `float(tensor)` lets the host wait until all work before it is done: what is asked of many matrices is kept as
-tensors, and `to_host` fetches them together.
+every `float(tensor)` makes the host wait until all earlier work is done: values of many matrices are kept as tensors,
+and `to_host` fetches them together.
 
-`gram` is the one place that multiplies matrices by their own transposes. A route begins with what that says of W
-(`start`) and ends with `settle`, which repairs what is not yet an isometry and, with a Gram matrix, checks the result.
-Batches are (batch, n, m) with n ≤ m.
+`gram` is the one place that multiplies matrices by their own transposes. A route begins with what the Gram matrix shows
+about W (`start`) and ends with `settle`, which repairs what is not yet an isometry and, with a Gram matrix, checks the
+result. Batches are (batch, n, m) with n ≤ m.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from torch import Tensor
 from rekindle.engine.completion import rebuild
 
 WHOLE = 160  # below this the halves of a Gram matrix cost more in calls than they save in products
-HEADROOM = 1.2  # on the estimate of σ_max², which comes from below; Halley steps do not mind if it is too much
+HEADROOM = 1.2  # margin on the estimate of σ_max², which is a lower bound; Halley steps tolerate too large a value
 WATCHED_FROM = 192  # rows from which on a power iteration is cheaper than a Gram matrix
 CLOSE = 1e-6  # DfI/n that every route reaches before any polishing
 SHORT = (1e-5, 0.45)  # of ‖W‖_* that tr(QᵀW) may lack: at least the first, and up to the second × √tol
 
-# The default device of whoever called the outermost verb, where it was changed.
+# The default device of the outermost caller, where it was changed.
 _CALLERS: ContextVar[torch.device | None] = ContextVar("callers_device", default=None)
 _DEVICES = ("cpu", "cuda", "mps", "xpu", "mtia", "hpu")
 
 
 @contextmanager
 def full_precision() -> Iterator[None]:
-    """Autocast off on every device and the CPU as default device inside; nothing happens where that is so already.
+    """Autocast off on every device and the CPU as default device inside; no effect where that is already so.
 
-    Weights that are written inside must not live on in autocast's cache of cast copies, so that is emptied.
+    Weights that are written inside must not stay in autocast's cache of cast copies, so it is cleared.
 
     >>> w = torch.eye(2)
     >>> with torch.autocast("cpu"), full_precision():
@@ -83,7 +83,7 @@ def callers_device() -> Iterator[None]:
 def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
     """The same tensors on the CPU, in their dtypes; those of an accelerator come in one copy per device.
 
-    They travel as float64, which holds integers up to 2⁵³ exactly.
+    They are copied as float64, which holds integers up to 2⁵³ exactly.
 
     >>> to_host([torch.tensor([1, 2]), torch.tensor(True)])
     [tensor([1, 2]), tensor(True)]
@@ -202,9 +202,9 @@ class Start:
 
 @dataclass
 class Solved:
-    """The matrices, and for each: steps taken, DfI/n, ‖X‖²_F, directions that W lacks, and two marks on the way.
+    """The matrices, and for each: steps taken, DfI/n, ‖X‖²_F, directions that W lacks, and two flags.
 
-    `hard` says that float32 was too little; `deficit` is the largest |1 − σ²| seen before the last step.
+    `hard`: float32 was not precise enough; `deficit` is the largest |1 − σ²| seen before the last step.
     """
 
     x: Tensor
@@ -217,7 +217,7 @@ class Solved:
 
     @classmethod
     def new(cls, x: Tensor, steps: int) -> Solved:
-        """A result that nothing is known about yet."""
+        """A result with no measured values yet."""
         count = torch.full((x.shape[0],), steps, dtype=torch.int32, device=x.device)
         unknown = torch.full((x.shape[0],), torch.nan, dtype=x.dtype, device=x.device)
         none, easy = torch.zeros_like(count), torch.zeros_like(count, dtype=torch.bool)
@@ -236,8 +236,9 @@ class Solved:
 def start(w: Tensor, *, estimate: bool = True) -> Start:
     """One Gram matrix, and σ_max² by power iteration in row form, up to 7 times cheaper on a CPU than column form.
 
-    The first vector is random, because a structured one can be orthogonal to what it looks for (opposite rows). Without
-    `estimate` σ_max² is only bounded, by ‖W‖²_F: for tiny matrices the iteration costs as much as eight products.
+    The first vector is random, because a structured one can be orthogonal to the top singular vector (opposite rows).
+    Without `estimate` σ_max² is only bounded, by ‖W‖²_F: for tiny matrices the iteration costs as much as eight
+    products.
     """
     a = gram(w, by="half")
     weight = a.diagonal(0, 1, 2)
@@ -282,9 +283,9 @@ def settle(
     last: bool,
     resolve_up_to: int = 0,
 ) -> None:
-    """Repair what is not yet an isometry, and mark as hard what should rather be solved again in float64.
+    """Repair what is not yet an isometry, and mark as hard what should be solved again in float64.
 
-    A route that watched its largest deficit before the last step knows which matrices lack a direction. With `exact`
+    A route that measured its largest deficit before the last step knows which matrices lack a direction. With `exact`
     (and always where that is cheap) a Gram matrix measures every result, and what still falls short is repaired too.
     With `last` no matrix is marked as hard because too much is missing. Up to `resolve_up_to` rows nothing is repaired
     matrix by matrix: one batched SVD of all that fall short costs less than the calls.
@@ -319,7 +320,7 @@ def lacking(tol: float) -> float:
 
 
 def near_enough(w: Tensor, solved: Solved, norm2: Tensor, tol: float) -> Tensor:
-    """The residual DfI/n of each matrix at which tr(QᵀW) is sure to be as near to ‖W‖_* as promised.
+    """The residual DfI/n of each matrix at which tr(QᵀW) is guaranteed to be as near to ‖W‖_* as promised.
 
     The residual is a mean over n directions, ‖W‖_* a sum weighted by singular values. One direction that is off by 2e-3
     is within 1e-6 of 80, and if W has its weight there, all of it is missing. With singular values q of X,
@@ -331,7 +332,7 @@ def near_enough(w: Tensor, solved: Solved, norm2: Tensor, tol: float) -> Tensor:
 
 
 def lots(several: Tensor) -> tuple[Tensor, ...]:
-    """What is worked on together: one matrix on a CPU, where memory counts; all on an accelerator, where waits do."""
+    """What is processed together: one matrix on a CPU, to save memory; all on an accelerator, to save waits."""
     return torch.split(several, 1 if several.device.type == "cpu" else len(several)) if len(several) else ()
 
 
@@ -351,7 +352,7 @@ def _repair(
     index = index[~many]
     if not len(index):
         return
-    # A single matrix is worked on where it lies; several are gathered.
+    # A single matrix is processed in place; several are gathered.
     at: Any = slice(int(index), int(index) + 1) if len(index) == 1 else index
     repaired = rebuild(
         solved.x[at],
@@ -388,7 +389,7 @@ def polish(solved: Solved, tol: float | Tensor, *, complete: bool = True) -> Non
         better = Solved.new(torch.bmm(g, x), 1)
         better.null = solved.null[index]
         measure(better, complete=complete)
-        keep = better.residual < 0.5 * solved.residual[index]  # chosen by `where`: an accelerator need not be asked
+        keep = better.residual < 0.5 * solved.residual[index]  # chosen by `where`: no wait for an accelerator
         solved.x[index] = torch.where(keep[:, None, None], better.x, x)
         solved.residual[index] = torch.where(keep, better.residual, solved.residual[index])
         solved.size2[index] = torch.where(keep, better.size2, solved.size2[index])

@@ -1,6 +1,6 @@
 """by_bulk(): the polar factors of many small matrices on a CPU.
 
-Polynomials take the bulk of the spectrum to 1, and one rank-one correction does the rest. Up to about a hundred rows
+Polynomials bring the bulk of the spectrum to 1, and one rank-one correction does the rest. Up to about a hundred rows
 every pass over memory counts, and a factorisation costs many products. A square random matrix often has one singular
 value far below the others. Polynomials that reach so far down cost as much as the published recipe; so the schedule
 covers the others, and where one direction is missing at its end, it is read off the Gram matrix that the last step
@@ -19,7 +19,7 @@ from rekindle.engine import schedules
 from rekindle.engine.arithmetic import Solved, Start, lacking
 
 REACH = 0.1  # σ_min/σ_max that the schedule covers is this over n: of a random matrix 1 in 10 has one value below it
-PART = 2**18  # entries worked on at a time: the four arrays of a part stay near the caches
+PART = 2**18  # entries processed at a time: the four arrays of a part stay in the caches
 MOST = 128  # rows: beyond, a Gram matrix has more noise than the bound in `by_bulk` allows for
 BEFORE = 0.017  # over n^¼: how far from 1 the schedule leaves singular values before the last cubic step
 MILD = 0.1  # ‖XXᵀ − I‖²_F up to which one more cubic step is enough: all σ² are then above .68
@@ -29,7 +29,7 @@ TILT = 2e-4  # by how much a corrected direction may lean towards another one
 
 
 class _Workspace(threading.local):
-    """Arrays to work in that outlive a call, one set per thread: fresh ones cost a tenth of the time in page faults."""
+    """Work arrays that are kept between calls, one set per thread: new ones cost a tenth of the time in page faults."""
 
     room: Tensor | None = None
 
@@ -39,7 +39,7 @@ class _Workspace(threading.local):
             room = like.new_empty(sum(sizes))
         else:
             if self.room is None:
-                with torch.inference_mode(False):  # what inference mode makes cannot be written to outside of it
+                with torch.inference_mode(False):  # tensors made in inference mode cannot be written to outside of it
                     self.room = torch.empty(3 * PART, dtype=torch.float32, device="cpu")
             room = self.room[: sum(sizes)]
         return [part.view(shape) for part, shape in zip(torch.split(room, sizes), shapes, strict=True)]
@@ -52,7 +52,7 @@ def by_bulk(w: Tensor, known: Start, tol: float) -> Solved:
     """The polar factors of a batch of small matrices; what one correction cannot finish is marked as hard.
 
     A cubic step takes σ² = 1 − e to 1 − ¾e² − ¼e³, so that ‖XXᵀ − I‖²_F = r before it bounds DfI by .64r² after it
-    (for r ≤ .04). That is a bound, for one pass over a matrix that is there already. tr(QᵀW) then lacks at most
+    (for r ≤ .04). That bound costs one pass over a matrix that is already computed. tr(QᵀW) then lacks at most
     .4r‖W‖_F, and ‖W‖_F/‖W‖_* ≤ (‖WWᵀWWᵀ‖_F/‖W‖⁴_F)^⅓ by Hölder's inequality.
 
     Parts of the batch go through it one after the other, in arrays that stay in the caches and are not allocated anew:
@@ -72,7 +72,7 @@ def by_bulk(w: Tensor, known: Start, tol: float) -> Solved:
         x, a, p = (room[: part.stop - top] for room in (room_x, room_a, room_p))
         y = solved.x[part]
         torch.bmm(w[part], w[part].mT, out=a)
-        if len(steps) % 2 == 0:  # steps go to and fro between two arrays, and the last one is to end in `solved.x`
+        if len(steps) % 2 == 0:  # steps alternate between two arrays, and the last one must end in `solved.x`
             x, y = y, x
         bound = _first_step(w[part], a, known.norm2[part], steps[0], p, x)
         for step in steps[1:]:
@@ -101,7 +101,7 @@ def by_bulk(w: Tensor, known: Start, tol: float) -> Solved:
 def _first_step(w: Tensor, a: Tensor, norm2: Tensor, step: schedules.Polynomial, p: Tensor, out: Tensor) -> Tensor:
     """out ← the first step on W/√bound, where λ_max(A) ≤ bound = ‖A²‖_F^½, which is returned.
 
-    A quintic has A and A² already. `p` is an array to work in.
+    A quintic has A and A² already. `p` is a work array.
     """
     torch.bmm(a, a, out=p)
     bound = torch.linalg.vector_norm(p, dim=(1, 2)).sqrt() * (1 + 2e-4)
@@ -171,7 +171,7 @@ def _one_direction(x: Tensor, g: Tensor, enough: Tensor) -> tuple[Tensor, Tensor
     """
     at = g.diagonal(0, 1, 2).abs().argmax(1)
     v = g[torch.arange(len(g), device=g.device), at][:, None]
-    for _ in range(4):  # the eigenvalue that is looked for is near −1, so that v keeps its length
+    for _ in range(4):  # the wanted eigenvalue is near −1, so that v keeps its length
         v = torch.bmm(v, g.mT)  # G is symmetric, and this form is the faster one for few rows
     v = v / torch.linalg.vector_norm(v, dim=2, keepdim=True)
     row = _row_times(v, x)

@@ -8,8 +8,8 @@ count while the null space itself does not.
 
 Everything here works on a batch (batch, n, m) and costs thin products only, a few percent of a solve for a few
 directions. The matrices of a batch share one number of directions, the largest; rows of zeros stand for those that a
-matrix does not lack. A CPU therefore gives one matrix at a time and wastes nothing, an accelerator all of a shape and
-waits for none of them alone.
+matrix does not lack. A CPU therefore passes one matrix at a time and wastes nothing; an accelerator passes all of a
+shape and waits once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-NULL = 1e-10  # of σ_max: below this float64 cannot tell a direction of W from rounding in the projections
+NULL = 1e-10  # of σ_max: below this float64 cannot distinguish a direction of W from rounding in the projections
 SINGLE = 3e-5  # of σ_max: above this float32 rebuilds a direction to better than 1e-3
 MARGIN = 6  # probes beyond the expected number of directions
 
@@ -65,9 +65,7 @@ def rebuild(
     for dtype in dict.fromkeys((x.dtype, torch.float64)):
         exact = kept.to(dtype)
         q, c = torch.linalg.qr(_off_rows(left.to(dtype) @ w.to(dtype), exact).double().mT)
-        c.diagonal(0, 1, 2).add_(
-            absent * (10 * limit)
-        )  # rows that stand for nothing: first in the order, far from null
+        c.diagonal(0, 1, 2).add_(absent * (10 * limit))  # padding rows: first in the order, far from null
         u, s, vh = torch.linalg.svd(c.mT)
         if bool((s[:, -1:] > SINGLE * limit).all()):
             break
@@ -109,7 +107,7 @@ def _short_directions(x: Tensor, size: int, threshold: float, seeds: Tensor) -> 
         seen, basis = x.double(), None
     else:
         rows = _normal((size, n), seeds, x)
-        for _ in range(2):  # twice: the bulk stands at 5e-4 against the threshold, and is to vanish beside it
+        for _ in range(2):  # twice: the bulk is at 5e-4, and must be negligible beside the threshold
             rows = rows - (rows @ x) @ x.mT
         basis = torch.linalg.qr(rows.double().mT)[0].mT
         seen = basis.to(x.dtype) @ x
@@ -124,7 +122,7 @@ def _invent(left: Tensor, count: Tensor, kept: Tensor, beside: Tensor, seeds: Te
     """Orthonormal rows for the null directions `left`, orthogonal to the rows of `kept` and of `beside`."""
     ambient = _normal((left.shape[2], kept.shape[2]), seeds + 1, kept)
     rows = left @ ambient.double()
-    for _ in range(2):  # once leaves what rounding put back
+    for _ in range(2):  # one pass leaves what rounding put back
         rows = _off_rows(rows - (rows @ beside.mT) @ beside, kept)
     q, c = torch.linalg.qr(rows.mT)
     u, _, vh = torch.linalg.svd(c.mT)

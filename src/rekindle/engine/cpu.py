@@ -1,8 +1,8 @@
 """What this CPU is, and whether bfloat16 products work on it. Imports torch only when asked for torch's view.
 
-Some virtual machines announce AMX units that they do not let a process use. torch believes the announcement, and the
-first product of bfloat16 matrices ends the process with SIGILL, which no `except` can catch. So a child process tries
-one, where the CPU announces bfloat16 units at all; the others compute such products in float32, and nothing is asked.
+Some virtual machines report AMX units that a process may not use. torch trusts the report, and the first product of
+bfloat16 matrices ends the process with SIGILL, which no `except` can catch. So a child process tries one, where the CPU
+reports bfloat16 units; other CPUs compute such products in float32, and nothing is tested.
 
     fault = bfloat16_fault()
     if fault: raise ValueError(f"Muon multiplies in bfloat16: {fault}")
@@ -21,7 +21,7 @@ from pathlib import Path
 WAY_OUT = ("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 """The environment variable that keeps oneDNN off AMX, and its value; to be set before the first product."""
 
-_ANSWER = "REKINDLE_BFLOAT16"  # what was found, for child processes: they need not ask again
+_ANSWER = "REKINDLE_BFLOAT16"  # the result, for child processes: they need not test again
 _INFO = Path("/proc/cpuinfo")
 _PRODUCT = """
 import torch
@@ -32,7 +32,7 @@ assert float((x @ x)[0, 0]) == 64
 
 
 def vendor() -> str:
-    """Who made this CPU, as it says itself; "unknown" where it does not say.
+    """The vendor name that this CPU reports; "unknown" where it reports none.
 
     >>> isinstance(vendor(), str)
     True
@@ -49,9 +49,9 @@ def capability() -> str:
 
 
 def bfloat16_fault() -> str | None:
-    """Why a product of bfloat16 matrices cannot be computed on this CPU, with the way out; None if it can.
+    """Why a product of bfloat16 matrices cannot be computed on this CPU, with the workaround; None if it can.
 
-    A child process finds out, once: the answer is kept for this process and, in an environment variable, for its
+    A child process tests it once: the result is kept for this process and, in an environment variable, for its
     children.
 
     >>> bfloat16_fault() is None or "ONEDNN_MAX_CPU_ISA" in bfloat16_fault()
@@ -59,7 +59,7 @@ def bfloat16_fault() -> str | None:
     """
     limit = os.environ.get(WAY_OUT[0], "")
     known, _, answer = os.environ.get(_ANSWER, "").partition("=")
-    if not answer or known != limit:  # with another limit the answer may be another
+    if not answer or known != limit:  # with another limit the result may differ
         answer = _asked(limit)
         os.environ[_ANSWER] = f"{limit}={answer}"
     if answer == "works":
@@ -72,11 +72,11 @@ def bfloat16_fault() -> str | None:
 
 @lru_cache(maxsize=8)
 def _asked(limit: str) -> str:
-    """ "works", or the name of the signal that the trial died of."""
+    """ "works", or the name of the signal that ended the trial."""
     if not _announces_bfloat16():
         return "works"
     code = _trial()
-    if code >= 0:  # an ordinary error, such as too little memory for a second torch, says nothing of the CPU
+    if code >= 0:  # an ordinary error, such as too little memory for a second torch, says nothing about the CPU
         return "works"
     try:
         return signal.Signals(-code).name
@@ -90,7 +90,7 @@ def _trial() -> int:
 
 
 def _announces_bfloat16() -> bool:
-    """Whether the CPU says that it has bfloat16 units; true where it cannot be read."""
+    """Whether the CPU reports bfloat16 units; true where its flags cannot be read."""
     facts = _facts()
     flags = facts.get("flags") or facts.get("Features")
     return flags is None or any("bf16" in flag for flag in flags.split())

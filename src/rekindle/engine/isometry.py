@@ -105,7 +105,7 @@ def _check(w: Tensor, name: str) -> None:
 def _located(results: Iterator[Any], tensors: list[Tensor], names: list[str]) -> Iterator[Any]:
     """The results; where a matrix turns out not to be finite, an error that says which and where.
 
-    Every chunk looks at its largest entry anyway, so that looking at each tensor beforehand would be work done twice.
+    Every chunk looks at its largest entry anyway, so checking each tensor beforehand would do the work twice.
     """
     try:
         yield from results

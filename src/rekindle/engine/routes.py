@@ -22,7 +22,7 @@ LIFTED = 0.005  # where a float64 Halley step leaves a singular value of 1e-8
 GRAM_FLOOR = 0.05  # the same for the Gram-side route, whose matrices carry the squares
 GRAM_REACHED = 0.46  # σ² that its first step must lift all directions to: then the second one reaches DfI/n = 8e-7
 FAST_FLOORS = (0.03, 0.02, 0.014, 0.01, 0.007)  # the first leaves DfI/n at .09 on Gaussians, half of the recipe's
-MANY = 0.3  # share of directions near zero from which on float64 is the shorter way
+MANY = 0.3  # share of directions near zero from which on float64 is cheaper
 ROUNDING = {torch.float32: 1e-11, torch.float64: 1e-25}  # DfI/n that rounding alone may leave
 
 

@@ -55,7 +55,7 @@ def cubic(low: float) -> Polynomial:
     >>> cubic(0.9).reached > 0.99
     True
     """
-    peak = math.sqrt((1 + low + low * low) / 3)  # where the maximum lies if the two ends are to be equally low
+    peak = math.sqrt((1 + low + low * low) / 3)  # where the maximum lies if both ends are equally low
     a = 1.5 / peak
     b = -a / (3 * peak * peak)
     return Polynomial(a, b, 0.0, a * low + b * low**3)
@@ -87,7 +87,7 @@ def quintic(low: float) -> Polynomial:
 
 
 def centred(step: Polynomial) -> Polynomial:
-    """The same step scaled so that its errors lie evenly around 1: a quarter of the DfI, for nothing.
+    """The same step scaled so that its errors lie evenly around 1: a quarter of the DfI at no cost.
 
     >>> step = cubic(0.9)
     >>> 1 - step.reached > 0.004, 1 - centred(step).reached < 0.0022
@@ -99,7 +99,7 @@ def centred(step: Polynomial) -> Polynomial:
 
 @lru_cache(maxsize=32)
 def products(low: float, spread: float = 5e-4) -> tuple[Polynomial, ...]:
-    """Quintic steps, then cubic ones, that take [low, 1] to within `spread` of 1; products only, as accelerators like.
+    """Quintic steps, then cubic ones, that take [low, 1] to within `spread` of 1; products only, for accelerators.
 
     >>> ["quintic" if step.c else "cubic" for step in products(0.05)]
     ['quintic', 'quintic', 'quintic', 'cubic']

@@ -23,12 +23,12 @@ from rekindle.engine.tuning import tuning
 Solver = Literal["auto", "fast", "paper", "svd", "products", "halley", "gram"]
 CONVERGING = ("auto", "svd", "products", "halley", "gram")  # the solvers that promise the tolerance
 
-# Elements worked on at a time. On CPUs a million keeps the working set near the caches (8 million take 30 % more
+# Elements processed at a time. On CPUs a million keeps the working set near the caches (8 million take 30 % more
 # time); accelerators want more work per call.
 CPU_CHUNK = 2**20
 ACCELERATOR_CHUNK = 2**24
 
-ONE_STEP_FROM = 384  # rows from which on ten steps of the recipe leave so much that a single Halley step leaves less
+ONE_STEP_FROM = 384  # rows from which on one Halley step leaves less DfI than ten steps of the recipe
 FLAT = 0.4  # mean σ² over σ_max² (a Gaussian has .25) from which on the recipe converges, and one step is not enough
 TAME = (1e-12, 1e12)  # ‖W‖²_F within which fourth powers fit into float32
 WIDE = 1.5  # m/n from which on working on the n×n side pays
@@ -312,7 +312,7 @@ def _wide(w: Tensor) -> Tensor:
 
 
 def _seeds(seed: int, members: list[int], sources: Sequence[Source]) -> Tensor:
-    """A seed of its own for every matrix, so that two dead experts do not become twins.
+    """A different seed for every matrix, so that two dead experts do not become identical.
 
     Thousands of small matrices in one tensor are numbered at once: one by one would cost as much as four products.
     """

@@ -20,7 +20,8 @@ class Tuning:
 
     svd_up_to: batched float64 SVD. products_up_to: polynomials, above them Halley steps.
     resolve_up_to: a matrix that lacks a direction is solved again by SVD, all of them in one batch; above it the
-    direction alone is rebuilt, matrix by matrix. gram_from: from so many rows on, wide matrices go by their n×n side.
+    direction alone is rebuilt, matrix by matrix. gram_from: from this many rows on, wide matrices are solved on their
+    n×n side.
     """
 
     svd_up_to: int

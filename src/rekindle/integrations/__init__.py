@@ -1,8 +1,8 @@
-"""Remedies inside the trainers that people use: one line, one constructor, the same behaviour everywhere.
+"""Remedies inside common trainers: one line, one constructor, the same behaviour everywhere.
 
-`application` is the core: which method, when, under which guard, and what happened; `arguments` reads what a
-constructor was given, `rounds` counts optimizer steps, `gradients` is what happens to them between backward pass and
-step, `ranks` keeps several processes alike, `mirroring` EMA and target networks. `attaching` is for plain loops and
+`application` is the core: which method, when, under which guard, and what happened; `arguments` checks the
+constructor's arguments, `rounds` counts optimizer steps, `gradients` is what happens to them between backward pass and
+step, `ranks` keeps several processes in sync, `mirroring` EMA and target networks. `attaching` is for plain loops and
 accelerate (`rekindle.attach`); `transformers`, `lightning`, `ignite` and `sb3` each translate the hooks of one trainer;
 `peft` is FIRE on LoRA layers. May import everything up to `advice`; knows nothing of checkpoints, the command line or
 the lab. Start reading at `application.Application`.

@@ -2,8 +2,8 @@
 
 Every trainer is reduced to four calls: `bind` when training starts, `begin` before the first forward pass of each
 optimizer step, `note` where metrics appear, and `finish`. What belongs between two steps is done in `begin`: there no
-gradient is half accumulated, no averaged weights are swapped in, and the metrics and the checkpoint of the step before
-are out. Nothing is done after the last step, so training never ends on a model that was just changed.
+gradient is half accumulated, no averaged weights are swapped in, and the metrics and the checkpoint of the previous
+step are written. Nothing is done after the last step, so training never ends on a model that was just changed.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ class Application:
     method: a method, a `Schedule` (a `Keeper` too), or the name of a method such as "fire".
     at: an optimizer step or several: the method acts when that many steps are done, before the next one begins.
     every: a number of optimizer steps, or "epoch" (at the start of each epoch but the first).
-    when: a trigger; it is asked once per optimizer step, with the metrics that have come in since the step before.
+    when: a trigger; it is evaluated once per optimizer step, with the metrics logged since the previous step.
     monitor: a `Monitor`, or the `every` of one, or a dict with its options: health is measured and logged, and its
         numbers ("dormant", "verdict", …) are metrics for the trigger.
     guard: a `Guard`, which takes a remedy back if the loss rises too much.
     mirrors: EMA or target networks, or functions that return them; entries that the method changed are copied there.
     rewarm: after a remedy the learning rate rises linearly over so many steps; schedulers do not notice.
     batches, loss: given to the method where it measures something (ReDo, DASH, FIRE with `recalibrate=True`).
-    name: tells two applications in one trainer apart, in logs and checkpoints; the method's name by default.
+    name: distinguishes two applications in one trainer, in logs and checkpoints; the method's name by default.
 
     Without `at`, `every` and `when` an event method acts at `boundary()` only. With `when`, `boundary()` tells the
     trigger (`AtBoundary`), which decides. Methods that act in every step (weight clipping, UPGD, loss terms) do so.
@@ -110,7 +110,7 @@ class Application:
         self._due = 0.0  # before this step nothing can be due
         self._epoch: int | None = None
         self._boundary: str | None = None
-        self._stateless = False  # a foreign optimizer, whose slots nobody has seen yet
+        self._stateless = False  # an unknown optimizer, whose slots have not been seen yet
         self._added: set[int] = set()  # optimizers whose gradients hold the loss term already
         self._alternating = False
         self._metrics: dict[str, float] = {}
@@ -217,7 +217,7 @@ class Application:
                 self._added.add(id(optimizer))
 
     def note(self, metrics: Mapping[str, Any]) -> None:
-        """Metrics that have just come in, under the trainer's names; what is no number is passed over."""
+        """Metrics just logged, under the trainer's names; what is not a number is ignored."""
         if self._trigger is None:
             return
         for key, value in metrics.items():
@@ -227,7 +227,7 @@ class Application:
                 self._metrics[key] = float(value)
 
     def finish(self) -> None:
-        """Training is over: hooks go, receipts stay. Safe to call twice."""
+        """Training is over: hooks are removed, receipts stay. Safe to call twice."""
         if self._rounds is None:
             return
         self._rounds.close()
@@ -312,7 +312,7 @@ class Application:
         return receipt
 
     def _next(self, step: int) -> float:
-        """The next step at which anything can be due, so that all before it cost a comparison."""
+        """The next step at which anything can be due, so that all steps before it cost one comparison."""
         if self._stateless or self._trigger is not None or self._watching is not None or self._every == "epoch":
             return step + 1
         multiple = math.inf if self._every is None else (step // self._every + 1) * self._every
@@ -357,7 +357,7 @@ class Application:
 
     def _reason(self, step: int, epoch: int | None) -> str | None:
         done = -1 if self._considered is None else self._considered
-        asked = self._triggered(step, epoch)  # in any case: a trigger counts the steps at which it is asked
+        asked = self._triggered(step, epoch)  # in any case: a trigger counts the steps at which it is evaluated
         if any(done < wanted <= step for wanted in self._at):
             return f"at step {step}"
         if isinstance(self._every, int) and step // self._every > max(done, 0) // self._every:
@@ -439,8 +439,8 @@ class Application:
 
     def _call(self, moment: str) -> Receipt:
         method = self._parts[moment]
-        # Events are applied on rank 0 alone; at every step remedies agree over the ranks about what they saw and drew.
-        # Shards are no copies: there the method itself makes the ranks agree.
+        # Events are applied on rank 0 alone; per-step remedies reduce statistics and random draws over the ranks.
+        # Shards are not copies: there the method itself makes the ranks agree.
         copies = ranks.world() > 1 and not self._sharded
         everywhere = moment != "event" and copies and isinstance(method, Remedy)
         with replicated() if everywhere else nullcontext():

@@ -1,4 +1,4 @@
-"""What the constructor of every integration was given, understood and checked: methods, steps, periods, monitors.
+"""The constructor arguments of every integration, parsed and checked: methods, steps, periods, monitors.
 
 A run may act for the first time after days, so a wrong argument is an error when it is given.
 """
@@ -72,7 +72,7 @@ def moments(method: Any, timed: bool, guarded: bool) -> dict[str, Any]:
 
 
 def check_kinds(when: Any, guard: Any) -> None:
-    """Raise if these are no trigger and no guard."""
+    """Raise unless these are a trigger and a guard."""
     if when is not None and not isinstance(when, Trigger):
         raise TypeError(f"when is a trigger of rekindle.triggers, got {type(when).__name__}")
     if guard is not None and not isinstance(guard, Guard):
@@ -120,7 +120,7 @@ def warming(rewarm: Any) -> int:
 
 
 def watching(monitor: Any) -> Watching:
-    """A monitor, how often one looks, or its options."""
+    """A monitor, its sampling period, or its options."""
     if monitor is None or isinstance(monitor, Monitor | Mapping) or (_count(monitor) and monitor > 0):
         return monitor  # type: ignore[no-any-return]
     raise ValueError(f"monitor is a Monitor, a positive number of steps or a dict of its options, got {monitor!r}")

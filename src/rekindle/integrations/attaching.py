@@ -1,4 +1,4 @@
-"""Remedies in a training loop of your own, with or without accelerate.
+"""Remedies in your own training loop, with or without accelerate.
 
 >>> import torch, rekindle
 >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
@@ -50,7 +50,7 @@ class Attachment(Application):
     def step(
         self, metrics: Mapping[str, Any] | None = None, /, *, epoch: int | None = None, **more: Any
     ) -> Receipt | None:
-        """After `optimizer.step()`: act if it is time, and give the receipt.
+        """After `optimizer.step()`: act if it is due, and return the receipt.
 
         Metrics for the trigger come as a mapping, as keywords, or both. While gradients are accumulated it may be
         called after each batch: only steps that the optimizer took count.
@@ -62,7 +62,7 @@ class Attachment(Application):
         return self.begin(self.steps, epoch)
 
     def boundary(self, reason: str = "task boundary") -> Receipt | None:  # type: ignore[override]
-        """A task or data set ends here: the method acts now (or the trigger is asked now)."""
+        """A task or data set ends here: the method acts now (or the trigger is evaluated now)."""
         super().boundary(reason)
         return self._decide(self.steps, self._epoch)  # what else is due at this step is not done twice
 

@@ -46,7 +46,7 @@ class RekindleHandler(Application):
         """
 
         def start(engine: Any) -> None:
-            before = self._ended if self._restored is None else None  # a trainer that runs on counts on
+            before = self._ended if self._restored is None else None  # a trainer that continues keeps its count
             self.bind(model, optimizer, step=before["count"] if before else 0, log=log)
             if before is not None and self._rounds is not None:
                 self._rounds.load_state_dict(before)

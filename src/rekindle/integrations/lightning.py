@@ -1,6 +1,6 @@
 """Remedies in Lightning's Trainer: `Trainer(callbacks=[RekindleCallback("fire", every="epoch")])`.
 
-Before the first batch of each optimizer step (`on_train_batch_start`) it acts if it is time. Metrics of triggers are
+Before the first batch of each optimizer step (`on_train_batch_start`) it acts if it is due. Metrics of triggers are
 those that the module logs, under its names. Receipts and health go to the Trainer's loggers; the state is in its
 checkpoints.
 """
@@ -57,15 +57,15 @@ class RekindleCallback(Application, _Callback):  # type: ignore[misc]
         self._gather(trainer)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         self.finish()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """The same when training breaks off."""
+        """The same when training is interrupted."""
         self.finish()
 
     def _gather(self, trainer: Any) -> None:
-        """Only what is new: Lightning keeps the last value of every metric, and one look must count once."""
+        """Only what is new: Lightning keeps the last value of every metric, and each value must count once."""
         if self._trigger is None or trainer.sanity_checking:
             return
         metrics = dict(trainer.callback_metrics)

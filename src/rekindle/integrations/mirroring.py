@@ -66,7 +66,7 @@ class Mirrors:
         return complete
 
     def before(self, model: nn.Module, optimizer: Any = None) -> Callable[[], None]:
-        """Check the mirrors and remember the model as it is; calling the result copies there what has changed since.
+        """Check the mirrors and copy the model's present state; calling the result copies there what has changed since.
 
         A mirror may lack a tensor, which is an error only if just that one changes. Then the model, the mirrors and
         the optimizer are put back.

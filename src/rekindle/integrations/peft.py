@@ -1,14 +1,14 @@
 """FIRE on LoRA layers: on the weight that the layer computes with, W = W₀ + s·B·A, re-split afterwards.
 
 `rekindle.fire(model, targets="adapter")` projects A and B each as a matrix of its own (a B that is still zero is
-skipped: the adapter is silent on purpose). But neither is what the layer multiplies with. `MergedAdapter` projects
+skipped: the adapter is inactive on purpose). But neither is what the layer multiplies with. `MergedAdapter` projects
 W to W* and puts the result back in one of two ways:
 
 - `into="adapter"`: the frozen W₀ stays, and s·B·A becomes the best rank-r approximation of W* − W₀ (Eckart & Young).
   An isometry needs a change of full rank, so an adapter of rank r holds only a share of it; the receipt says which.
 - `into="base"`: W₀ becomes W*, B becomes zero and A is drawn anew, as after a merge-and-restart (ReLoRA). The layer
-  then computes with W* exactly. The adapter alone is not enough any more: save the base too. Trainers that save
-  adapters only go on rightly, because the changed bases are part of the method's state.
+  then computes with W* exactly. The adapter alone is no longer enough: save the base too. Trainers that save only
+  adapters still resume correctly, because the changed bases are part of the method's state.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ def lora_layers(model: nn.Module, skipped: dict[str, str] | None = None) -> Iter
             skipped[name] = "a variant of LoRA (DoRA, …) computes with more than W₀ + s·B·A"
         elif not isinstance(base, Tensor) or base.ndim != 2 or not base.is_floating_point():
             kind = type(lora.base_layer).__name__
-            skipped[name] = f"its base weight is no plain matrix of floating-point numbers ({kind})"
+            skipped[name] = f"its base weight is not a plain floating-point matrix ({kind})"
         else:
             a, b = lora.lora_A[active[0]].weight, lora.lora_B[active[0]].weight
             turned = bool(getattr(lora, "fan_in_fan_out", False))

@@ -3,7 +3,7 @@
 Copies (DDP): events are applied on rank 0 and broadcast with buffers and optimizer state, so that all ranks hold the
 same result bit for bit, whatever a method measures or draws. Statistics that a method gathered are averaged first.
 Methods that act in every step run on every rank if they need no statistics, else on rank 0 with those of rank 0.
-Shards (FSDP2, tensor parallel): no rank has the model, so every rank calls the method, which must know of shards.
+Shards (FSDP2, tensor parallel): no rank has the whole model, so every rank calls the method, which must support shards.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def together(
 
 
 def copy_statistics(method: Any) -> None:
-    """What a method keeps is on all ranks what it is on rank 0, which alone has used it up."""
+    """Copy a method's statistics from rank 0, the only rank that used them, to all ranks."""
     state = _same(method.state_dict())
     if not first():
         method.load_state_dict(state)
@@ -175,7 +175,7 @@ def _broadcast(tensor: Tensor) -> None:
 
 
 def _broadcast_state(optimizer: Any) -> None:
-    """Slot by slot; what is no tensor, or sits in lists (LBFGS), is sent as an object."""
+    """Slot by slot; what is not a tensor, or is inside lists (LBFGS), is sent as an object."""
     held = [p for group in optimizer.param_groups for p in group["params"]]
     layout = _same([{key: _describe(v) for key, v in optimizer.state.get(p, {}).items()} for p in held])
     for parameter, entries in zip(held, layout, strict=True):

@@ -63,7 +63,8 @@ class Rounds:
             if hasattr(optimizer, "register_step_pre_hook"):
                 self._listen(optimizer, counting)
             elif self._acting:
-                raise TypeError(f"{type(optimizer).__name__} is no torch optimizer: it has no hooks around its steps")
+                kind = type(optimizer).__name__
+                raise TypeError(f"{kind} is not a torch optimizer: it has no hooks around its steps")
 
     @property
     def watched(self) -> bool:
@@ -93,11 +94,11 @@ class Rounds:
             self._after()
 
     def rewarm(self) -> None:
-        """Start the learning rate low again."""
+        """Start the warm-up of the learning rate again."""
         self._left = self._length
 
     def remove(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -113,7 +114,7 @@ class Rounds:
         self.count, self._left = state["count"], state["left"]
 
     def _listen(self, optimizer: Any, counting: bool) -> None:
-        """Put on the hooks that are needed: every step pays for them."""
+        """Register only the hooks that are needed: they cost time at every step."""
         if not self._acting and not counting:
             return
         if not self._acting and len(self.optimizers) == 1 and not _nests(optimizer):
@@ -159,7 +160,7 @@ class Rounds:
             self._rates[id(optimizer)] = [_scaled(group, factor) for group in optimizer.param_groups]
 
     def _restore(self, optimizer: Any) -> None:
-        """The learning rate as it was; also after a step that broke off, whose second hook was not called."""
+        """The learning rate as it was; also after an interrupted step, whose second hook was not called."""
         for group, rate in zip(optimizer.param_groups, self._rates.pop(id(optimizer), ()), strict=False):
             if isinstance(group["lr"], Tensor):
                 group["lr"].copy_(rate)

@@ -2,7 +2,7 @@
 
 Steps are environment steps, as everywhere in SB3. Off-policy agents (DQN, SAC, TD3) are changed after a rollout, before
 the gradient steps on it; on-policy agents (PPO, A2C) before a rollout, else old log-probabilities would meet new
-weights. All trained networks are treated as one model with all their optimizers; then target networks follow.
+weights. All trained networks are one model with all their optimizers; target networks are updated afterwards.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class RekindleCallback(Application, _callbacks.BaseCallback):  # type: ignore[mi
     # Inside
 
     def _average(self, opened: Sequence[torch.optim.Optimizer]) -> None:
-        """A running average follows the steps: SB3 calls each network by itself, and never all of them as one."""
+        """Update a running average after the steps: SB3 calls each network separately, never all of them as one."""
         assert self._rounds is not None and self._observing is not None
         self._observing.remove()
         self._averaging = opened[-1].register_step_post_hook(lambda *_: self.method.update(self._model))
@@ -154,7 +154,7 @@ class RekindleCallback(Application, _callbacks.BaseCallback):  # type: ignore[mi
         if self._observing is not None and self.model._n_updates == self._updated:
             return  # it judges by what it saw in training, and there was none yet (`learning_starts`)
         if self._trigger is None and self._reason(self.num_timesteps, None) is None:
-            self._considered = self.num_timesteps  # some agents come by at every step: nothing more for them
+            self._considered = self.num_timesteps  # some agents call this at every step: nothing more to do
             return
         self.note(self.logger.name_to_value)
         if self.begin(self.num_timesteps) is not None:
@@ -222,7 +222,7 @@ class Networks(nn.Module):
             self.add_module(name, part)
 
     def forward(self, observations: Any, actions: Tensor | None = None, **others: Any) -> dict[str, Any]:
-        """What each network says; a critic only where there are actions. A batch may hold more than both."""
+        """The output of each network; a critic only where there are actions. A batch may hold more than both."""
         parts = dict(self.named_children())
         critic = parts.pop("critic", None)
         found = {name: part(observations) for name, part in parts.items()}
@@ -250,7 +250,7 @@ def fresh_networks(agent: Any) -> Callable[[], nn.Module]:
     def build() -> nn.Module:
         options = dict(agent.policy_kwargs)
         if getattr(agent, "use_sde", False):
-            options["use_sde"] = True  # on-policy agents hand it over beside the options
+            options["use_sde"] = True  # on-policy agents pass it beside the options
         policy = agent.policy_class(agent.observation_space, agent.action_space, agent.lr_schedule, **options)
         return _networks(policy.to(agent.device))[0]
 
@@ -265,7 +265,7 @@ def draw_as_the_policy(agent: Any, method: Any) -> None:
 
 
 def refuse_what_breaks(agent: Any, method: Any) -> None:
-    """Raise for a method that this agent cannot follow."""
+    """Raise for a method that does not work with this agent."""
     for each in _members(method):
         if not isinstance(each, PlasticityInjection):
             continue
@@ -283,7 +283,7 @@ def _members(method: Any) -> list[Any]:
 
 
 def follow_targets(agent: Any) -> None:
-    """Target networks take over everything of their networks: matrices alone would leave biases and heads behind."""
+    """Target networks copy everything from their networks: matrices alone would leave out biases and heads."""
     for name, target in _TARGETS.items():
         network, other = getattr(agent.policy, name, None), getattr(agent.policy, target, None)
         if isinstance(network, nn.Module) and isinstance(other, nn.Module):
@@ -313,7 +313,7 @@ def reset_temperature(agent: Any) -> None:
 
 
 def empty_replay(agent: Any) -> None:
-    """Forget all that is stored of earlier steps; agents without a replay buffer have nothing to forget."""
+    """Empty the replay buffer; no effect for agents without one."""
     buffer = getattr(agent, "replay_buffer", None)
     if buffer is None:
         return
@@ -330,7 +330,7 @@ def observations(agent: Any, count: int = 256) -> dict[str, Recorded] | None:
         buffer = agent.replay_buffer
         if buffer is None or buffer.size() == 0:
             return None
-        with random_states_kept():  # what an agent draws later must not depend on whether somebody looked
+        with random_states_kept():  # later random draws of an agent must not depend on monitoring
             sample = buffer.sample(min(count, buffer.size()), env=agent._vec_normalize_env)
         seen, actions = sample.observations, sample.actions
     else:

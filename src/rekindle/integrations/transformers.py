@@ -1,6 +1,6 @@
 """Remedies in transformers' Trainer, Seq2SeqTrainer and TRL: `callbacks=[RekindleCallback("fire", at=500)]`.
 
-Before the first batch of each optimizer step (`on_step_begin`) it acts if it is time; log entries are the metrics of
+Before the first batch of each optimizer step (`on_step_begin`) it acts if it is due; log entries are the metrics of
 triggers, under the Trainer's names ("loss", "eval_loss", …). Receipts and health go where the Trainer's own logs go.
 """
 
@@ -104,11 +104,11 @@ class RekindleCallback(Application, _TrainerCallback, _ExportableState):  # type
         self.note(metrics or {})
 
     def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         self.finish()
 
     def finish(self) -> None:
-        """Training is over: hooks go, receipts stay."""
+        """Training is over: hooks are removed, receipts stay."""
         if self._unwrap is not None:
             self._unwrap()
             self._unwrap = None
@@ -166,7 +166,7 @@ def _find(args: Any, state: Any, name: str) -> Path:
 
 
 def _caller(kind: Any, fits: Callable[[Any], bool]) -> Any:
-    """The nearest object of this class among the callers: callbacks are not told who calls them.
+    """The nearest object of this class among the callers: callbacks get no reference to their caller.
 
     The Trainer's list of callbacks is what reaches its loggers; those of loggers come before a user's in each event, so
     adding to a log entry from `on_log` would be too late. The Trainer's accelerator runs the backward pass.

@@ -10,8 +10,8 @@
 
 `study` is the grid of runs: `settings` (named in `protocols`, listed by `catalogue`) times `arms` times seeds, and
 `tuning`. `execution` does the runs: `train` is the loop for networks, `agents` the one for agents; `streams` makes
-tasks of `data` (`sources` hands them out), `networks` builds what learns, `evaluation` measures it; `boundaries` stops
-between two tasks. `results` compares, `views` shows. May import everything up to `report`. Start reading at
+tasks of `data` (`sources` gives them in batches), `networks` builds what learns, `evaluation` measures it; `boundaries`
+stops between two tasks. `results` compares, `views` shows. May import everything up to `report`. Start reading at
 `study.Study`, or at `train.execute` for one run.
 """
 

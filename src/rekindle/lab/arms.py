@@ -18,7 +18,7 @@ from rekindle import methods
 Factory = Callable[..., Any]
 F = TypeVar("F", bound=Factory)
 
-# What touches weight matrices block by block: these leave the output layer alone unless targets say otherwise.
+# What changes weight matrices block by block: these skip the output layer unless targets say otherwise.
 _MATRIX = ("FIRE", "RandomIsometry", "Rescale", "FreshAtNorm", "SingularClip")
 _HEADS = ["auto", "head"]
 
@@ -39,8 +39,8 @@ class Arm:
     method: a class in `rekindle.methods` or a registered name; None does nothing. For "Compose" the option `methods`
         lists pairs of a method and its options, which are applied in this order.
     when: "boundary" (at the start of every task but the first); also within a task: "epoch" (at the start of every
-        epoch but the first), "10 epochs", a number of steps, or "period" (the method's own). Methods that act at
-        every step or through the loss do so whatever this says.
+        epoch but the first), "10 epochs", a number of steps, or "period" (the method's own). Methods that act at every
+        step or through the loss ignore it.
     lr: multiplies the setting's learning rate. optimizer, optimizer_options: instead of the setting's own.
     tuning: what may be tried instead, as changes of this arm's fields; `options` there are added to its own.
 
@@ -199,7 +199,7 @@ def _made(name: str, options: Mapping[str, Any]) -> Any:
 
 
 def register(name: str, **fields: Any) -> Callable[[F], F]:
-    """Add an own arm: a class or function whose call gives a method; fields are those of `Arm`.
+    """Add your own arm: a class or function whose call returns a method; fields are those of `Arm`.
 
     A method is anything that `rekindle.receipt.Method` describes; `moment`, `remember` and `observe` are used where
     it has them.
@@ -225,7 +225,7 @@ def register(name: str, **fields: Any) -> Callable[[F], F]:
 
 
 def arms(names: str | Arm | Iterable[str | Arm]) -> list[Arm]:
-    """The arms that these names mean, groups spread out, each once; NAME-heads takes the output layer along.
+    """The arms that these names mean, groups expanded, each once; NAME-heads includes the output layer.
 
     >>> [arm.name for arm in arms(["nothing", "solvers"])]
     ['nothing', 'fire', 'fire-10', 'fire-5']

@@ -1,4 +1,4 @@
-"""The moment between two tasks of a stream: the network there, what it will learn next, and how each arm goes on.
+"""The moment between two tasks of a stream: the network there, what it will learn next, and how each arm continues.
 
 boundary = reach(SETTINGS["random-labels"], seed=0)     # trains without any remedy up to the last boundary
 print(rekindle.advise(boundary.model, boundary.batches, optimizer=boundary.optimizer, loss=boundary.loss))
@@ -65,7 +65,7 @@ class Boundary:
 
     @cached_property
     def fresh(self) -> Callable[[], nn.Module] | None:
-        """How a fresh network is made where modules do not say it."""
+        """How a fresh network is made where modules have no scheme."""
         if not self.setting.agents:
             return None
         from rekindle.integrations import sb3
@@ -121,7 +121,7 @@ class Boundary:
         return list(islice(source.batches(self.setting.batch, generator(self.seed, what, self.index)), most))
 
     def on_to(self, index: int, watch: Watch | None = None) -> Boundary:
-        """A later boundary: the same network learns on without a remedy, so that this one is over."""
+        """A later boundary: the same network continues without a remedy; this boundary can no longer be used."""
         told = (lambda row: None) if watch is None else watch
         rows = list(self.rows)
         with random_states_kept():
@@ -184,7 +184,7 @@ def reach(setting: Setting, seed: int, index: int | None = None, watch: Watch | 
             learner: Any = AgentLearner(run, stream)  # type: ignore[arg-type]
         else:
             learner = Learner(run, stream)  # type: ignore[arg-type]
-            learner.__enter__()  # nothing is watched without a remedy, so that nothing must be closed
+            learner.__enter__()  # nothing is observed without a remedy, so nothing has to be closed
     return Boundary(setting, seed, 0, [], learner).on_to(last, watch)
 
 

@@ -1,4 +1,4 @@
-"""What there is to choose from: settings, arms, groups and data sets; and changing a field of a setting by words."""
+"""What there is to choose from: settings, arms, groups and data sets; and changing a field of a setting by text."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def listed(found: Mapping[str, Any], width: int) -> str:
 
 
 def altered(setting: Setting, changes: Iterable[str]) -> Setting:
-    """The setting with fields changed by words such as "lr=0.01" or "stream_options.tasks=5".
+    """The setting with fields changed by text such as "lr=0.01" or "stream_options.tasks=5".
 
     >>> altered(Setting("a", "random-labels", "mlp"), ["lr=0.01", "stream_options.tasks=5"]).stream_options
     {'tasks': 5}

@@ -78,13 +78,13 @@ def average(scores: Sequence[Score]) -> tuple[float | None, float | None]:
 
 @torch.no_grad()
 def log_probabilities(model: nn.Module, x: Tensor) -> Tensor:
-    """What the network answers, (…, classes)."""
+    """The network's log probabilities, (…, classes)."""
     with evaluating(model):
         return torch.cat([model(part).log_softmax(-1) for part in torch.split(x, _AT_ONCE)])
 
 
 def drift_of(before: Tensor, after: Tensor) -> float | None:
-    """How far the function moved: the mean Kullback–Leibler divergence of new answers from old ones.
+    """How far the function moved: the mean Kullback–Leibler divergence of new outputs from old ones.
 
     >>> p = torch.tensor([[0.5, 0.5]]).log()
     >>> drift_of(p, p), round(drift_of(p, torch.tensor([[0.75, 0.25]]).log()), 4)
@@ -99,7 +99,7 @@ def look(model: nn.Module, data: Examples) -> dict[str, float | None] | None:
 
     `dormant` is the share of units whose activity is at most 0.025 of their layer's mean, `effective_rank` the mean
     over layers of feature rank ÷ what it could be, `dfi` the scale-free deviation from isometry per dimension.
-    None stands for what could not be measured.
+    None is unmeasured.
     """
     try:
         found = health(model, [data.some(256).x])
@@ -142,7 +142,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 class Track:
-    """Right answers and loss of every step of a task; sums are taken at the end, so that the loop waits for none.
+    """Right answers and loss of every step of a task; sums are taken at the end, so that the loop never waits.
 
     >>> track = Track()
     >>> for right, loss in ((0, 2.0), (1, 1.0), (2, 0.5), (2, 0.5)):
@@ -168,7 +168,7 @@ class Track:
         self._count.append(count)
 
     def diverged(self) -> bool:
-        """Whether a loss since the last time this was asked is not finite."""
+        """Whether any loss since the last check is not finite."""
         new = self._loss[self._known :]
         self._known = len(self._loss)
         return bool(new) and not bool(torch.stack(new).isfinite().all())
@@ -189,7 +189,7 @@ class Track:
         return [[last, self._mean(0, first, last), self._mean(1, first, last)] for first, last in pairwise(edges)]
 
     def peak(self, first: int = PEAK) -> float | None:
-        """The highest loss among the first steps: the spike that a remedy may leave behind, averages hide it."""
+        """The highest loss among the first steps: the spike that a remedy may cause, which averages hide."""
         return finite(float(torch.stack(self._loss[:first]).max())) if len(self) else None
 
     def _cumulative(self) -> tuple[Tensor, Tensor, Tensor]:

@@ -222,7 +222,7 @@ _MATRIX_ARMS = (
 
 
 def touching(targets: list[str]) -> dict[str, dict[str, Any]]:
-    """Coefficients by which FIRE and its controls all touch the same matrices.
+    """Coefficients with which FIRE and its controls all change the same matrices.
 
     >>> touching(["attention.qk"])["rescale"]
     {'targets': ['attention.qk']}

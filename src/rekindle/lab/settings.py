@@ -188,7 +188,8 @@ def read_source(path: str | Path) -> Any:
             del sys.modules[name]
             if not isinstance(error, Exception):
                 raise
-            # In words of its own, so that a package which the user's file lacks is not taken for one of the laboratory.
+            # With a separate message, so that a package that the user's file needs is not taken for one of the
+            # laboratory.
             lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
             place = f"{file.name}, line {lines[-1]}" if lines else file.name
             kind = next((each for each in (ImportError, ValueError) if isinstance(error, each)), RuntimeError)
@@ -318,7 +319,7 @@ class FirstTask:
         return kept
 
     def save(self, state: Mapping[str, Any]) -> None:
-        """Write beside and rename, so that another process sees all of it or nothing."""
+        """Write to a temporary file and rename, so that another process sees all of it or nothing."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         handle, beside = tempfile.mkstemp(dir=self.path.parent, suffix=".part")
         try:

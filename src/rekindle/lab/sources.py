@@ -1,8 +1,8 @@
 """Where a run's numbers come from: seeds, the examples or text that a task trains on, and streams of tasks.
 
 Every random number comes from the run's seed and a name for what is drawn. Runs of one seed draw the same data, the
-same order and the same first weights whatever remedy they test, because each kind of draw has a generator of its own
-that no other kind can advance. `Examples` and `Text` are handed out in batches; a `Stream` is tasks in a row.
+same order and the same first weights whatever remedy they test, because each kind of draw has its own generator, which
+no other kind advances. `Examples` and `Text` are read in batches; a `Stream` is a sequence of tasks.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def generator(seed: int, *names: str | int) -> torch.Generator:
 def isolated(items: Iterator[Item], seed: int) -> Iterator[Item]:
     """The same items, made while torch's global generator holds a state of their own (dropout draws from it).
 
-    Whoever takes the items finds the global generator as it was.
+    The consumer of the items finds the global generator as it was.
 
     >>> before = torch.get_rng_state()
     >>> numbers = [n.item() for n in isolated((torch.rand(()) for _ in range(2)), seed=1)]
@@ -203,7 +203,7 @@ class Task:
 
 @dataclass(frozen=True, eq=False)
 class Stream:
-    """Tasks in a row, each made when it is asked for and the same at every asking.
+    """A sequence of tasks, each made when needed and the same every time.
 
     `shape` is that of one input and `classes` the number of answers; for text the context and the vocabulary.
 

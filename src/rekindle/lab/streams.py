@@ -1,7 +1,7 @@
 """Streams of tasks from any labelled data set or text: what makes a network lose its plasticity.
 
-Each builder takes the data and a seed, and gives a `Stream` whose tasks are made when they are asked for. `STREAMS`
-holds the same builders by name, with the data named too; `register` adds an own one.
+Each builder takes the data and a seed, and gives a `Stream` whose tasks are made when needed. `STREAMS` holds the same
+builders by name, with the data named too; `register` adds your own.
 """
 
 from __future__ import annotations
@@ -328,7 +328,7 @@ _BUILT_IN = frozenset(STREAMS)
 
 
 def register(name: str) -> Callable[[B], B]:
-    """Add an own stream: a function `builder(seed, **options) -> Stream`; seeds stay below 2³¹.
+    """Add your own stream: a function `builder(seed, **options) -> Stream`; seeds stay below 2³¹.
 
     >>> @register("zeros")
     ... def zeros(seed, *, rows=4):
@@ -357,5 +357,5 @@ def stream(name: str, seed: int, **options: Any) -> Stream:
         close = difflib.get_close_matches(name, STREAMS, 1)
         known = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(STREAMS)}"
         raise ValueError(f"there is no stream {name!r}; {known}")
-    # Own builders hand their seed to numpy, random or manual_seed, some of which take 31 bits only.
+    # User builders pass their seed to numpy, random or manual_seed, some of which take only 31 bits.
     return STREAMS[name](seed if name in _BUILT_IN else seed % 2**31, **options)

@@ -3,7 +3,7 @@
     study = Study.load("random-labels", methods=["nothing", "fire"], seeds=5)
     print(study.run(progress=True))
 
-Killed at any moment, `study.run()` goes on where it was: finished runs are found in the folder by their identity.
+Killed at any moment, `study.run()` continues where it was: finished runs are found in the folder by their identity.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class Study:
         return self.results()
 
     def resume(self, **options: Any) -> Results:
-        """Go on with what is not done; the same as `run`, which never repeats what is finished."""
+        """Continue with what is not done; the same as `run`, which never repeats finished runs."""
         return self.run(**options)
 
     def results(self) -> Results:
@@ -385,7 +385,7 @@ def _arm(value: Any, setting: Mapping[str, Any]) -> list[Arm]:
 def _mlflow(folder: Path, name: str) -> MlflowSink:
     if importlib.util.find_spec("sqlalchemy") is not None:
         return MlflowSink(f"sqlite:///{folder / 'mlflow.db'}", experiment=name)
-    # The skinny mlflow has a file store only, and asks to be told that this is meant.
+    # mlflow-skinny has only a file store, which must be allowed explicitly.
     os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
     return MlflowSink((folder / "mlruns").as_uri(), experiment=name)
 

@@ -44,7 +44,7 @@ _ADAMS = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
 
 
 class Refused(Exception):
-    """A method cannot treat this network, or an optimizer cannot train it; the message says why."""
+    """A method cannot be applied to this network, or an optimizer cannot train it; the message says why."""
 
 
 class Diverged(Exception):
@@ -52,7 +52,7 @@ class Diverged(Exception):
 
 
 def execute(run: Run, *, starts: Path | None = None) -> Iterator[Row]:
-    """Do the run; rows come as they are known: a start, progress, one a task, an end.
+    """Do the run; rows are yielded as they are known: a start, progress, one per task, an end.
 
     `starts` is a folder where the state after the first task is kept, for all runs that do the same until then.
     torch's global random state is not touched, nor is the number of threads.
@@ -164,7 +164,7 @@ class Learner:
         }
 
     def learn(self, index: int, task: Task) -> Generator[Row, None, tuple[Track, bool]]:
-        """The training loop. Numbers stay tensors; every `_CHECK` steps one is waited for, to see a divergence."""
+        """The training loop. Numbers stay tensors; every `_CHECK` steps one is read, to detect divergence."""
         setting, model, optimizers = self.setting, self.model, self.optimizers
         acting = bool(index) or not setting.spare_first
         steps, every = task.length(setting.batch), self._period(task) if acting else 0
@@ -345,7 +345,7 @@ def make_optimizers(model: nn.Module, setting: Setting, arm: Arm) -> list[Optimi
 
 
 def rate(setting: Setting, steps: int) -> Callable[[int], float] | None:
-    """By what the learning rate is multiplied at each step of a task; None where it never changes.
+    """The factor of the learning rate at each step of a task; None where it never changes.
 
     Warm-up rises linearly over the first `warmup` of the steps and reaches the full rate with its last step; cosine
     then falls to a tenth.
@@ -377,7 +377,7 @@ def set_rate(optimizers: Sequence[Optimizer], factor: float) -> None:
 
 
 def _moments(method: Any) -> dict[Moment, Any]:
-    """What a method does at each moment; one that is no Remedy may say its only moment."""
+    """What a method does at each moment; one that is not a Remedy may state its only moment."""
     if not hasattr(method, "at"):
         return {getattr(method, "moment", "event"): method}
     return {moment: part for moment in MOMENTS if (part := method.at(moment)) is not None}

@@ -2,7 +2,7 @@
 
 Published comparisons tune the new method and take the old ones as they are. Here every arm tries as many
 configurations as any other (its own coefficient, or the learning rate), on seeds 100 and 101, judged by the setting's
-headline; the chosen one is then run on the reported seeds and stands beside the untuned one.
+headline; the chosen one is then run on the reported seeds and shown beside the untuned one.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def choose(tried: Sequence[Arm], values: Sequence[Mapping[int, float]], *, falli
 
 
 def tuned_name(name: str) -> str:
-    """How a tuned arm is called.
+    """The name of a tuned arm.
 
     >>> tuned_name("fire")
     'fire (tuned)'

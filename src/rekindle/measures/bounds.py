@@ -32,7 +32,7 @@ def curvature_bound(dfis: Sequence[float], *, hessian: float, gradient: float) -
     """Theorem 2: how large the loss Hessian's norm can be, for whitened inputs and a fixed ReLU pattern.
 
     `hessian` and `gradient` bound the per-sample loss as a function of the network's output (½ and √2 for
-    softmax cross-entropy). `dfis` holds one DfI a layer.
+    softmax cross-entropy). `dfis` holds one DfI per layer.
 
     >>> curvature_bound([0.0, 0.0], hessian=0.5, gradient=math.sqrt(2)).__round__(3)
     3.828
@@ -68,7 +68,7 @@ def rank_bound(*, dfi: float, dimensions: int, delta: float = 0.01, spread: floa
 def score_bounds(*, dfi: float) -> tuple[float, float] | None:
     """Theorem 4: the range of dormancy scores on Gaussian inputs; None where DfI ≥ 1 and nothing follows.
 
-    Holds for positive-homogeneous activations (ReLU and its leaky kin) where out ≤ in.
+    Holds for positive-homogeneous activations (ReLU and leaky variants) where out ≤ in.
 
     >>> score_bounds(dfi=0.0)
     (1.0, 1.0)

@@ -96,7 +96,7 @@ def similar_pairs(w: Tensor, tau: float = 0.8) -> Tensor:
     for start in range(0, neurons, strip):
         cosines = rows[..., start : start + strip, :] @ rows.mT
         found += torch.count_nonzero(cosines.abs() > tau, dim=(-2, -1))
-    # Each live neuron met itself once.
+    # Each live neuron was compared with itself once.
     return (found - count * (tau < 1)).to(rows.dtype) / pairs_or_nan(count)
 
 
@@ -110,7 +110,7 @@ def dead_rows(w: Tensor, share: float = DEAD_SHARE) -> Tensor:
 
 
 def dead_columns(w: Tensor, share: float = DEAD_SHARE) -> Tensor:
-    """How many inputs are hardly read: column norm ≤ `share` of the largest column's.
+    """How many inputs are barely used: column norm ≤ `share` of the largest column's.
 
     >>> dead_columns(torch.tensor([[1.0, 0.0], [2.0, 0.0]]))
     tensor(1)
@@ -129,7 +129,7 @@ def row_norm_spread(w: Tensor) -> Tensor:
 
 
 def above(norms: Tensor, share: float = DEAD_SHARE) -> Tensor:
-    """Which norms are more than rounding beside the largest.
+    """Which norms are more than rounding, relative to the largest.
 
     >>> above(torch.tensor([1.0, 1e-9]))
     tensor([ True, False])
@@ -243,7 +243,7 @@ def squared_frobenius_error(w: Tensor, changed: Tensor, *, relative: bool = Fals
 class Measures:
     """Every measure of a batch of matrices, one entry per matrix; None is unmeasured, NaN undefined.
 
-    `spectral_norm` and `stable_rank` come from the exact spectrum in full mode, from 16 power steps else. Cheap
+    `spectral_norm` and `stable_rank` come from the exact spectrum in full mode, from 16 power steps otherwise. Cheap
     mode compares rows only where the Gram matrix holds them (out ≤ in); the Welch ratio is of the other case.
     """
 
@@ -306,7 +306,7 @@ class Measures:
 
 
 def measure(w: Tensor, *, scale: float | Tensor = 1.0, mode: Mode = "cheap", tau: float = 0.8) -> Measures:
-    """Every measure of the matrices w (..., out, in); `scale` is a number or one a matrix.
+    """Every measure of the matrices w (..., out, in); `scale` is a number, or one per matrix.
 
     Cheap mode multiplies matrices in at least float32 and finds no eigenvalue; full mode adds the exact
     spectrum in float64 and the share of similar pairs (|cosine| > `tau`; where out > in and all pairs would take
@@ -335,7 +335,7 @@ def measure(w: Tensor, *, scale: float | Tensor = 1.0, mode: Mode = "cheap", tau
 
 def _measure(w: Tensor, scale: Tensor, mode: Mode, tau: float) -> dict[str, Tensor]:
     w = real(w)
-    # BLAS reads a transposed matrix as it is; taps of a convolution lie scattered and are worth one copy.
+    # BLAS reads a transposed matrix as it is; taps of a convolution are strided and worth one copy.
     w = w if 1 in (w.stride(-1), w.stride(-2)) else w.contiguous()
     out, in_ = w.shape[-2:]
     g = gram(w.double() if mode == "full" else w)

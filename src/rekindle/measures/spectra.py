@@ -192,7 +192,7 @@ def real(w: Tensor) -> Tensor:
 
 
 def finite(w: Tensor) -> Tensor:
-    """The same as `real`, and an error on NaN or Inf: LAPACK's eigensolvers raise or spin on those.
+    """The same as `real`, and an error on NaN or Inf: LAPACK's eigensolvers raise or do not terminate on those.
 
     >>> finite(torch.full((2, 2), float("nan")))
     Traceback (most recent call last):
@@ -242,7 +242,7 @@ def side_by_side(work: Callable[[T], R], items: Iterable[T], *, workers: int) ->
     with one_blas_thread(), ThreadPoolExecutor(workers, thread_name_prefix="rekindle") as pool:
         waiting: deque[Future[R]] = deque()
         for item in items:
-            if len(waiting) == 2 * workers:  # so that none waits for the first, if that takes long
+            if len(waiting) == 2 * workers:  # so that a slow first item does not hold up the others
                 yield waiting.popleft().result()
             waiting.append(pool.submit(work, item))
         while waiting:
@@ -250,7 +250,7 @@ def side_by_side(work: Callable[[T], R], items: Iterable[T], *, workers: int) ->
 
 
 def workers_for(numbers: int) -> int:
-    """How many matrices to look at side by side if there are this many numbers in all: 1, or torch's threads.
+    """How many matrices to process in parallel for this many numbers in all: 1, or torch's thread count.
 
     >>> workers_for(1000)
     1
@@ -259,9 +259,9 @@ def workers_for(numbers: int) -> int:
 
 
 def one_blas_thread() -> AbstractContextManager[object]:
-    """A context in which numpy's BLAS uses one thread per call, if threadpoolctl is there to say so.
+    """A context in which numpy's BLAS uses one thread per call, if threadpoolctl is installed.
 
-    Without it the threads of one call take turns with those of the other: slower, and as right.
+    Without it the threads of both calls compete: slower, with the same result.
     """
     try:
         from threadpoolctl import threadpool_limits

@@ -14,8 +14,8 @@ Value = TypeVar("Value")
 class PerModel(Generic[Value]):
     """One value per model, made again when a module or parameter was replaced, frozen, cast or moved.
 
-    `load_state_dict(assign=True)` replaces parameters, and so does a new layer in an old place: a value made before
-    would go on changing weights that nobody uses. A model is forgotten with its last reference; a pickled or copied
+    `load_state_dict(assign=True)` replaces parameters, and so does a new layer in an old place: an old value would
+    keep changing weights that are no longer used. A model is forgotten with its last reference; a pickled or copied
     cache is empty.
 
     >>> model, cache = nn.Sequential(nn.Linear(1, 1)), PerModel()
@@ -30,7 +30,7 @@ class PerModel(Generic[Value]):
         self._kept: weakref.WeakKeyDictionary[nn.Module, tuple[list[Any], Value]] = weakref.WeakKeyDictionary()
 
     def get(self, model: nn.Module, make: Callable[[], Value], stale: Callable[[Value], object] = id) -> Value:
-        """The value for this model; `stale` first gets the one for what the model used to be, if there was one."""
+        """The value for this model; `stale` is first called with the old value, if there was one."""
         parts = _parts(model)
         known = self._kept.get(model)
         if known is not None:

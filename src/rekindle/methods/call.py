@@ -1,8 +1,8 @@
 """One application of a method: what it was given, and how the replicas of a model (DDP) come to one decision.
 
-Replicas hold the same weights and must be changed alike. What every one of them saw of its own data is added up,
-and random numbers are those of the first: `Call.total`, `Call.mean`, `Call.first` and `Call.generator` do that, and
-are the identity for a model that is not replicated.
+Replicas hold the same weights and must be changed alike. Statistics of each replica's data are summed, and random
+numbers are those of the first: `Call.total`, `Call.mean`, `Call.first` and `Call.generator` do that, and are the
+identity for a model that is not replicated.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Call:
 
     @cached_property
     def inner(self) -> nn.Module:
-        """The user's own module. Looking at batches goes through it: DDP counts the passes of its own forward."""
+        """The user's own module. Batches are run through it: DDP counts the passes of its own forward."""
         return unwrapped(self.model)
 
     @cached_property
@@ -95,7 +95,7 @@ _given: ContextVar[Any] = ContextVar("replicas", default=None)
 def replicated(group: Any = None) -> Iterator[None]:
     """Inside, bare models count as replicas over this process group (by default all processes), as within DDP.
 
-    For trainers that hand a method the module inside of their wrapper. Every process must make the same calls.
+    For trainers that pass a method the module inside their wrapper. Every process must make the same calls.
     """
     token = _given.set(dist.group.WORLD if group is None else group)
     try:

@@ -59,7 +59,7 @@ class Compose(Remedy):
         return Compose(found) if found else None
 
     def check(self, call: Call) -> None:
-        """Ask every member."""
+        """Check every member."""
         for method in self.methods:
             if isinstance(method, Remedy):
                 method.check(call)

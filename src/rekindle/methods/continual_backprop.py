@@ -28,10 +28,10 @@ class ContinualBackprop(NeuronRemedy):
     """Generate-and-test (Dohare et al., 2024), to be called after every optimizer step.
 
     Contribution utility u_i ← η·u_i + (1 − η)·mean|h_i|·Σ|w_out,i| and mean activity f_i ← η·f_i + (1 − η)·mean h_i,
-    both divided by 1 − η^age before use. Each step a layer owes ρ·(neurons older than `maturity`) replacements;
-    whole ones are paid at once with the least useful mature neurons, the rest is carried over. Nothing is owed for
-    neurons that are not mature, so debts cannot burst. A leaving neuron hands f_i·w_out to the consumer's bias.
-    Statistics come from `observe(model)`. η = 0.99, ρ = 1e-4 as in the paper.
+    both divided by 1 − η^age before use. Each step adds ρ·(neurons older than `maturity`) to a layer's count of due
+    replacements; the whole part is done at once on the least useful mature neurons, the rest is carried over. Immature
+    neurons add nothing, so replacements cannot pile up. The mean contribution f_i·w_out of a replaced neuron is added
+    to the consumer's bias. Statistics come from `observe(model)`. η = 0.99, ρ = 1e-4 as in the paper.
 
     >>> from torch import nn
     >>> model = nn.Sequential(nn.Linear(2, 50), nn.ReLU(), nn.Linear(50, 1))
@@ -141,7 +141,7 @@ class ContinualBackprop(NeuronRemedy):
         return utility.topk(amount, largest=False).indices
 
     def gathered(self) -> dict[str, Any]:
-        """Utilities, means, ages and debts."""
+        """Utilities, means, ages and due replacements."""
         return {"lives": {name: asdict(life) for name, life in self._lives.items()}}
 
     def restore(self, state: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Controls for FIRE, each of which differs from it in one thing, and the clipping that contains it.
+"""Controls for FIRE, each of which differs from it in one thing, and singular value clipping, which generalises it.
 
 They have FIRE's targets and scales, and change matrices block by block as it does.
 """

@@ -1,4 +1,4 @@
-"""DASH: shrink each filter as far as the loss does not want it."""
+"""DASH: shrink each filter unless it points along the negative gradient."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class DASH(Remedy):
 
     Over the batches, G ← (1 − alpha)·G + alpha·(−∇L) for every weight. Each row of a linear layer, each (output,
     input) kernel of a convolution, and the whole bias of a layer is then multiplied by max(cos(w, g), lam): what
-    points where the loss wants to go is kept, the rest shrinks to lam. (A bias that stayed as it was would
+    points along the negative gradient is kept, the rest shrinks to lam. (A bias that stayed as it was would
     outweigh its shrunken row: a layer without normalisation dies of it.) A 1×1 kernel is one number, so its cosine is
     ±1. The defaults are FIRE's for ResNet-18. The authors take one batch per chunk of all data so far, oldest first,
     with BatchNorm in evaluation mode, and keep SGD's momentum (`optimizer_state="none"`); small batches give noisy

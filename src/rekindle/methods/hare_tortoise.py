@@ -1,4 +1,4 @@
-"""Hare and tortoise: go back to a slow average of oneself."""
+"""Hare and tortoise: reset to a slow average of the network's own weights."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class HareTortoise(Remedy):
     tortoise ← momentum·tortoise + (1 − momentum)·hare after every step: by `update(model)`, or by `observe(model)`,
     which does it before every training forward pass. Calling the method copies the tortoise into the model;
     floating-point buffers are averaged along, so that BatchNorm statistics fit the weights. The authors do so every
-    ten epochs and leave the optimizer's state alone. The tortoise itself (`tortoise()`) is the network to evaluate.
+    ten epochs and keep the optimizer's state. The tortoise itself (`tortoise()`) is the network to evaluate.
 
     >>> model = nn.Linear(1, 1, bias=False)
     >>> method = HareTortoise(momentum=0.5)
@@ -47,10 +47,10 @@ class HareTortoise(Remedy):
 
     @torch.no_grad()
     def update(self, model: nn.Module) -> None:
-        """Let the tortoise take one step; the first time it stands where the hare is.
+        """One step of the average; the first call copies the present weights.
 
         It follows the hare to another dtype or device, and starts anew with a tensor whose shape changed. A tensor with
-        NaN or Inf in it (a diverged step) is left out, as an average would keep them for ever.
+        NaN or Inf in it (a diverged step) is left out, since an average would keep them forever.
         """
         hare = _finite({name: tensor for name, tensor in tensors_of(model).items() if tensor.is_floating_point()})
         before = self._average

@@ -1,8 +1,8 @@
 """Watching hidden neurons while a model trains, and replacing single ones.
 
-Replacing a neuron re-draws what comes in by the layer's own scheme and zeroes what goes out, so that the network's
-output does not jump; normalisation entries of the neuron start again, and so do exactly the optimizer's rows and
-columns. Writes go through `index_copy_` and `index_fill_`: an indexed `w[:, mask].data.fill_(0)`, as in released
+Replacing a neuron redraws its incoming weights by the layer's own scheme and zeroes the outgoing ones, so that the
+network's output does not jump; normalisation entries of the neuron start again, and so do exactly the optimizer's rows
+and columns. Writes go through `index_copy_` and `index_fill_`: an indexed `w[:, mask].data.fill_(0)`, as in released
 code of several papers, fills a copy and changes nothing.
 """
 
@@ -82,7 +82,7 @@ class Sums:
         return Sums(*({name: three[at] for name, three in known.items()} for at in range(3)))
 
     def notes(self) -> list[str]:
-        """What was left out, in words."""
+        """What was left out, as text."""
         bad = {name: int(count) for name, count in self.left_out.items() if float(count)}
         return [f"{name}: {count} passes with NaN or Inf were left out" for name, count in bad.items()]
 
@@ -121,7 +121,7 @@ class NeuronOptions(TypedDict, total=False):
 
 @dataclass
 class Judgement:
-    """Which neurons are to be replaced, by layer, and what is to be said about it."""
+    """Which neurons are to be replaced, by layer, and the notes for the receipt."""
 
     neurons: Mapping[str, Tensor]
     means: Mapping[str, Tensor] = field(default_factory=dict)
@@ -135,7 +135,7 @@ class NeuronRemedy(Remedy):
     `targets` are globs of layer names ("auto": every layer whose neurons' consumers are known). `consumers` is the
     map for models that cannot be traced (`rekindle.consumers.wiring.wire`). Layers that cannot be wired are in the
     receipt with the reason; a model without any is refused. `second_moment` is what Adam's second moment becomes in the
-    replaced rows and columns: its step count is one number per parameter, so single rows cannot be quite fresh, and
+    replaced rows and columns: its step count is one number per parameter, so single rows cannot be fully reset, and
     with a zero second moment their next step would be 3 to 6.5 times too large. `fresh` is a factory of a new model,
     from which incoming weights are taken where the model initialises itself in its `__init__`: else they are drawn by
     the modules' own `reset_parameters` (or transformers' scheme), which is not always the same.
@@ -301,7 +301,7 @@ class Replacement:
         second_moment: Literal["mean", "zero"] = "mean",
         notes: Sequence[str] = (),
     ) -> Receipt:
-        """Check, re-draw, cut, tidy the optimizer, and report; the generator is asked for only if there are neurons."""
+        """Check, redraw, zero, reset optimizer rows, and report; the generator is used only if there are neurons."""
         places = self._places()
         optimizers.check(optimizer, {name: place.parameter for name, place in places.items()})
         check_finite({name: place.parameter for name, place in places.items()})
@@ -332,7 +332,7 @@ class Replacement:
         return initial.draw(unwrapped(self.model), generator=generator(), fresh=self.fresh, names=names)
 
     def _hand_over(self, group: Group, notes: list[str]) -> None:
-        """Give the consumers' biases what the leaving neurons contributed on average (Dohare et al., 2024)."""
+        """Add the mean contribution of the replaced neurons to the consumers' biases (Dohare et al., 2024)."""
         if group.name not in self.means:
             return
         if group.late:

@@ -24,9 +24,8 @@ class NormalizeAndProject(Remedy):
 
     Behind a normalisation layer, growing weights are a shrinking learning rate; a constant norm keeps it constant.
     This is the projection half, of every weight but the output layer's, whose scale no normalisation takes back; the
-    layers that normalise, and their own scales and offsets, are the model's business. Call `remember(model)`
-    while it is new: only the norms are stored, of a fused weight that of its targeted parts. The optimizer's state is
-    kept.
+    layers that normalise, and their own scales and offsets, belong to the model. Call `remember(model)` while it is
+    new: only the norms are stored, of a fused weight that of its targeted parts. The optimizer's state is kept.
 
     >>> model = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3), nn.Linear(3, 2))
     >>> method = NormalizeAndProject()

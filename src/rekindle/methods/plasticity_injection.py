@@ -20,7 +20,7 @@ from rekindle.optimizers import StateReset
 from rekindle.optimizers import resetting as optimizers
 from rekindle.projection.receipt import BlockRecord, Receipt
 
-# Wrappers that count or split the parameters once, when the model is wrapped: new ones would be trained by nobody.
+# Wrappers that count or split the parameters once, when the model is wrapped: new ones would not be trained.
 _CLOSED = ("DistributedDataParallel", "FullyShardedDataParallel", "DeepSpeedEngine")
 
 

@@ -16,9 +16,9 @@ class ReDo(NeuronRemedy):
     """Recycle neurons whose activity is at most tau of their layer's mean (Sokar et al., 2023).
 
     s_i = mean|h_i| / mean over the layer of mean|h_k|, measured on the `batches` of the call, or on what `observe`
-    has seen since the last call. Dormant are s_i ≤ tau; a layer that is all silent is all dormant. Their
-    incoming weights are drawn again, biases and outgoing weights become zero. `period` is what a
-    `Schedule` without a trigger goes by (1,000 steps in the paper, tau = 0.025).
+    has seen since the last call. Dormant are s_i ≤ tau; in a layer without any activity all are dormant. Their
+    incoming weights are drawn again, biases and outgoing weights become zero. `period` is used by a `Schedule` without
+    a trigger (1,000 steps in the paper, tau = 0.025).
 
     >>> import torch
     >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
@@ -81,7 +81,7 @@ class ReDo(NeuronRemedy):
                 check_finite({f"{maker.name}.weight": maker.weight for each in wiring for maker in each.makers})
                 raise ValueError(f"every recorded activity of {group.name!r} holds NaN or Inf; nothing was changed")
             mean = sums.values[group.name] / sums.seen[group.name].to(sums.values[group.name])
-            found[group.name] = (mean / mean.mean()).nan_to_num(0.0)  # a silent layer is all dormant
+            found[group.name] = (mean / mean.mean()).nan_to_num(0.0)  # in an inactive layer all neurons are dormant
         return found
 
     def gathered(self) -> dict[str, Any]:

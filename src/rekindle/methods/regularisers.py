@@ -1,4 +1,4 @@
-"""Remedies that pull the weights all the time: a term of the loss, or a decoupled step of their own."""
+"""Remedies that act on the weights at every step: a term of the loss, or a decoupled step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every remedy has: the call itself, what it needs of a trainer, random numbers of its own, and a state.
+"""What every remedy has: the call itself, what it needs of a trainer, its own generator, and a state.
 
 A remedy implements `apply(call)`, which changes the model and returns a Receipt; settings, time and memory are filled
 in here. The class attributes say what a trainer must do for it, so that no trainer needs to know any remedy by name:

@@ -185,7 +185,7 @@ class OptimizerReset(Remedy):
     """All weights stay, all optimizer state of the targets is dropped, as if the optimizer were new.
 
     The control for every remedy that comes with a new optimizer: what a remedy gains beyond this is its own. An
-    optimizer counts steps per parameter, so of a fused weight the whole state goes.
+    optimizer counts steps per parameter, so the whole state of a fused weight is dropped.
 
     >>> model = nn.Linear(2, 1)
     >>> adam = torch.optim.Adam(model.parameters())

@@ -15,7 +15,7 @@ from rekindle.methods.call import Call, replicas
 from rekindle.methods.neurons import Judgement, NeuronOptions, NeuronRemedy, others
 from rekindle.projection.method import Batch
 
-_EXACT = 16  # intervals up to this are counted each for itself
+_EXACT = 16  # intervals up to this have a bin each
 _PER_OCTAVE = 4  # above it, bins grow by 2^(1/4)
 
 
@@ -36,7 +36,7 @@ class SelfNormalizedReset(NeuronRemedy):
     them. Every `update_every` calls the thresholds are taken from the histograms and these start anew: a reset cuts
     a silence short at the threshold and is counted there, so a percentile that comes out at the old threshold or
     above means "longer than could be seen", and the threshold grows by `expansion`; otherwise it contracts.
-    Histograms have single bins up to 16 and four an octave above, so memory does not grow with `longest`. A neuron
+    Histograms have single bins up to 16 and four per octave above, so memory does not grow with `longest`. A neuron
     whose activation has no zero (GELU fires at any positive value) is seldom reset.
 
     >>> method = SelfNormalizedReset(first_threshold=2)
@@ -78,7 +78,7 @@ class SelfNormalizedReset(NeuronRemedy):
         self._edges = upper_edges(longest)
 
     def wiring(self, model: nn.Module, batches: Iterable[Batch] | None = None) -> Wiring:
-        """As for every neuron remedy; replicas are asked at the call, a model of its own can be counted at once."""
+        """As for every neuron remedy; replicas are combined at the call, a single model is counted at once."""
         self._alone = replicas(model) is None
         return super().wiring(model, batches)
 
@@ -124,7 +124,7 @@ class SelfNormalizedReset(NeuronRemedy):
             self._passes.pop(name, None)
 
     def _advance(self, group: Group, call: Call | None) -> None:
-        """Let a group's clock run over the passes that wait.
+        """Advance a group's clock over the recorded passes.
 
         A neuron fires if it does so on any replica of the model; replicas make equally many passes.
         """

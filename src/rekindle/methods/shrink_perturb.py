@@ -1,4 +1,4 @@
-"""Shrink and perturb: part of the way back to a start."""
+"""Shrink and perturb: interpolate towards a start."""
 
 from __future__ import annotations
 

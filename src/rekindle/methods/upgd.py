@@ -26,11 +26,10 @@ class UPGD(Remedy):
 
     u ← β·u + (1 − β)·(−g·w), û = u/(1 − β^t), s = sigmoid(û / max û over all weights); then
     w ← w − lr·(g + σ·ξ)(1 − s) with ξ ~ N(0, 1): first-order, global UPGD. With SGD (or no optimizer) the gradient is
-    gated in place and SGD's own weight decay is not. Any other optimizer would divide the gate away again, so there,
-    as in the authors' adaptive form, its moments see the plain gradient, and the change that its step makes is gated
-    and perturbed when the step has been taken; decoupled weight decay is not gated.
-    (The authors' code divides û by the largest u instead of the largest û, which differs for the first 1/(1 − β)
-    steps.)
+    gated in place and SGD's own weight decay is not. Any other optimizer would normalise the gate away, so there, as in
+    the authors' adaptive form, its moments see the plain gradient, and the change that its step makes is gated and
+    perturbed when the step has been taken; decoupled weight decay is not gated. (The authors' code divides û by the
+    largest u instead of the largest û, which differs for the first 1/(1 − β) steps.)
 
     >>> model = torch.nn.Linear(2, 1)
     >>> model(torch.ones(1, 2)).sum().backward()
@@ -68,10 +67,10 @@ class UPGD(Remedy):
         self._waiting = []
         gradients = {name: _gradient(share) for name, share in shares.items()}
         if bad := [name for name, gradient in gradients.items() if not bool(gradient.isfinite().all())]:
-            # A gradient scaler skips this step; in an average of utilities NaN would stay for ever.
+            # A gradient scaler skips this step; in an average of utilities NaN would stay forever.
             note = f"{len(bad)} gradients hold NaN or Inf ({bad[0]}, …): utilities and gradients stay as they were"
             return Receipt(self.name, (), skipped, optimizer=StateReset("none"), notes=(note,))
-        # What is no torch optimizer has no hook to wait for, and gets the gated gradient.
+        # An optimizer that is not torch's has no step hook, and gets the gated gradient.
         opened = [each for each in optimizers.unwrap(call.optimizer) if hasattr(each, "register_step_post_hook")]
         adaptive = [each for each in opened if not isinstance(each, torch.optim.SGD)]
         later = {id(parameter) for each in adaptive for group in each.param_groups for parameter in group["params"]}

@@ -1,4 +1,4 @@
-"""Changing parameters or matrices: check everything, write in place, tidy the optimizer, and report it."""
+"""Changing parameters or matrices: check everything, write in place, reset optimizer state, and report it."""
 
 from __future__ import annotations
 

@@ -29,9 +29,9 @@ class Guard:
     loss: `loss(model, batch) -> scalar`; without it the model's own `.loss` is taken (transformers with labels).
     max_rise: the largest rise of the mean loss that is accepted; a loss that is not finite is never accepted.
 
-    The loss is measured in evaluation mode without a trace on the model or on random numbers. Under DDP the mean over
-    all ranks decides, so that all ranks decide alike; so it does for a model in shards, where every rank must have the
-    same number of batches.
+    The loss is measured in evaluation mode; the model and the random state are left as they were. Under DDP the mean
+    over all ranks decides, so that all ranks decide alike; so it does for a model in shards, where every rank must have
+    the same number of batches.
 
     >>> import rekindle
     >>> _ = torch.manual_seed(0)
@@ -176,7 +176,7 @@ def _kept_optimizer(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
 
 
 def _kept(value: Any) -> Callable[[], Any]:
-    """A function that gives back the same object with the contents of now."""
+    """A function that returns the same object with its present contents."""
     if isinstance(value, Tensor):
         copy = value.detach().clone()
 

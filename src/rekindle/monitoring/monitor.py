@@ -57,10 +57,10 @@ class Monitor:
 
     The data are `batches`, or else the input of the forward pass before the sampled step; padding is left out
     where an `attention_mask` says so. Gradient norms are those that the step used, and the effective learning
-    rate is ‖update‖/‖w‖ of that step. With `loss` gradient dormancy is measured on `batches` too, at the price of
-    a backward pass. A sample that fails warns and is skipped: watching must not stop a training run.
+    rate is ‖update‖/‖w‖ of that step. With `loss` gradient dormancy is measured on `batches` too, at the cost of a
+    backward pass. A sample that fails warns and is skipped: monitoring must not stop a training run.
 
-    `reference` is an earlier Health; `set_reference()` takes the state of now, for example at the end of a task.
+    `reference` is an earlier Health; `set_reference()` takes the present state, for example at the end of a task.
 
     >>> layer = nn.Linear(2, 2)
     >>> monitor = Monitor(layer, torch.optim.SGD(layer.parameters()), every=10)
@@ -107,7 +107,7 @@ class Monitor:
         self.attach()
 
     def attach(self) -> None:
-        """Begin to watch; a second call does nothing."""
+        """Begin sampling; a second call does nothing."""
         if self._handles:
             return
         refuse_hidden(self.model, "rekindle.health(model.module)", writes=False)
@@ -126,7 +126,7 @@ class Monitor:
             self._handles.append(self.model.register_forward_pre_hook(self._on_forward, with_kwargs=True))
 
     def detach(self) -> None:
-        """Stop watching; the history stays. Always possible, also twice."""
+        """Stop sampling; the history stays. May be called any number of times."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -184,7 +184,7 @@ class Monitor:
             return activity(self.model, batches, loss=self.loss, mode=self.mode, attention=self.mode == "full")
 
     def _add_step(self, reading: HealthBuilder) -> None:
-        """What the step itself shows: gradients as they were used, and how far the weights went."""
+        """What the step itself shows: gradients as they were used, and how far the weights moved."""
         held = [(name, p, p.grad) for name, p in self._named if p.grad is not None and not p.grad.is_sparse]
         if held and not reading.gradients:
             sizes = norms([grad for _, _, grad in held])
@@ -223,7 +223,7 @@ class Monitor:
             self.sample()
         except Exception as error:
             warnings.warn(f"no health sample at step {self.steps}: {error}", RuntimeWarning, stacklevel=2)
-        # Not kept until the next sample: a batch on a GPU is memory.
+        # Not kept until the next sample: a batch takes GPU memory.
         self._input = self._before = None
 
     def state_dict(self) -> dict[str, Any]:

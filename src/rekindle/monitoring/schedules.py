@@ -29,7 +29,7 @@ class Firing:
 class Schedule:
     """A method, applied where a trigger says so.
 
-    Without a trigger it goes by what the method says of itself: every `period` steps, else after every step for a
+    Without a trigger the method's own attributes decide: every `period` steps, else after every step for a
     method whose moment is that, else at task boundaries. `guard` takes a remedy back if the loss rises too much.
 
     >>> from rekindle.monitoring.triggers import Every
@@ -50,10 +50,10 @@ class Schedule:
         self.method, self.trigger, self.guard = method, trigger, guard
         self.firings: list[Firing] = []
         self._sample: Any = None
-        self._missing = dict.fromkeys(trigger.reads(), True)  # not seen yet, and nothing said about it
+        self._missing = dict.fromkeys(trigger.reads(), True)  # metrics not seen yet, and not warned about
 
     def bind(self, model: nn.Module, optimizer: Any) -> None:
-        """What is trained, and by what; for schedules that look at it themselves. Each `step` says so anew."""
+        """The model and optimizer that are trained; for schedules that read them. Each `step` updates both."""
 
     def step(
         self,
@@ -64,9 +64,9 @@ class Schedule:
         batches: Iterable[Batch] | None = None,
         loss: Loss | None = None,
     ) -> Receipt | None:
-        """Ask the trigger once; if it fires, apply the method and give its receipt.
+        """Evaluate the trigger once; if it fires, apply the method and return its receipt.
 
-        metrics: a dict, a Health, a monitor's sample, or the Monitor itself, of which each sample is looked at once.
+        metrics: a dict, a Health, a monitor's sample, or the Monitor itself, each of whose samples is used once.
         """
         self.bind(model, optimizer)
         given = self._given(metrics)
@@ -85,7 +85,7 @@ class Schedule:
         return receipt
 
     def _given(self, metrics: Metrics | Flat | Monitor) -> Metrics | None:
-        """The numbers of now; None where a monitor has taken no sample since the last look."""
+        """The present metrics; None where a monitor has taken no new sample."""
         if not isinstance(metrics, Monitor):
             return flat(metrics)
         if metrics.last is None or metrics.last is self._sample:

@@ -37,7 +37,7 @@ class _Closing:
     """A sink that holds something open; `close` is safe to call twice, and a `with` block calls it."""
 
     def close(self) -> None:
-        """Flush and let go."""
+        """Flush and release it."""
 
     def __enter__(self) -> Any:
         return self
@@ -143,7 +143,7 @@ class MlflowSink(_Closing):
         return re.sub(r"[^\w\-./ ]", "_", name)
 
     def __call__(self, step: int, numbers: dict[str, float]) -> None:
-        """Write one step, in lots that one request may hold."""
+        """Write one step, in batches that fit into one request."""
         import time
 
         now = int(time.time() * 1000)

@@ -1,7 +1,7 @@
-"""When a method is applied: triggers that look at metrics and say why they fired, and the Schedule that obeys them.
+"""When a method is applied: triggers that read metrics and return the reason why they fire.
 
 A trigger is called once per step with a mapping of metrics (a Health's `flat()`, a training loop's own numbers, or
-both) and answers with the reason, or None. A metric that is not there was not measured and fires nothing. Names are
+both) and returns the reason, or None. A metric that is not there was not measured and fires nothing. Names are
 those of `Health.flat()`, with or without the prefix "health/" that a monitor's sinks show.
 
 >>> trigger = AnyOf(Every(3), DormancyAbove(0.5))
@@ -34,7 +34,7 @@ class Flat(Protocol):
 class Trigger(ABC):
     """Says when. `cooldown` steps must pass between two firings, and `most` caps their number.
 
-    A subclass answers `look`, which may keep its own state, and resets that state in `commit`, which is called
+    A subclass implements `look`, which may keep its own state, and resets that state in `commit`, which is called
     only if the trigger as a whole fired. `state_dict` holds its attributes that are named in `_kept`.
     """
 
@@ -57,7 +57,7 @@ class Trigger(ABC):
         return reason
 
     def consider(self, metrics: Metrics) -> str | None:
-        """One step without firing: what a trigger that contains this one asks."""
+        """One step without firing: called by a trigger that contains this one."""
         self.step += 1
         reason = self.look(metrics)
         rested = self._last is None or self.step - self._last > self.cooldown
@@ -74,7 +74,7 @@ class Trigger(ABC):
         """The reason to fire now, or None."""
 
     def reads(self) -> list[tuple[str, ...]]:
-        """The metrics that it needs to fire; where one of several names will do, they stand together."""
+        """The metrics that it needs to fire; names of which one is enough are grouped."""
         return []
 
     def commit(self) -> None:
@@ -302,7 +302,7 @@ class VerdictIs(Trigger):
 
 
 class _Joined(Trigger):
-    """Several triggers that are all asked at every step, so that each keeps its own count."""
+    """Several triggers that are all evaluated at every step, so that each keeps its own count."""
 
     def __init__(self, *triggers: Trigger, cooldown: int = 0, most: int | None = None) -> None:
         super().__init__(cooldown=cooldown, most=most)
@@ -321,7 +321,7 @@ class _Joined(Trigger):
         return [reason for _, reason in found if reason is not None]
 
     def commit(self) -> None:
-        """Those that spoke have fired."""
+        """The members that gave a reason have fired."""
         for trigger in self._spoke:
             trigger.fire()
 
@@ -347,7 +347,7 @@ class AnyOf(_Joined):
     """
 
     def look(self, metrics: Metrics) -> str | None:
-        """All reasons there are."""
+        """The reasons of all members that would fire."""
         return " and ".join(self._reasons(metrics)) or None
 
 

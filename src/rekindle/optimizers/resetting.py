@@ -1,8 +1,8 @@
 """The state that an optimizer keeps for parameters that changed.
 
 After a projection the moments in an optimizer belong to weights that no longer exist. `reset` starts the slots of the
-changed parameters afresh, in place, so that their next step is the one a new optimizer would take, and leaves every
-other parameter's slots alone. `check` finds everything that could go wrong before anything is written.
+changed parameters afresh, in place, so that their next step is the one a new optimizer would take, and does not touch
+any other parameter's slots. `check` finds everything that could go wrong before anything is written.
 """
 
 from __future__ import annotations
@@ -219,7 +219,7 @@ def understood(
         if isinstance(kept, str):
             if kept == label:
                 raise ValueError(
-                    f"the state of {label} for {name!r} is not known how to reset: call {how}, "
+                    f"how to reset the state of {label} for {name!r} is not known: call {how}, "
                     "or pass optimizer_state='none'"
                 )
             raise ValueError(
@@ -397,7 +397,7 @@ def known_slots(optimizer: Optimizer, held: Iterable[Held]) -> list[Mapping[str,
         try:
             kept = slots(optimizer, parameter)
             if not optimizer.state.get(parameter):
-                slots(optimizer, group["params"][0])  # it may hold the state of the whole group in a way nobody told
+                slots(optimizer, group["params"][0])  # it may hold the state of the whole group in an unregistered way
         except KeyError as error:
             found.append(str(error.args[0]))
         else:

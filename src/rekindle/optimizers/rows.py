@@ -1,4 +1,4 @@
-"""The optimizer state of single neurons: rows and columns of a parameter that start over while the others live on."""
+"""The optimizer state of single neurons: rows and columns of a parameter are reset while the others are kept."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def reset_rows(
 
     rows, columns: indices or a boolean mask. First moments start over; second moments take the mean of the rows (or
     columns) that are not reset, or start over with `second_moment="zero"`; master copies take the new weights. The
-    step count stays: Adam counts steps per parameter, so single rows cannot become quite fresh, and with a zero
+    step count stays: Adam counts steps per parameter, so single rows cannot be fully reset, and with a zero
     second moment their next steps would be 3–6.5 times too large. LBFGS drops its whole history. Slots are counted
     once each, as in `reset`.
 

@@ -1,11 +1,11 @@
 """What each optimizer class keeps for a parameter, and what it keeps before the first step.
 
-torch's own classes are in a table, others may be registered. A class that is neither goes by what it keeps: slots whose
-names have one meaning everywhere (`exp_avg`, `exp_avg_sq`, `momentum_buffer`, `step`, …) and whose shapes fit it; any
-other slot makes it unknown. What is asked of a live optimizer is in `resetting`.
+torch's own classes are in a table, others may be registered. Any other class is recognised by what it keeps: slots
+whose names have one meaning everywhere (`exp_avg`, `exp_avg_sq`, `momentum_buffer`, `step`, …) and whose shapes fit it;
+any other slot makes it unknown. Queries of a live optimizer are in `resetting`.
 
 Zero is not always where a slot starts: NAdam's product of momenta starts at 1, the rates of Rprop and ASGD at the
-learning rate, Adagrad's sum where the user said, and SGD's buffer with dampening does not exist at first.
+learning rate, Adagrad's sum at a value that the user sets, and SGD's buffer with dampening does not exist at first.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ ONE_HISTORY: tuple[type[Any], ...] = (torch.optim.LBFGS,)
 
 
 def register(optimizer_class: type[Any], fresh: Mapping[str, Start | Slot]) -> None:
-    """Tell how the state of an optimizer class starts: slot name → its value before the first step.
+    """Register how the state of an optimizer class starts: slot name → its value before the first step.
 
     A value is a number, `"weight"` for a copy of the weight in higher precision, `None` for a slot that is absent at
     first, or a function of the optimizer and the parameter group that returns a number. A slot called `step` is a

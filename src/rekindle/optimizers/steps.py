@@ -8,9 +8,9 @@ from typing import Any
 
 
 class Steps:
-    """Which steps are running. Hooks ask `begins` and `ends`, which are false for a step inside a step.
+    """Which steps are running. Hooks call `begins` and `ends`, which are false for a step inside a step.
 
-    A step that breaks off has no second hook, so the frame of its call tells whether it still runs.
+    An interrupted step has no second hook, so the frame of its call shows whether it still runs.
 
     >>> import torch
     >>> class Logged(torch.optim.SGD):

@@ -42,7 +42,7 @@ Verb = TypeVar("Verb", bound=Callable[..., Receipt])
 
 
 def _on_partitions(verb: Verb) -> Verb:
-    """A verb that takes the parameters of DeepSpeed ZeRO for shards: it is called while they are."""
+    """Wraps a verb: it is called while the parameters of DeepSpeed ZeRO look like shards."""
 
     @wraps(verb)
     def call(model: Any, optimizer: Any = None, **options: Any) -> Receipt:
@@ -112,7 +112,7 @@ def fire(
     meter = Meter()
     check_model(model)
     team, spreads = opened(model)
-    # Copies (DDP) are alone until fire itself talks; a plan of shards talks to the others.
+    # With copies (DDP) planning needs no communication; a plan of shards does.
     apart = SOLO if distributed(model, copies=False)[1] else team
     with team.together():
         check_call(planning)
@@ -167,7 +167,7 @@ def fire(
     return receipt if watch is None else watch.settle(receipt)
 
 
-# A block that was solved before its turn: its factors, their certificate, how many the SVD had to solve.
+# A block that was solved in advance: its factors, their certificate, how many the SVD had to solve.
 Solved = tuple[Tensor, Certificate, int]
 
 
@@ -240,7 +240,7 @@ def _solutions(
     numbers: Mapping[tuple[str, Block], Numbers] | None = None,
 ) -> Iterator[tuple[int, Solved]]:
     """The polar factors of these blocks as they come, all weights checked before the first of them."""
-    exact = solving["solver"] in CONVERGING  # the others promise no tolerance
+    exact = solving["solver"] in CONVERGING  # the other solvers guarantee no tolerance
     sources, turned = [], []
     totals: dict[int, Tensor] = {}
     weight, last = torch.empty(0), None
@@ -299,13 +299,13 @@ def _write(
     if some:
         mask = kept.to(factors.device)
         matrices[mask] = old[mask].to(matrices.dtype)
-        notes.append(f"{int(kept.sum())} matrices of {entry.name} are zero and were left so (min_norm)")
+        notes.append(f"{int(kept.sum())} matrices of {entry.name} are zero and were not changed (min_norm)")
     written = store.write(entry, block, matrices)
     stored = store.read(entry) if written is None else written
     exact = stored.dtype == factors.dtype and not blends and not entry.parametrized
     converged = bool(certificate.converged.all())
     now = matrices if exact and measuring != "full" else block.read(stored)
-    # What is stored exactly is s·Q up to the rounding of one float32 product: the certificate says it all.
+    # What is stored exactly is s·Q up to the rounding of one float32 product: the certificate is enough.
     asked = measuring != "none" and not (exact and converged)
     seen = observed(now, there, converged) if asked else None
     full = measured(old, now, there) if measuring == "full" else None
@@ -346,7 +346,7 @@ def _turned(block: Block, weight: Tensor) -> bool:
 def _without_refused(
     plan: Plan, store: LiveStore, strength: float, solving: Solving
 ) -> tuple[Plan, dict[tuple[str, Block], Solved]]:
-    """Leave out parametrised weights that cannot hold their isometry (tried on a copy), and what would come twice.
+    """Leave out parametrised weights that cannot hold their isometry (tested on a copy), and duplicates.
 
     The second value has the solutions of those that can, so that each is solved once.
     """
@@ -371,7 +371,7 @@ def _without_refused(
 
 
 def check_model(model: Any) -> None:
-    """Raise if this is no model whose weights could be changed."""
+    """Raise unless this is a model whose weights can be changed."""
     if not isinstance(model, nn.Module):
         what = "a state dict" if isinstance(model, Mapping) else type(model).__name__
         raise TypeError(
@@ -414,7 +414,7 @@ def check_finite(name: str, value: Tensor) -> None:
 
 
 def _total(value: Tensor) -> Tensor:
-    # NaN and Inf survive a sum; the sum of finite values overflows at worst, and then the slow look decides.
+    # NaN and Inf survive a sum; the sum of finite values overflows at worst, and then the slow check decides.
     return value.sum(dtype=value.dtype if value.dtype == torch.float64 else torch.float32)
 
 

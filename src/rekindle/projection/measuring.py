@@ -1,4 +1,4 @@
-"""What is measured of matrices for a plan and a receipt, beyond what the solver knows anyway.
+"""What is measured of matrices for a plan and a receipt, beyond the solver's own numbers.
 
 `look` is for one block, `looks` for the blocks of a model whose parameters are spread over processes, `references_of`
 for the initial weights; `observed` and `measured` are about what was written.
@@ -141,7 +141,7 @@ def _deviation(apart: Tensor, diagonal: Tensor, ratio: Tensor) -> float:
 def looks(
     team: Team, spreads: Mapping[str, Spread], weights: Iterable[Found], read: Reader, rule: Scale, measure: bool
 ) -> dict[tuple[str, int], Look]:
-    """What `look` says of every chosen block of a sharded parameter, by (name, place of the block); collective."""
+    """What `look` returns for every chosen block of a sharded parameter, by (name, place of the block); collective."""
     chosen = [f for f in weights if f.refusal is None and f.key in spreads]
     items = []
     for f in chosen:
@@ -188,7 +188,7 @@ def references_of(f: Found, initial: Reader | None) -> tuple[tuple[float, ...], 
 
 
 def observed(stored: Tensor, scale: Tensor, converged: bool) -> Tensor:
-    """What the stored matrices (count, out, in) themselves have to be asked, on their device: DfI/k, ‖·‖_F and σ_max.
+    """Measures of the stored matrices (count, out, in), on their device: DfI/k, ‖·‖_F and σ_max.
 
     σ_max is 0 where all have converged: there it is the scale.
     """

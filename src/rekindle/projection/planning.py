@@ -73,16 +73,16 @@ class Plan:
             if entry.refusal is not None:
                 found[entry.name] = entry.refusal
             for part in entry.left:
-                found[f"{entry.name}[{part}]"] = "a part of a fused weight that is no target"
+                found[f"{entry.name}[{part}]"] = "a part of a fused weight that is not a target"
         return found
 
     def __str__(self) -> str:
         return self.table()
 
-    __repr__ = __str__  # `rekindle.plan(model)` at a prompt is the look first
+    __repr__ = __str__  # `rekindle.plan(model)` at a prompt shows the table
 
     def table(self, width: int | None = None, worded: Callable[[str], str] = str) -> str:
-        """One line per parameter, at most `width` columns wide; `worded` puts hints into the caller's words."""
+        """One line per parameter, at most `width` columns wide; `worded` rewrites hints for the command line."""
         width = width or tables.terminal_width(120)
         chosen = self.selected
         numbers = sum(block.count * block.out * block.in_ for entry in chosen for block in entry.blocks)
@@ -120,7 +120,7 @@ class Plan:
         return self.scale.values(block, norm=norm, nuclear=nuclear, reference=reference)
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, as JSON can hold it."""
+        """Everything, in JSON types."""
         return {
             "rekindle_plan": _VERSION,
             "scale": str(self.scale),
@@ -296,7 +296,7 @@ def plan(
 
 
 def _surely_larger(block: Block, weight: Tensor, least: float) -> bool:
-    """Whether four rows show already that the only matrix of a weight has a norm of `least`.
+    """Whether four rows already show that the only matrix of a weight has a norm of at least `least`.
 
     All norms of a model of a billion numbers in bfloat16 take seconds. Elsewhere than on the CPU one answer at a time
     would cost more than it saves.
@@ -313,7 +313,7 @@ def _surely_larger(block: Block, weight: Tensor, least: float) -> bool:
 def _local_looks(
     weights: Iterable[Found], read: Reader, rule: Scale, measure: bool, min_norm: float, rough: set[str]
 ) -> dict[tuple[str, int], Look]:
-    """What `look` says of every chosen block of a weight that is whole, by (name, place of the block).
+    """What `look` returns for every chosen block of a whole weight, by (name, place of the block).
 
     All norms come from their device together: one by one, the host would wait for each.
     """
@@ -348,7 +348,7 @@ def _find(model: Any, config: Any, options: dict[str, Any], sharded: bool) -> li
 
 
 def _reader(source: nn.Module | Mapping[str, Tensor]) -> Reader:
-    """How to get at the value of a weight that was found in this source."""
+    """How to read the value of a weight that was found in this source."""
     if isinstance(source, Mapping):
         return lambda f: source.get(f.key)
     parameters = dict(source.named_parameters(remove_duplicate=False))
@@ -362,7 +362,7 @@ def _reader(source: nn.Module | Mapping[str, Tensor]) -> Reader:
 
 
 def _by_name(source: nn.Module | Mapping[str, Tensor]) -> Reader:
-    """How to get at the weight of the same name in another model or state dict, whatever wraps either."""
+    """How to read the weight of the same name in another model or state dict, whatever wraps either."""
     if isinstance(source, Mapping):
         return lambda f: source.get(f.key, source.get(f.name))
     named = {f.name: f for f in find(source, meta=True, sharded=True)}

@@ -77,7 +77,7 @@ def training_layers(model: nn.Module) -> dict[str, _BatchNorm]:
 
 
 def agree_statistics(team: Team, layers: Iterable[_BatchNorm]) -> None:
-    """Give every process the statistics of all batches, each rank's share counting alike; no-op for one process.
+    """Give every process the statistics of all batches, with equal weight per rank; no-op for one process.
 
     >>> agree_statistics(Team.solo(), [nn.BatchNorm1d(2)])
     """
@@ -107,7 +107,7 @@ def _plain_mean(layers: Iterable[_BatchNorm]) -> Iterator[None]:
 
 def recalibrated(model: nn.Module, batches: Iterable[Any], receipt: Receipt, team: Team) -> Receipt:
     """Recalibrate after a method that has written its weights, and say so in its receipt."""
-    # DDP would give every rank the buffers of the first before each forward pass: pass its own module by it.
+    # DDP would give every rank the buffers of the first before each forward pass: bypass the wrapper.
     inner = unwrapped(model) if team.size > 1 else model
     try:
         with callers_device(), passes(inner, team):

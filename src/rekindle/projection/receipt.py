@@ -1,8 +1,8 @@
 """What a method did to a model.
 
-A method changes weights and hands back a `Receipt`: one `BlockRecord` for each thing it changed, what it skipped
-and why, which optimizer slots it reset, and what it cost. A receipt prints itself as a table and also leaves as a
-dict, JSON or a DataFrame.
+A method changes weights and returns a `Receipt`: one `BlockRecord` for each thing it changed, what it skipped
+and why, which optimizer slots it reset, and what it cost. A receipt prints as a table and converts to a dict, JSON or
+a DataFrame.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class Receipt:
     loss_after: float | None = None
 
     def __post_init__(self) -> None:
-        """What was changed is not skipped, whatever a method's plan said of it beforehand."""
+        """What was changed is not skipped, whatever a method's plan said beforehand."""
         changed = set(self.changed)
         if not changed.isdisjoint(self.skipped):
             rest = {name: why for name, why in self.skipped.items() if name not in changed}
@@ -308,10 +308,10 @@ def _plain(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class PendingRecord:
-    """What is known of a block that was written, until it is a line of the receipt: a result, no weight on its way.
+    """What is known of a block that was written, until it is a line of the receipt.
 
-    It is no `BlockRecord` yet because its numbers are tensors, some of them on the device; `records` fetches those of
-    all blocks together.
+    It is not a `BlockRecord` yet because its numbers are tensors, some of them on the device; `records` fetches those
+    of all blocks together.
 
     kept: which matrices were left as they are. seen: what `measuring.observed` found of those stored. full: what
     `measuring.measured` found, in full measuring.
@@ -339,7 +339,7 @@ def _record(written: PendingRecord, seen: Tensor | None, strength: float, measur
 
     The cheap numbers need no product beyond the solver's own: with k = min(out, in), W before and Q its factor,
     DfI(W, s) = ‖WWᵀ‖²_F/s⁴ − 2‖W‖²_F/s² + k and SFE = ‖W‖²_F − 2s·tr(QᵀW) + s²‖Q‖²_F. A DfI that is lost in the
-    rounding of these terms (W was an isometry already) is unmeasured, not a number beside the one after.
+    rounding of these terms (W was an isometry already) is given as unmeasured.
     """
     block, certificate, scale = written.block, written.certificate, written.scale
     k = min(block.out, block.in_)
@@ -428,7 +428,7 @@ class Meter:
 
 
 def _peak() -> int:
-    # Kernel and allocator keep their own peaks; resetting them would disturb whoever else measures.
+    # Kernel and allocator keep their own peaks; resetting them would disturb other measurements.
     try:
         import resource
     except ImportError:  # Windows

@@ -1,7 +1,7 @@
 """FIRE as an object with a configuration: one weight matrix at a time, decided by the caller.
 
 For code that walks its own layers. `rekindle.fire` does a whole model, finds convolutions and fused projections,
-and keeps a receipt; this is the small form: configure once, ask `should_reinitialize`, call `reinitialize`.
+and keeps a receipt; this is the small interface: configure once, ask `should_reinitialize`, call `reinitialize`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""FIRE on a model that is spread over processes: the same plan, the same `execute`, on whole matrices at their owners.
+"""FIRE on a distributed model: the same plan, the same `execute`, on whole matrices at their owners.
 
 Every process calls `rekindle.fire` on its own part of the model. What can be checked is checked and agreed on before
 the first byte moves. Then each owner carries out the part of the plan that its boxes hold, with the store replaced by
-those boxes; results travel back to the shards, and records to every process.
+those boxes; results are sent back to the shards, and records to every process.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class ShardedFire:
                 return
             try:
                 done = execute(lot.plan, lot.store, strength=strength, measure=measure, numbers=lot.numbers, **solving)
-            except MethodError as error:  # its receipt is of boxes that are thrown away
+            except MethodError as error:  # its receipt is of boxes that are discarded
                 raise error.__cause__ if isinstance(error.__cause__, Exception) else error from None
             records.update(zip(lot.keys, done.records, strict=True))
             notes.extend(done.notes)
@@ -214,7 +214,7 @@ class ShardedFire:
     def _by_gram(
         self, number: int, parcel: Parcel, gram: Tensor, strength: float, measure: Any, solving: dict[str, Any]
     ) -> tuple[_Key, BlockRecord] | None:
-        """Replace the Gram matrix by what the rows are to be multiplied with; NaN turns the route down."""
+        """Replace the Gram matrix by what the rows are to be multiplied with; NaN rejects the route."""
         entry = self.entries[number]
         part = parcel.unit.parts[0]
         block = entry.blocks[part.block]

@@ -33,8 +33,8 @@ class Store(Protocol):
     def write(self, entry: Found, block: Block, matrices: Tensor) -> Tensor | None:
         """Put the matrices of one block back, cast to the dtype in which the weight is stored.
 
-        Returns the whole weight as it is now stored, or None if that is what `read` gives. A store whose `read` goes
-        on giving the old weight must return it, or the certificate would be about the wrong numbers.
+        Returns the whole weight as it is now stored, or None if that is what `read` gives. A store whose `read` keeps
+        returning the old weight must return it, or the certificate would be wrong.
         """
         ...
 
@@ -202,7 +202,7 @@ class LiveStore:
         return stored
 
     def spreads(self, known: Mapping[str, Spread]) -> dict[str, Spread]:
-        """How the entries' weights lie over processes, by the entries' names; `known` is by parameter."""
+        """How the entries' weights are distributed over processes, by the entries' names; `known` is by parameter."""
         return {name: known[key] for name, key in self._keys.items() if key in known and name in self._weights}
 
     def tensors(self) -> dict[str, Tensor]:
@@ -240,7 +240,7 @@ class LiveStore:
         return zeroed
 
     def twice(self) -> dict[str, str]:
-        """Entries whose memory an earlier entry has too, and the name of that one."""
+        """Entries that share memory with an earlier entry, and the name of that entry."""
         first: dict[int, str] = {}
         shared: dict[str, str] = {}
         for name, weight in self._weights.items():
@@ -329,7 +329,7 @@ class LiveStore:
 def _check_alike(own: LiveWeight, other: LiveWeight, where: str) -> None:
     a, b = own.read(), other.read()
     if is_sharded(a) != is_sharded(b) or (is_sharded(a) and Spread.of(a) != Spread.of(b)):
-        raise ValueError(f"{own.name!r} lies differently over processes in {where}: shard both networks the same way")
+        raise ValueError(f"{own.name!r} is distributed differently in {where}: shard both networks the same way")
 
 
 def _zero(bias: Tensor, outputs: Any) -> None:
@@ -393,7 +393,7 @@ def _check_apart(weights: Mapping[str, LiveWeight]) -> None:
     for places in held.values():
         places.sort()
         for (begin, end, one), (start, stop, other) in pairwise(places):
-            if begin < stop and start < end and (begin, end) != (start, stop):  # the very same is tied, and known
+            if begin < stop and start < end and (begin, end) != (start, stop):  # identical: tied, handled already
                 raise ValueError(
                     f"{one!r} and {other!r} lie partly in the same memory: give one of them its own "
                     "(parameter.data = parameter.data.clone()); nothing was changed"

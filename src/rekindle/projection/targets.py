@@ -1,4 +1,4 @@
-"""What a request means: which of the found blocks are its targets, and what their isometries are multiplied by.
+"""Resolving a request: which of the found blocks are its targets, and what their isometries are multiplied by.
 
 Targets are presets, roles, names, globs, module types or a predicate.
 
@@ -108,7 +108,7 @@ class Scale:
         return text + (f"/depth({self.depth})" if self.depth else "")
 
     def known(self, block: Block) -> float | None:
-        """The scale of every matrix of the block where the shape tells it, else None.
+        """The scale of every matrix of the block where the shape determines it, else None.
 
         Paper: √(out/in)/taps. A flat convolution is one matrix with in·taps inputs, so there it is √(out/(in·taps)).
 
@@ -385,7 +385,7 @@ def _words(term: str, found: Sequence[Found]) -> _Matcher:
     if term == "all":
         return _Matcher(term, lambda f, b: True, _ROLE_MARKS)
     if term == "mlp" and not any(b.role in _MLP + _ATTENTION for f in found for b in f.blocks):
-        # A plain network: what its Linear layers do is not told by anything around them.
+        # A plain network: nothing around its Linear layers says what they do.
         return _Matcher(term, lambda f, b: b.role == "other" and _is_a(f, ("Linear",)))
     if term in roles:
         return _Matcher(term, lambda f, b: b.role in roles[term])

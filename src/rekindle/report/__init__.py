@@ -1,6 +1,6 @@
 """The page: a result as one self-contained HTML file. It takes what `to_dict()` gives and knows nothing else.
 
-`page` puts it together, `view` decides what is shown, `advice` does both for a probe and an advice, `charts` draws,
+`page` assembles it, `view` decides what is shown, `advice` does both for a probe and an advice, `charts` draws,
 `markup` escapes, `words` names and writes numbers. May import `extras`; jinja2 when a page is made. Start reading at
 `page.render`.
 """
@@ -14,7 +14,7 @@ __all__ = ["render"]
 
 
 def __getattr__(name: str) -> Any:
-    # `words` is what every command imports: it must not bring the whole page along.
+    # `words` is what every command imports: it must not import the whole page.
     if name != "render":
         raise AttributeError(f"module 'rekindle.report' has no attribute {name!r}")
     from rekindle.report.page import render

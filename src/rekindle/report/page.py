@@ -44,10 +44,10 @@ fallback        | matrices solved by float64 SVD
 
 _UNITS = (
     ("neurons", "how many there are", "units", ""),
-    ("dormant", "share that answers far less than the layer's mean", "dormant", "share"),
-    ("dead", "share that never answers", "dead", "share"),
-    ("usage", "mean share of inputs that a neuron answers to", "usage", "share"),
-    ("feature rank", "effective rank of what the layer answers", "feature_rank", ""),
+    ("dormant", "share whose activity is far below the layer's mean", "dormant", "share"),
+    ("dead", "share that is never active", "dead", "share"),
+    ("usage", "mean share of inputs on which a neuron is active", "usage", "share"),
+    ("feature rank", "effective rank of the layer's outputs", "feature_rank", ""),
 )
 
 

@@ -1,4 +1,4 @@
-"""From a result to what the page shows: one row per layer, its columns, the verdict in words, reasons counted.
+"""From a result to what the page shows: one row per layer, its columns, the verdict as text, reasons counted.
 
 A result is a dict with any of `health`, `after`, `changes`, `receipt`, `plan`, `spectra`, `source`, `target`; each
 is what the object of that name gives as `to_dict()`. What is missing is left out.
@@ -143,7 +143,7 @@ class Column:
         shown = number(value, self.kind)
         if pair is not None:
             shown = f"{shown} → {number(pair, self.kind)}" if shown else number(pair, self.kind)
-        # Before a remedy the layers differ, after it they are alike; of two moments the later one is in question.
+        # Before a remedy the layers differ, after it they are similar; of two moments the later one counts.
         sort = pair if pair is not None and (row.change or value is None) else value
         return shown, f"{sort:.6g}" if present(sort) and not math.isnan(sort) else None
 
@@ -256,7 +256,7 @@ def reasons(data: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
 
 
 def signs(findings: Sequence[Numbers]) -> list[dict[str, Any]]:
-    """Findings put together by their sign and level: what was seen, in which layers, what helps, worst first."""
+    """Findings grouped by sign and level: what was found, in which layers, what helps, worst first."""
     grouped: dict[tuple[str, str], list[Numbers]] = {}
     for finding in findings:
         grouped.setdefault((finding["sign"], finding["level"]), []).append(finding)
@@ -315,14 +315,14 @@ def how_far(outputs_moved: float | None) -> str:
 
 
 def _verdict(health: Mapping[str, Any]) -> tuple[str, str]:
-    """Its color and its word: weights alone can show a sign, and never that all is well."""
+    """Its color and its word: weights alone can show a sign, but never that the network is healthy."""
     if health["verdict"] == "healthy" and not health.get("units"):
         return "unknown", NO_SIGN
     return health["verdict"], health["verdict"]
 
 
 def _scope(health: Mapping[str, Any]) -> list[str]:
-    """What was not looked at."""
+    """What was not measured."""
     if health.get("units"):
         return []
     read = len({name.partition("[")[0] for name in health.get("weights", {})})

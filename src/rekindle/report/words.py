@@ -22,7 +22,7 @@ dead_columns        | zero columns             | inputs that nothing reads
 row_norm_spread     | spread of row norms      | standard deviation ÷ mean
 similar_pairs       | similar pairs            | share of neuron pairs with |cosine| > 0.8
 mean_squared_cosine | mean squared cosine      | between pairs of neurons
-welch_ratio         | ratio to the Welch bound | 1 is as different as so many neurons can be
+welch_ratio         | ratio to the Welch bound | 1 is as different as this many neurons can be
 """
 _CHANGES = """
 drift        | drift                       | ‖B − A‖ ÷ ‖A‖
@@ -72,7 +72,7 @@ _RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def printable(text: str) -> str:
-    r"""Control characters made visible: a name in a hostile file must steer neither terminal nor page.
+    r"""Control characters made visible: a name in a hostile file must not control the terminal or the page.
 
     >>> printable("a\x1b[2Jb\u202ec")
     'a\\x1b[2Jb\\u202ec'
@@ -87,7 +87,7 @@ def _escape(character: str) -> str:
 
 
 def number(value: Any, kind: str = "") -> str:
-    r"""A number for reading: three digits, powers of ten where it is far from 1, an empty text for none.
+    r"""A number as text: three digits, powers of ten where it is far from 1, empty for none.
 
     >>> number(0.123456), number(2.5e-7), number(None), number(0.25, "share"), number(1234567)
     ('0.123', '2.5·10⁻⁷', '', '25\xa0%', '1,234,567')
@@ -107,7 +107,7 @@ def number(value: Any, kind: str = "") -> str:
 
 
 def size(count: float) -> str:
-    """Bytes for reading.
+    """Bytes as text.
 
     >>> size(91_000_000)
     '91 MB'

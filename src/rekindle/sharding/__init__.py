@@ -1,10 +1,10 @@
-"""Models whose parameters are spread over processes: how they lie, who solves which matrix, and moving them there.
+"""Models whose parameters are distributed over processes: their placement, who solves which matrix, how they get there.
 
 Knows tensors, index rules, DTensor and process groups; may import `engine` and `blocks`. `spread` says what each rank
 holds, `units` cuts parameters into boxes of whole matrices, `owners` gives each box a rank, `messages` says which bytes
-go where, `exchange` moves them in packed lots, `gram` spares the moving of tall ones; `assembly` does all that for the
+go where, `exchange` moves them in packed lots, `gram` avoids moving tall ones; `assembly` does all that for the
 weights of a model, `norms` needs no moving; `zero` and `partitions` do the same through DeepSpeed's accessors; `whole`
-puts a model together for a moment, `estimate` says beforehand what it costs. `team` makes all ranks agree, `passes` in
+gathers a model temporarily, `estimate` says beforehand what it costs. `team` makes all ranks agree, `passes` in
 forward passes too. Start reading at `team.opened`, then `assembly.Assembly`.
 """
 

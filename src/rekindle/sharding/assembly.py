@@ -1,7 +1,7 @@
 """Distributed parameters with the layouts of their matrices, ready to be treated whole on their owners.
 
-This is where a model's parameters meet the rest of the package: `Assembly` finds out how each lies, checks with the
-other processes that all mean the same, cuts it into parcels and runs an exchange over them.
+This is where a model's parameters meet the rest of the package: `Assembly` reads how each is placed, checks that all
+processes agree on it, cuts it into parcels and runs an exchange over them.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class Item:
 
 
 class Assembly:
-    """Items that are treated together; creating one is collective: every process of the team takes part.
+    """Items that are processed together; creating one is collective: every process of the team takes part.
 
-    gram: let tall matrices go by their Gram matrices where that moves less.
+    gram: send the Gram matrices of tall matrices where that moves less.
 
     >>> from rekindle.blocks.layouts import matrices
     >>> layout = matrices("out in")((2, 3))[0].layout
@@ -87,7 +87,7 @@ class Assembly:
         only: Callable[[Parcel], bool] | None = None,
         assembled: bool = False,
     ) -> Iterator[list[tuple[int, tuple[int, ...]]]]:
-        """Treat every parcel on its owner; yields (item, layouts) of what is written, lot by lot.
+        """Process every parcel on its owner; yields (item, layouts) of what is written, lot by lot.
 
         only: leave other parcels out. assembled: no Gram matrices, whatever was decided at first.
         """

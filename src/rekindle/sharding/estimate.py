@@ -1,7 +1,7 @@
 """What `fire` on many ranks would cost, before there are any: balance, bytes moved, memory, time.
 
 The units, owners and lots are the real ones, made for a model whose parameters are cut by rows over `ranks` processes
-as FSDP2 does. Time comes from a machine's measured speeds; figures for accelerators are assumptions and say so.
+as FSDP2 does. Time comes from a machine's measured speeds; figures for accelerators are labelled as assumptions.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Machine:
     """What one rank can do: seconds per n²m by the smaller side n, and bytes per second to all others.
 
     speeds are those of square matrices, wide of those with m ≥ 1.5n, which are solved on the n×n side alone.
-    overlaps: messages travel while the rank solves (an accelerator), or take its time (a processor).
+    overlaps: messages overlap with solving (an accelerator), or take the rank's time (a CPU).
     """
 
     name: str
@@ -69,8 +69,10 @@ ACCELERATOR = Machine(
 
 
 def measured_here(bandwidth: float = 6e8, rounds: int = 2) -> Machine:
-    """This processor, by solving square matrices of a few sizes: about a second. `bandwidth` cannot be seen
-    alone: the default is what gloo and packing reach on one machine (`benchmarks/sharding.py`).
+    """This CPU, by solving square matrices of a few sizes: about a second.
+
+    `bandwidth` cannot be measured by one process: the default is what gloo and packing reach on one machine
+    (`benchmarks/sharding.py`).
     """
     generator = torch.Generator().manual_seed(0)
 

@@ -1,12 +1,12 @@
-"""Whole matrices on their owners: shards travel there in packed lots, are treated, and travel back.
+"""Whole matrices on their owners: shards are sent there in packed lots, processed, and sent back.
 
-While one lot is treated, the next is being collected. Each message is one `all_to_all_single` of bytes. The message
-that returns a lot begins with the sender's state, so every process knows that all others treated that lot without an
-error before it writes a single number of it.
+While one lot is processed, the next is being collected. Each message is one `all_to_all_single` of bytes. The message
+that returns a lot begins with the sender's state, so every process knows that all others processed that lot without an
+error before it writes any of it.
 
 Everything lives in three buffers that are allocated before the first byte moves, each as large as the largest matrix:
-what is sent, what is collected, and where matrices are put together and treated (what is returned lands there too, the
-matrices having been packed by then). So memory is bounded by construction, an allocation that fails does so before
+what is sent, what is collected, and where matrices are assembled and processed (results are received there too, after
+the matrices were packed). So memory is bounded by construction, an allocation that fails does so before
 anything was written, and all ranks raise it.
 """
 
@@ -33,9 +33,9 @@ BUFFERS = 3  # gathered matrices that a rank has room for; the solver's own work
 
 @dataclass
 class _Buffers:
-    """Bytes: `out` is sent, `collected` received on the way to owners; matrices are treated in `work`.
+    """Bytes: `out` is sent, `collected` received on the way to owners; matrices are processed in `work`.
 
-    `landing` is where returned pieces are received: `work`, unless that is on another device than messages are.
+    `landing` is where returned pieces are received: `work`, unless that is on another device than the messages.
     """
 
     out: Tensor
@@ -72,7 +72,7 @@ class Exchange:
 
     @torch.no_grad()
     def run(self, treat: Treat, *, write: bool = True) -> Iterator[list[int]]:
-        """Treat all lots; yields the numbers of a lot's parcels once it is written (with `write=False`: treated).
+        """Process all lots; yields the numbers of a lot's parcels once it is written (with `write=False`: processed).
 
         An exception on any process ends the run on all of them with the same error, before that lot is written.
         """
@@ -124,7 +124,7 @@ class Exchange:
         return _Buffers(out, collected, work, landing, scratch)
 
     def _guarded(self, step: Callable[[], Any]) -> Any:
-        """An error is kept until the others are told with the next message; after one nothing is treated any more."""
+        """An error is kept until the next message reports it to the others; after one nothing more is processed."""
         if self._error is not None:
             return None
         try:
@@ -178,7 +178,7 @@ class Exchange:
             start += piece.numel * whole.element_size()
 
     def _return(self, this: Trip, work: Sequence[tuple[Parcel, Tensor]], buffers: _Buffers) -> None:
-        """Send treated boxes back and write them, if every rank is well; then hand them on to the other copies."""
+        """Send processed boxes back and write them, if no rank has failed; then pass them on to the other copies."""
         route = this.returning
         self._guarded(lambda: self._pack_treated(this, work, buffers.out))
         state = int(self._error is not None)
@@ -224,7 +224,7 @@ class Exchange:
         if parcel.gram and scratch is not None:
             side = min(parcel.unit.shape)
             change = _view(source, start, torch.float64, (side, side)).to(local.device)
-            if bool(change[0, 0].isfinite()):  # NaN: the owner turned this route down, the matrix stays for now
+            if bool(change[0, 0].isfinite()):  # NaN: the owner rejected this route, the matrix stays for now
                 apply_factor(local, pieces, parcel.unit.shape, change, scratch)
             return
         for piece in pieces:
@@ -255,7 +255,7 @@ class Exchange:
 
 
 def _box(buffer: Tensor, start: int, parcel: Parcel, dtype: torch.dtype) -> Tensor:
-    """Where a parcel is put together: in the order in which the solver works, so that it makes no copy to turn it."""
+    """Where a parcel is assembled: in the solver's memory order, so that it makes no transposed copy."""
     if parcel.gram:
         side = min(parcel.unit.shape)
         return _view(buffer, start, torch.float64, (side, side))

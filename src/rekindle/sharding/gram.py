@@ -1,8 +1,8 @@
 """Tall matrices cut along their long side: the Gram matrices of the pieces are added up instead of moving the rows.
 
 With W = [W₁; W₂; …] the polar factor is W(WᵀW)^(-1/2), and WᵀW = ΣWᵢᵀWᵢ: each rank sends k×k numbers, gets a k×k
-factor back and multiplies its own rows. That squares the condition number, so sums are float64 and the owner turns
-ill-conditioned matrices down (`factor` returns None); they are assembled like any other.
+factor back and multiplies its own rows. That squares the condition number, so sums are float64 and the owner rejects
+ill-conditioned matrices (`factor` returns None); they are assembled like any other.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rekindle.sharding.spread import Piece
 
 # σ_min/σ_max below which the route is not taken. In float64 the factor is then good to 1e-16·(1e3)² = 1e-10.
 WORST_CONDITION = 1e-3
-ROUNDED_CONDITION = 1e-2  # from which on float32 is asked
+ROUNDED_CONDITION = 1e-2  # from which on float32 is used
 _ROWS = 1 << 18  # elements converted to float64 at a time
 
 
@@ -72,10 +72,10 @@ def gram_of(local: Tensor, pieces: Sequence[Piece], shape: Sequence[int]) -> Ten
 
 
 def factor(products: Tensor, dtype: torch.dtype, **solving: Any) -> tuple[Tensor, Certificate] | None:
-    """What the rows of a weight of `dtype` are to be multiplied with, and its certificate; None if G is not fit for it.
+    """What to multiply the rows of a weight of `dtype` with, and its certificate; None if G is ill-conditioned.
 
-    An exact G^(-1/2) would be 1e-4 from what one process writes, which ends within the tolerance and no further. So the
-    solver is asked about [G^½ 0]: it has the Gram matrix of W, and every route is a function of that times the matrix.
+    An exact G^(-1/2) would be 1e-4 from what one process writes, which ends within the tolerance and no further. So
+    the solver gets [G^½ 0]: it has the Gram matrix of W, and every route is a function of that times the matrix.
 
     >>> change, certificate = factor(4 * torch.eye(2, dtype=torch.float64), torch.float32)
     >>> change.tolist(), float(certificate.nuclear)

@@ -1,7 +1,7 @@
-"""Which bytes go from whom to whom in one all-to-all, and where they lie in its two buffers.
+"""Which bytes go from which rank to which in one all-to-all, and where they are in its two buffers.
 
 Both ends compute the same table from the same plan, so no sizes are exchanged. A lot makes a trip of several messages:
-its pieces are collected by their owners, returned to the ranks of the owner's own copy of the model, and handed on from
+its pieces are collected by their owners, returned to the ranks of the owner's own copy of the model, and passed on from
 there to the same ranks of the other copies (DDP, HSDP), one copy after the other, so that no buffer grows with their
 number.
 """
@@ -16,7 +16,7 @@ from rekindle.sharding.owners import Parcel
 from rekindle.sharding.team import Team
 
 HEADER = 8  # bytes, which keeps what follows aligned
-ALIGNED = 64  # where a matrix begins in memory: what vector instructions like
+ALIGNED = 64  # where a matrix begins in memory: alignment for vector instructions
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Cargo:
 
 @dataclass(frozen=True)
 class Route:
-    """One all-to-all: bytes per place of the team to send and to expect, and what they are."""
+    """One all-to-all: bytes to send to and receive from each rank of the team, and what they are."""
 
     sizes: list[int]
     expected: list[int]

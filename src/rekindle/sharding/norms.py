@@ -1,4 +1,4 @@
-"""The norm of every matrix of a block, from shards: each rank adds up what it holds, and the sums are added up."""
+"""The norm of every matrix of a block, from shards: each rank sums what it holds, and the sums are reduced."""
 
 from __future__ import annotations
 

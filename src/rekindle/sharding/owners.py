@@ -17,13 +17,13 @@ from torch import Tensor
 from rekindle.sharding.spread import Box, Spread, volume
 from rekindle.sharding.units import Unit
 
-# A lot holds at least this much per rank: matrices of small models travel together.
+# A lot holds at least this much per rank: matrices of small models are sent together.
 MINIMUM = 1 << 20
 
 
 @dataclass(frozen=True)
 class Parcel:
-    """A unit on its way: which tensor it is a box of, how that lies, who solves it.
+    """A unit to send: which tensor it is a box of, how that is placed, who solves it.
 
     `tensor` is the place of the parameter in the caller's list. `gram` says that ranks send the Gram matrix of their
     rows instead of the rows, and get the k×k factor to multiply them with.
@@ -61,7 +61,7 @@ class Parcel:
 def assign(parcels: Sequence[Parcel]) -> list[Parcel]:
     """Give every parcel an owner: a rank that holds all of it where there is one, else the least loaded of its mesh.
 
-    Largest first, so that the loads end nearly equal; ties go to the lower rank.
+    Largest first, so that loads are nearly equal; ties go to the lower rank.
 
     >>> from rekindle.blocks.layouts import matrices
     >>> from rekindle.sharding.units import units
@@ -110,7 +110,7 @@ def lots(parcels: Sequence[Parcel], budget: int | None = None) -> list[list[int]
     """Indices of the parcels of each lot: no owner gets, and no rank sends, more than `budget` bytes of a lot.
 
     A parcel that is larger than the budget is its owner's only one in the lot. The default is `room_for(parcels)`.
-    What a copy is handed is what the copy next to it has sent to its owners, so that is bounded by the same number as
+    What a copy receives is what the copy next to it has sent to its owners, so that is bounded by the same number as
     long as all copies of a lot lie along the same axes.
     """
     room = room_for(parcels) if budget is None else budget
@@ -152,7 +152,7 @@ def _copied(spread: Spread) -> tuple[Any, ...] | None:
 
 
 def _sent(parcel: Parcel, ranks: int) -> Tensor | None:
-    """Bytes that each rank sends to the owner, or of what it hands on to another copy if that is more; None: nothing.
+    """Bytes that each rank sends to the owner, or passes on to another copy if that is more; None: nothing.
 
     The owner's own share counts where there are copies.
     """

@@ -1,9 +1,9 @@
 """The parameters of DeepSpeed ZeRO whole on their owners: each rank has one of its own at a time.
 
 `Partitions` has the interface of `Exchange`. DeepSpeed's accessors give every rank the whole parameter; all but its
-owner let it go at once. A lot is one parameter per rank: fetched one after the other, treated side by side, sent to all
+owner free it at once. A lot is one parameter per rank: fetched one after the other, processed in parallel, sent to all
 one after the other. So a rank has room for three parameters: its own, the one that is being fetched or put back, and
-the one that it is sent.
+the one that it receives.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Partitions:
 
     @torch.no_grad()
     def run(self, treat: Treat, *, write: bool = True) -> Iterator[list[int]]:
-        """Treat all lots; yields the numbers of a lot's parcels once it is written (with `write=False`: treated).
+        """Process all lots; yields the numbers of a lot's parcels once it is written (with `write=False`: processed).
 
         An exception on any process ends the run on all of them with the same error, before that lot is written.
         """

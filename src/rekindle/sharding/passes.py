@@ -1,9 +1,9 @@
-"""Forward passes in which processes talk to each other: what one of them raises is raised by all.
+"""Forward passes in which processes communicate: what one of them raises is raised by all.
 
 Tensor parallel exchanges activations in the middle of modules, FSDP2 weights before them, DistributedDataParallel
 buffers. A process that fails would leave the others waiting in such a message until its time-out. So inside `passes`
-all processes of the team agree right before each message, wherever it is sent from: they meet a process that has failed
-there, one that has fewer batches, and one that is about to send something else than its group does.
+all processes of the team agree right before each message, wherever it is sent from: there they detect a process that
+has failed, one that has fewer batches, and one that is about to send something else than its group.
 
 Messages are seen by a dispatch mode, which lets DTensors turn into the messages they are made of first.
 """
@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from rekindle.sharding.team import Team, is_a
 
 _SPACES = ("c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd")
-# Of these spaces, what is no message, or one between two processes, which the others know nothing of.
+# Operations of these namespaces that are not messages, or point-to-point ones, which other processes do not see.
 _APART = ("check_for_nan", "wait_tensor", "_wrap_tensor_autograd", "send", "isend", "irecv", "batch_p2p_ops")
 _UNEVEN = ("alltoall", "all_to_all", "gather_", "scatter_", "allgather_", "reduce_scatter_")  # sizes may differ
 
@@ -43,7 +43,7 @@ def passes(model: nn.Module, team: Team) -> Iterator[None]:
     if team.size == 1:
         yield
         return
-    raised: list[Exception] = []  # by an agreement: all know of it
+    raised: list[Exception] = []  # raised by an agreement: all processes know it
 
     def meet(error: Exception | None = None, *, ended: bool = False, message: _Message | None = None) -> None:
         try:
@@ -52,7 +52,7 @@ def passes(model: nn.Module, team: Team) -> Iterator[None]:
             raised.append(known)
             raise
 
-    # FSDP2 is left in a clean state by an error before its own hook, not by one in the middle of it.
+    # An error before FSDP2's own hook leaves a clean state; one in the middle of the hook does not.
     sharded = [module for module in model.modules() if is_a(module, "FSDPModule")]
     hooks = [each.register_forward_pre_hook(lambda *_: meet(), prepend=True) for each in sharded]
     error: Exception | None = None
@@ -74,7 +74,7 @@ def passes(model: nn.Module, team: Team) -> Iterator[None]:
 
 
 def _recover(sharded: list[nn.Module]) -> None:
-    """FSDP2 after a forward pass that was broken off: without this the next training step waits for a lost one."""
+    """Reset FSDP2 after an interrupted forward pass: without this the next training step waits for a lost message."""
     for module in sharded:
         reset: Any = getattr(module, "reset_iter_state", None)  # since torch 2.13
         if reset is not None:
@@ -95,7 +95,7 @@ class _Message:
 class _Messages(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Calls `before` with every message that several processes take part in."""
 
-    supports_higher_order_operators = True  # flex_attention, which has no name in a space
+    supports_higher_order_operators = True  # flex_attention, which has no namespace
 
     def __init__(self, before: Callable[[_Message], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -129,7 +129,7 @@ def _members(value: Any) -> tuple[int, ...]:
 
 
 def _meet(team: Team, error: Exception | None, ended: bool, message: _Message | None) -> None:
-    """Agree that nobody has failed, that all or none have ended, and that each group is about to do one thing."""
+    """Agree that no process has failed, that all or none have ended, and that each group is about to do the same."""
     ranks = () if message is None else tuple(rank for rank in message.ranks if rank in team.ranks)
     table = torch.zeros(team.size, 5, dtype=torch.int64)
     own = [int(error is not None), int(ended), _number(ranks), len(ranks), _number(message.text if message else "")]

@@ -1,7 +1,7 @@
-"""How one tensor is spread over processes: for every rank, which index ranges of the whole tensor it holds.
+"""How one tensor is distributed over processes: for every rank, which index ranges of the whole tensor it holds.
 
 A DTensor's placements on its mesh become, for every dimension, a list of index ranges per rank: one range for an
-ordinary shard, several for an uneven shard of FSDP2 on top of tensor parallel, none for a rank that came away empty.
+ordinary shard, several for an uneven shard of FSDP2 on top of tensor parallel, none for a rank with an empty shard.
 Everything else in this package works on boxes (one range per dimension) cut with these ranges.
 """
 
@@ -69,7 +69,7 @@ class Spread:
 
     @classmethod
     def of(cls, tensor: Tensor, name: str = "a parameter") -> Spread:
-        """How a DTensor is spread; raises `LayoutNotSupported` for partial sums and unknown placements."""
+        """How a DTensor is distributed; raises `LayoutNotSupported` for partial sums and unknown placements."""
         spec: Any = tensor
         mesh = spec.device_mesh
         shape = tuple(tensor.shape)
@@ -101,7 +101,7 @@ class Spread:
         return cls(shape, sizes, ranks, tuple((dim, axis) for _, axis, dim in order))
 
     def coordinate(self, rank: int) -> tuple[int, ...] | None:
-        """Where a global rank is on the mesh, None if it is not there."""
+        """Where a global rank is on the mesh, None if it is not on it."""
         place = _places(self.ranks).get(rank)
         if place is None:
             return None
@@ -181,7 +181,7 @@ class Spread:
 
     def holders(self, box: Box) -> tuple[int, ...]:
         """The ranks that hold all of a box."""
-        # Whoever holds all of it holds its first element: looking at every rank takes long where there are thousands.
+        # A rank that holds all of it holds its first element: checking every rank is slow with thousands of them.
         at: dict[int, int] = {}
         ranges: list[tuple[Range, ...]] = [((0, size),) if size else () for size in self.shape]
         for dim, axis in self.splits:

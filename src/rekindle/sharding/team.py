@@ -1,10 +1,10 @@
-"""The processes that hold one model together: who they are, how they agree, and what wraps the model there.
+"""The processes that hold one model together: who they are, how they agree, and which wrappers the model has there.
 
-Every step that talks to others is preceded by an agreement, so that a rank that fails makes all ranks raise the same
+Every step that communicates is preceded by an agreement, so that a rank that fails makes all ranks raise the same
 error and none waits for a message that never comes. With one process everything here is a no-op.
 
-FSDP2 keeps some modules unsharded after a forward pass: what is written to them then is thrown away at the next
-reshard, so `settle` reshards them first. Wrappers that hide their parameters are refused by name, with the way out.
+FSDP2 keeps some modules unsharded after a forward pass: what is written to them then is lost at the next reshard, so
+`settle` reshards them first. Wrappers that hide their parameters are refused by name, with the workaround.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from rekindle.blocks.names import is_sharded, partitions, sharded_parameters
 from rekindle.sharding.spread import LayoutNotSupported, Spread
 
-# Errors that cross the processes keep their type where it is one of these, so that callers may catch them as usual.
+# Errors sent between processes keep their type where it is one of these, so that callers may catch them as usual.
 _KINDS = (
     *(ValueError, TypeError, KeyError, RuntimeError, NotImplementedError, IndexError, MemoryError),
     LayoutNotSupported,
@@ -219,7 +219,7 @@ def refuse_hidden(
 ) -> None:
     """Raise if a wrapper hides the parameters: FSDP1 outside of `summon_full_params`, DeepSpeed ZeRO.
 
-    `call` is what to write inside of `summon_full_params` instead; what only reads may look at ZeRO 1 and 2.
+    `call` is what to write inside of `summon_full_params` instead; calls that only read may use ZeRO 1 and 2.
 
     >>> refuse_hidden(nn.Linear(2, 2))
     """
@@ -257,7 +257,7 @@ def held_by_zero(parameter: Tensor) -> bool:
 
 
 def spreads(model: nn.Module) -> dict[str, Spread]:
-    """How every distributed parameter lies, by its name in `named_parameters()`; empty for an ordinary model.
+    """How every distributed parameter is placed, by its name in `named_parameters()`; empty for an ordinary model.
 
     Under DistributedDataParallel and DeepSpeed every parameter is a copy on each rank of its process group.
 
@@ -280,7 +280,7 @@ def spreads(model: nn.Module) -> dict[str, Spread]:
 def refuse_shards(
     model: nn.Module, who: str, needs: Needs = "parameters", call: str = "{}(...)(model, optimizer)"
 ) -> None:
-    """Raise if the model has DTensor parameters, with the way out for `who`; `call` is what to write there.
+    """Raise if the model has DTensor parameters, with the workaround for `who`; `call` is what to write there.
 
     >>> refuse_shards(nn.Linear(2, 2), "ReDo", "batches")
     """
@@ -301,7 +301,7 @@ def refuse_shards(
 def opened(
     model: nn.Module, call: str = "rekindle.fire(model.module, optimizer)", *, writes: bool = True, copies: bool = True
 ) -> tuple[Team, dict[str, Spread]]:
-    """`distributed` for a model whose parameters can be seen: what hides them is refused, FSDP2 reshards.
+    """`distributed` for a model with visible parameters: wrappers that hide them are refused, FSDP2 is resharded.
 
     >>> opened(nn.Linear(2, 2))[0].size
     1
@@ -312,7 +312,7 @@ def opened(
 
 
 def distributed(model: nn.Module, *, copies: bool = True) -> tuple[Team, dict[str, Spread]]:
-    """The processes that hold this model together, and how each distributed parameter lies, by its name.
+    """The processes that hold this model together, and how each distributed parameter is placed, by its name.
 
     copies: also the parameters that DistributedDataParallel keeps equal; without them only DTensors count.
 
@@ -349,7 +349,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def device_of(tensor: Tensor) -> str:
-    """The kind of device that the tensor's process group talks from."""
+    """The kind of device that the tensor's process group communicates on."""
     mesh = getattr(tensor, "device_mesh", None)
     return str(mesh.device_type) if mesh is not None else tensor.device.type
 

@@ -1,8 +1,8 @@
 """A parameter's matrices as units of work: boxes that hold whole matrices and can be solved on different ranks.
 
-A fused q/k/v weight whose thirds lie one after the other is three boxes; where they are interleaved head by head it
-is one. A stack of experts is cut along its expert axis, where a shard ends anyway. Inside a box the block's index
-rule is the same rule with smaller numbers (`restricted`).
+A fused q/k/v weight whose thirds are contiguous is three boxes; where they are interleaved head by head it is one. A
+stack of experts is cut along its expert axis, where a shard ends anyway. Inside a box the block's index rule is the
+same rule with smaller numbers (`restricted`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from rekindle.blocks.layouts import Layout
 from rekindle.sharding.spread import Box, Spread, volume
 
-# Slices of a stack are put together up to this many elements: a message should be worth its latency.
+# Slices of a stack are merged up to this many elements: a message should be worth its latency.
 GRAIN = 1 << 18
 
 
@@ -140,7 +140,8 @@ def factors(layout: Layout) -> list[list[int]]:
             mine.append(position)
             position += 1
         grouped.append(mine)
-    # Factors of size 1 at the end belong to the last dimension; which one they are put to makes no difference.
+    # Factors of size 1 at the end belong to the last dimension; which dimension they are assigned to makes no
+    # difference.
     grouped[-1] += range(position, len(layout.split))
     return grouped
 

@@ -1,7 +1,7 @@
-"""A sharded model made whole for a moment, for code that draws or resets whole parameters.
+"""A sharded model gathered temporarily, for code that draws or resets whole parameters.
 
-This is the way out for everything that does not work on shards: every rank holds the whole model inside, so it is for
-models that fit. `rekindle.fire` and `rekindle.health` do not need it.
+This is for everything that does not work on shards: every rank holds the whole model inside, so it is for models that
+fit. `rekindle.fire` and `rekindle.health` do not need it.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
 """DeepSpeed ZeRO 1-3: float32 weights and optimizer state in parts, reached through DeepSpeed's public accessors.
 
-`shown` puts stand-ins into the model for the time of a call. Those of matrices have their shape and take no memory:
-what works on them (`Assembly`) fetches one after the other to the rank that solves it. Vectors, a thousandth of a
-model, are whole. `assembled` makes everything whole, for code that needs that; nothing is put back then unless all
-ranks are well.
+`shown` puts stand-ins into the model during a call. Those of matrices have their shape and take no memory: what works
+on them (`Assembly`) fetches one after the other to the rank that solves it. Vectors, a thousandth of a model, are
+whole. `assembled` makes everything whole, for code that needs that; nothing is put back then if a rank has failed.
 
 The optimizer to use inside is a stand-in too. ZeRO flattens each parameter group, so that an optimizer counts the steps
-of a whole group: the stand-in says so, and a count starts again only if the whole group does.
+of a whole group: the stand-in reports that, and a count starts again only if the whole group does.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ class Partition:
         return self.team.ranks
 
     def fetch(self) -> Tensor:
-        """The whole weight in float32, in memory of its own."""
+        """The whole weight in float32, in its own memory."""
         whole: Tensor | None = self._deepspeed.utils.safe_get_full_fp32_param(self.parameter)
         if whole is None:  # frozen: there is no float32 copy
             with self._deepspeed.zero.GatheredParameters([self.parameter]):
@@ -75,7 +74,7 @@ class Partition:
         return whole.detach().view(self.shape)
 
     def put_slot(self, name: str, value: Tensor | float) -> None:
-        """Write this rank's part of a slot, or a number all over it; without communication."""
+        """Write this rank's part of a slot, or fill it with a number; without communication."""
         utils, parameter = self._deepspeed.utils, self.parameter
         if hasattr(parameter, "ds_id"):
             part = self._part(value) if isinstance(value, Tensor) else torch.full_like(self._own(), value)
@@ -199,14 +198,14 @@ def _twin(partition: Partition, whole: bool) -> _Twin:
 
 
 def _hollow(partition: Partition, value: float) -> Tensor:
-    """One number that has the shape of the parameter."""
+    """One number expanded to the shape of the parameter."""
     return torch.full((1,) * len(partition.shape), value, device=partition.parameter.device).expand(partition.shape)
 
 
 def _groups(optimizer: Any) -> list[_Group]:
     names = next((pair for pair in _PLACES if all(hasattr(optimizer, name) for name in pair)), None)
     if names is None or getattr(optimizer, "optimizer", None) is None:
-        raise TypeError(f"{type(optimizer).__name__} is no optimizer of DeepSpeed ZeRO: pass engine.optimizer")
+        raise TypeError(f"{type(optimizer).__name__} is not an optimizer of DeepSpeed ZeRO: pass engine.optimizer")
     parts = zip(*(getattr(optimizer, name) for name in names), strict=False)
     numbers = getattr(optimizer, "sub_group_to_group_id", None)
     found: dict[int, _Group] = {}

@@ -3,9 +3,9 @@
 `network_options` are SB3's own, but for three: `width` and `activation` of the hidden layers, and `extractor`
 ("minatar": a small convolutional network for 10×10 observations, "nature": SB3's for Atari).
 
-`state_of` is what an agent needs to go on from a task boundary bit for bit: tensors and plain values, nothing pickled.
-Environments and random generators are not part of it: each task has a new environment, and all generators are seeded
-by the run's seed and the task's number when it begins.
+`state_of` is what an agent needs to continue from a task boundary bit for bit: tensors and plain values, nothing
+pickled. Environments and random generators are not part of it: each task has a new environment, and all generators are
+seeded by the run's seed and the task's number when it begins.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class SmallCNN(_extractors.BaseFeaturesExtractor):  # type: ignore[misc]
 
 
 def build(setting: Setting, arm: Arm, env: Any, seed: int) -> Any:
-    """The agent as it starts; `seed` is the run's. torch's global random state must be the caller's to spend."""
+    """The agent as it starts; `seed` is the run's. Draws from torch's global random state: fork it first."""
     if setting.network not in AGENTS:
         raise ValueError(f"setting {setting.name!r}: network {setting.network!r} is none of {', '.join(AGENTS)}")
     options = dict(setting.network_options)
@@ -102,7 +102,7 @@ def _optimizer(setting: Setting, arm: Arm) -> dict[str, Any]:
 
 
 _COUNTERS = ("num_timesteps", "_episode_num", "_n_updates", "_n_calls", "exploration_rate")
-_SEEN = ("observations", "actions", "returns")  # of a rollout, which methods look at before the next one begins
+_SEEN = ("observations", "actions", "returns")  # of a rollout, which methods read before the next one begins
 _ROWS = ("observations", "next_observations", "actions", "rewards", "dones", "timeouts")
 
 

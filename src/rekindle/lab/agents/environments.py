@@ -36,7 +36,7 @@ class Shuffled(gymnasium.ObservationWrapper):  # type: ignore[misc]
     """Observations in another order and with other signs, both drawn from a seed.
 
     The space stays as it is, for an agent has one space in all tasks; its bounds may not hold then, which neither
-    Gymnasium's wrappers nor SB3 mind.
+    Gymnasium's wrappers nor SB3 check.
 
     >>> env = Shuffled(gymnasium.make("CartPole-v1"), 3)
     >>> plain, moved = env.env.reset(seed=0)[0], env.reset(seed=0)[0]

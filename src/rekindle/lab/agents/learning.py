@@ -2,7 +2,7 @@
 
 The counterpart of `rekindle.lab.train` for agents: the same rows, arms and boundaries, SB3's own `learn` inside.
 Fairness is built in: environments, exploration and the first weights depend on the seed and the task alone; replay,
-temperature and optimizers are treated at a boundary as the setting says, for every arm alike.
+temperature and optimizers are reset or kept at a boundary as the setting says, the same for every arm.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def execute(run: Run, *, starts: Path | None = None) -> Iterator[Row]:
     """Do the run; rows as those of `rekindle.lab.train.execute`: a start, one per task, an end.
 
     `starts` is a folder for the state after the first task, which runs that do the same until then share, and for the
-    state after the last finished task, from which a run that was killed goes on. The random states of Python, numpy
-    and torch are the caller's again whenever a row is given.
+    state after the last finished task, from which a killed run continues. The caller's random states of Python, numpy
+    and torch are restored whenever a row is yielded.
     """
     begun = time.perf_counter()
     if run.setting.source is not None:
@@ -185,7 +185,7 @@ class AgentLearner:
         }
 
     def boundary(self, index: int) -> Row | None:
-        """The boundary before a task: the remedy, then targets, replay, temperature and optimizers, alike for all."""
+        """The boundary before a task: the remedy, then targets, replay, temperature, optimizers, equal for all arms."""
         agent, found = self.agent, None
         torch.manual_seed(derive(self.seed, "boundary", index) % 2**31)
         if "event" in self.acts and self.arm.when == "boundary":

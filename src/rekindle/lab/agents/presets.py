@@ -49,7 +49,7 @@ def _setting(
         "network": agent,
         "stream_options": dict(stream_options),
         "network_options": dict(network_options),
-        # The optimizer lives on, so that resetting it alone is a remedy like others.
+        # The optimizer is kept, so that resetting it alone is a remedy like others.
         **{"batch": 64, "lr": 1e-3, "new_optimizer": False, "headline": "return", "last": 3, **others},
     }
 

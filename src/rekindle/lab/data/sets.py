@@ -1,4 +1,4 @@
-"""The data sets: where each lies on this machine, and images ready for a network.
+"""The data sets: where each is on this machine, and images ready for a network.
 
 A set is looked for in the data folders ($REKINDLE_DATA, the user's cache, ./data), also in torchvision's layout, then
 where a Debian or Python package puts it; `fetching` gets what is missing. Images are read from their archive once; the
@@ -68,7 +68,7 @@ class Way:
 
     @property
     def label(self) -> str:
-        """How messages call it."""
+        """Its name in messages."""
         return self.what if self.tool == "url" else f"the {self.tool} package {self.what}"
 
 
@@ -230,7 +230,7 @@ def known(name: str) -> Known:
 
 
 def find(name: str, folder: Path | None = None) -> Place:
-    """Where the set lies (an absolute path), or `Missing`. A named folder is the only one that is looked into.
+    """Where the set is (an absolute path), or `Missing`. A named folder is the only one searched.
 
     >>> find("digits").path.endswith("digits.csv.gz")
     True
@@ -427,7 +427,7 @@ def _cache_file(name: str, size: int | None, place: Place, folder: Path | None) 
 
 
 def _keep(stored: dict[str, Tensor], cache: Path) -> None:
-    """Written beside and renamed, so that another process sees all of it or nothing; a read-only folder is no error."""
+    """Written to a temporary file and renamed, so that readers see all or nothing; a read-only folder is fine."""
     temporary = cache.with_name(f"{cache.name}.{os.getpid()}-{threading.get_ident()}.part")
     try:
         cache.parent.mkdir(parents=True, exist_ok=True)

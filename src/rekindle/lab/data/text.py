@@ -103,7 +103,7 @@ def _python(library: Path) -> str:
 
 
 def _texts(path: Path) -> str:
-    """Every UTF-8 file, hidden ones left out; what is not text is passed over."""
+    """Every UTF-8 file, hidden ones left out; what is not text is skipped."""
     files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
     shown = [file for file in files if not any(part.startswith(".") for part in file.relative_to(path).parts)]
     texts = [text for file in shown if (text := _utf8(file))]
@@ -157,7 +157,7 @@ class ByteTokenizer:
         return torch.from_numpy(np.frombuffer(text.encode(), np.uint8).astype(np.int64))
 
     def decode(self, ids: Tensor) -> str:
-        """The text; bytes that are no UTF-8 become �."""
+        """The text; bytes that are not UTF-8 become �."""
         return bytes(ids.tolist()).decode("utf-8", errors="replace")
 
 

@@ -1,10 +1,10 @@
 """Doing the runs of a study: claim a run, perform it somewhere, write its rows, try again, report.
 
-- `store`: the files of a study, one per run, each written by whoever holds its lock;
+- `store`: the files of a study, one per run, each written by the process that holds its lock;
 - `local`: worker processes of this machine; `on_ray`: the same on Ray;
-- here: `Execution`, which hands runs to one of these and is the only one that writes; and `execute`, which does a run.
+- here: `Execution`, which submits runs to one of these and is the only writer; and `execute`, which does a run.
 
-Everything that `Execution` knows is on the disk, so it may be killed at any moment and begun again. Start reading at
+Everything that `Execution` knows is on the disk, so it may be killed at any moment and restarted. Start reading at
 `Execution.do`.
 """
 
@@ -96,7 +96,7 @@ class Durations:
         return fmean(known) if known else None
 
     def ordered(self, runs: Sequence[Run]) -> list[Run]:
-        """Unknown ones and long ones first, so that none is left alone at the end; seeds in turn, for early pairs."""
+        """Unknown and long runs first, so that none runs alone at the end; seeds in turn, for early pairs."""
 
         def key(run: Run) -> tuple[float, int]:
             seconds = self.expected(run.setting.name, run.arm.name)
@@ -119,7 +119,7 @@ class Running:
     past_first: bool = False
 
     def left(self) -> float | None:
-        """Seconds that remain: by its own pace once a tenth is done, before that as expected."""
+        """Seconds that remain: from its own speed once a tenth is done, before that as expected."""
         spent = time.monotonic() - self.begun
         if self.share >= 0.1:
             return spent * (1.0 - self.share) / self.share
@@ -171,7 +171,7 @@ class Execution:
     def do(self, runs: Iterable[Run], *, later: int = 0) -> Outcome:
         """Do all of these that are not done, `later` more being expected afterwards.
 
-        On any exception, Ctrl-C included, locks are let go of and what is written stays.
+        On any exception, Ctrl-C included, locks are released and what is written stays.
         """
         unique = {run.identity: run for run in runs}
         self.total = self.done + len(unique) + later
@@ -183,7 +183,7 @@ class Execution:
                     for identity, row in self.executor.events(POLL):
                         if identity in self.running:
                             self._take(identity, row)
-                elif self.waiting:  # all of them in the hands of another process
+                elif self.waiting:  # all of them locked by another process
                     time.sleep(POLL)
         finally:
             for each in self.running.values():
@@ -203,7 +203,7 @@ class Execution:
         return self.durations.ordered(left)
 
     def _fill(self) -> None:
-        """Give the free slots work; runs that could share a first task in the making come after others."""
+        """Fill the free slots; runs that could share a first task that is still running come after others."""
         making = {each.run.first_task_key for each in self.running.values() if not each.past_first}
         candidates = list(self.waiting)
         while candidates and len(self.running) < self.executor.slots:
@@ -283,7 +283,7 @@ class Execution:
 
 
 def time_left(running: Sequence[float | None], waiting: Sequence[float | None], slots: int) -> float | None:
-    """Seconds until all is done, from the seconds that each run needs; None while there is nothing to judge by.
+    """Seconds until all is done, from the seconds that each run needs; None while there is no estimate.
 
     What is unknown is taken as the mean of the rest.
 
@@ -337,7 +337,7 @@ def execute(run: Run, *, starts: Path | None = None) -> Iterator[Row]:
     from rekindle.lab import settings, train
 
     if run.setting.source is not None:
-        settings.read_source(run.setting.source)  # may register the stream that tells which it is
+        settings.read_source(run.setting.source)  # may register the stream that decides which loop it is
     if run.setting.agents:
         from rekindle.lab.agents import learning
 
@@ -392,7 +392,7 @@ def _place(error: Exception, source: str | None) -> str:
 
 
 class Lines(io.TextIOBase):
-    """Takes what is printed and gives it back as rows.
+    """Captures printed text and returns it as rows.
 
     >>> lines = Lines()
     >>> print("one\\ntwo", file=lines)
@@ -404,7 +404,7 @@ class Lines(io.TextIOBase):
         self._text = ""
 
     def write(self, text: str) -> int:
-        """Keep it until it is asked for."""
+        """Buffer it until `rows` is called."""
         self._text += text
         return len(text)
 

@@ -2,7 +2,7 @@
 
 A worker is a fresh Python. Jobs come as JSON lines on its standard input, rows leave as JSON lines on a pipe of their
 own; nothing else is shared, so a worker may die at any moment and only its own run is lost. When its input ends, the
-study is over or dead, and the worker ends at once, in the middle of a run if need be: no orphans.
+study is over or dead, and the worker ends at once, even in the middle of a run: no orphans.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class _Worker:
 
     def __init__(self, target: str, starts: Path | None) -> None:
         rows, theirs = os.pipe()
-        # What the worker prints is kept apart: on the screen it would tear the live table.
+        # What the worker prints is captured: on the screen it would break the live table.
         self._prints = tempfile.TemporaryFile()  # noqa: SIM115
         self.process = subprocess.Popen(
             [sys.executable, "-c", _WORKER, str(theirs), json.dumps(sys.path)],

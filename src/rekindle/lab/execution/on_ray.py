@@ -1,8 +1,8 @@
 """Runs on Ray: a Ray of this machine's cores, or a cluster's.
 
 Every run is one Ray task that gives all its rows at its end. Ray runs it again if its worker is lost, and only the
-study's own process writes, so results land once however often a run was begun. A small actor carries the progress
-meanwhile; if that is lost, only the progress bar notices.
+study's own process writes, so results land once however often a run was begun. A small actor reports the progress
+meanwhile; if it is lost, only the progress bar is affected.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class RayExecutor:
         return out
 
     def close(self) -> None:
-        """Give up what runs; end Ray if it was started here."""
+        """Cancel running tasks; stop Ray if it was started here."""
         for reference in self._running:
             self._ray.cancel(reference, force=True)
         self._running.clear()
@@ -96,7 +96,7 @@ class RayExecutor:
 
 
 class LatestProgress:
-    """The last news of every run, until somebody asks.
+    """The latest progress row of every run, until it is read.
 
     >>> latest = LatestProgress()
     >>> latest.post("abc", {"kind": "progress", "task": 1}); latest.take(), latest.take()
@@ -107,11 +107,11 @@ class LatestProgress:
         self._news: dict[str, Row] = {}
 
     def post(self, identity: str, row: Row) -> None:
-        """Pin up a run's news over its older news."""
+        """Store a run's progress, replacing the older one."""
         self._news[identity] = row
 
     def take(self) -> list[tuple[str, Row]]:
-        """Take all news down."""
+        """Return and clear all progress."""
         news, self._news = self._news, {}
         return list(news.items())
 

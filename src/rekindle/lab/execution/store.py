@@ -1,11 +1,11 @@
-"""Where a study's results live: one append-only file of JSON lines a run, and one Parquet table over all of them.
+"""Where a study's results are stored: one append-only JSON-lines file per run, and one Parquet table of all runs.
 
     folder/study.json            what was asked for
     folder/runs/<identity>.jsonl start, task, task, …, end
     folder/table.parquet         one row per task of every finished run
 
-A run's file is written only by whoever holds its lock (flock, so a killed process lets go of it), which is how two
-studies in one folder never do the same run twice. A run that was cut off is done again from its start: the new rows
+A run's file is written only by the process that holds its lock (flock, so a killed process releases it), which is how
+two studies in one folder never do the same run twice. An interrupted run is repeated from its start: the new rows
 follow the old ones in the file, and readers take the last attempt that reached its end. So do results of code that has
 changed since: they are made again behind the old ones.
 """
@@ -64,7 +64,7 @@ class RunRecord:
 
 
 def parse(content: bytes) -> tuple[RunRecord, int]:
-    """The record in a run's file, and how many bytes of it are whole lines: what follows them is a torn tail.
+    """The record in a run's file, and how many bytes of it are whole lines: what follows them is an incomplete line.
 
     The last attempt that reached its end counts, else the last one.
 
@@ -79,7 +79,7 @@ def parse(content: bytes) -> tuple[RunRecord, int]:
         position += len(line)
         try:
             row = json.loads(line)
-        except (ValueError, RecursionError):  # no JSON, no UTF-8, or garbage of a thousand brackets
+        except (ValueError, RecursionError):  # not JSON, not UTF-8, or nested too deeply
             row = None
         if not isinstance(row, dict):
             rows = None
@@ -102,7 +102,7 @@ def parse(content: bytes) -> tuple[RunRecord, int]:
 class Claim:
     """The right to write one run's file, held until `release` (or until this process dies).
 
-    Making one repairs the file: a torn tail is cut off, so that what is appended starts on a line of its own.
+    Making one repairs the file: an incomplete last line is removed, so that what is appended starts on a new line.
     """
 
     def __init__(self, path: Path, handle: io.BufferedRandom) -> None:
@@ -126,7 +126,7 @@ class Claim:
             os.fsync(self._handle.fileno())
 
     def release(self) -> None:
-        """Let others have the file; safe to call twice."""
+        """Release the lock; safe to call twice."""
         self._handle.close()
 
     def __enter__(self) -> Claim:
@@ -223,7 +223,7 @@ class RunStore:
 
 
 def replace(path: Path, content: bytes) -> None:
-    """Write beside and rename, so that a reader sees the old file or the new one and never half of one.
+    """Write to a temporary file and rename, so that a reader sees the old file or the new one, never a partial one.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / "x"

@@ -4,7 +4,7 @@
 
 A builder is called as `builder(shape, classes, **options)` and draws its weights from torch's global random state, as
 all torch modules do; `network` forks that state and seeds it, so that the seed alone decides the start. `shape` is one
-input's shape without the batch, `(context,)` for text. Every network returns logits (…, classes). `register` adds an
+input's shape without the batch, `(context,)` for text. Every network returns logits (…, classes). `register` adds your
 own builder, a class or a function.
 """
 
@@ -90,7 +90,7 @@ def network(name: str, *, shape: tuple[int, ...], classes: int, seed: int, **cho
 
 
 def register(name: str) -> Callable[[B], B]:
-    """Add an own network under a name: a module class or function that takes `(shape, classes, **options)`.
+    """Add your own network under a name: a module class or function that takes `(shape, classes, **options)`.
 
     The last registration of a name counts, so that a file may be read again; the built-in names stay what they are.
 

@@ -8,7 +8,7 @@ neurons from becoming copies of one another (`benchmarks/dawn.py` measures it, `
 
 Four things differ from the document that describes the system, each because it was found wrong:
 
-- It composes one up-projection a sequence, from every position. A next-token predictor would see its own target
+- It composes one up-projection per sequence, from every position. A next-token predictor would see its own target
   in there, so a causal model averages the recipes of the positions so far (`causal=False` keeps the document's way,
   for tasks that may look at the whole sequence).
 - Rows of a tall QR factor are not unit vectors (512 in 16 dimensions: norm .18). They are scaled to norm 1 here, and
@@ -194,7 +194,7 @@ class BasisFFN(nn.Module):
 
         Mixing k rows with equal weights shrinks the recipe by √k, twice, which the basis makes up for.
         The Gaussian and QR starts draw the same numbers; QR keeps only their orthogonal part. The positive start,
-        uniform above 0, is the redundancy that the other two are to be free of: its mean cosine is .75.
+        uniform above 0, is the redundancy that the other two avoid: its mean cosine is .75.
         """
         neurons, basis = self.coefficients.shape[1:]
         if self.start == "qr":
@@ -221,7 +221,7 @@ class BasisFFN(nn.Module):
     def compose(self, a: Tensor, b: Tensor) -> Tensor:
         """The up-projections (…, width, hidden) that recipes a and b (…, basis) stand for, written out.
 
-        `forward` applies them without ever forming one: 16 times less memory a token than these matrices.
+        `forward` applies them without ever forming one: 16 times less memory per token than these matrices.
         """
         return torch.einsum("...i,iwr->...wr", a, self.first) @ torch.einsum("...i,irh->...rh", b, self.second)
 
@@ -229,8 +229,8 @@ class BasisFFN(nn.Module):
         """Apply the layer that `mixture` (batch, time, neurons) composes to x (batch, time, width)."""
         a, b = self.recipes(mixture)
         basis, width, rank = self.first.shape
-        # Every basis element is applied to every token in one product, and the recipe mixes the results: that is
-        # 2 products of a usual size instead of one small one a token.
+        # Every basis element is applied to every token in one product, and the recipe mixes the results: that is 2
+        # products of a usual size instead of a small one per token.
         each = (x @ self.first.transpose(0, 1).reshape(width, -1)).reshape(*x.shape[:-1], basis, rank)
         inner = (a[..., None, :] @ each).squeeze(-2)
         outer = (b[..., :, None] * inner[..., None, :]).flatten(-2)

@@ -1,8 +1,8 @@
 """What became of a DAWN's neurons: who is chosen, who resembles whom, and how much of the basis is in use.
 
 `analyse(model, batches)` returns an `Analysis` that prints itself and gives `to_dict()`.
-Routing is looked at on data; the coefficients are looked at as matrices. There are two of these a layer, one for each
-factor of the up-projection, and both are shown.
+Routing is looked at on data; the coefficients are looked at as matrices. There are two of these per layer, one for
+each factor of the up-projection, and both are shown.
 
 >>> from rekindle.lab.networks.dawn import DAWN, DAWNConfig
 >>> small = DAWNConfig(width=8, heads=2, hidden=12, layers=2, neurons=40, chosen=4, neuron_rank=4, basis=4)

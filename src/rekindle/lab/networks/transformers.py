@@ -1,12 +1,12 @@
 """Networks with attention: a GPT over tokens and a ViT over patches.
 
-The GPT is an own module rather than transformers' GPT-2. The paper trains nanoGPT, in which the layers are `nn.Linear`
-without biases, q | k | v lie in one `c_attn`, and `lm_head` shares its weight with the tokens; GPT-2 in transformers
-stores transposed weights (`Conv1D`) with biases. It keeps the laboratory free of a large dependency, and at the size
-that the laboratory runs (2 layers, width 64, context 32, batch 32, one CPU thread) a training step takes 19 ms where
-GPT-2 takes 26: no caches, masks or output classes around the products. With `bias=True` it has GPT-2's sizes, and its
-function but for the exact GELU in place of the approximate one. The layout of `c_attn` is registered here, as a user
-registers that of an own module.
+The GPT is written here instead of using transformers' GPT-2. The paper trains nanoGPT, in which the layers are
+`nn.Linear` without biases, q | k | v lie in one `c_attn`, and `lm_head` shares its weight with the tokens; GPT-2 in
+transformers stores transposed weights (`Conv1D`) with biases. It keeps the laboratory free of a large dependency, and
+at the size that the laboratory runs (2 layers, width 64, context 32, batch 32, one CPU thread) a training step takes 19
+ms where GPT-2 takes 26: no caches, masks or output classes around the products. With `bias=True` it has GPT-2's sizes,
+and its function but for the exact GELU in place of the approximate one. The layout of `c_attn` is registered here, as
+users register that of their own module.
 
 The ViT's layers are called to_q, to_k, to_v and to_out as in the paper's ViT-Tiny, of which only to_q and to_k are
 projected (the preset "paper-vit").

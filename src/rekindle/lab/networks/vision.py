@@ -199,8 +199,8 @@ class ResidualBlock(nn.Module):
 class ResNet18(nn.Module):
     """Four stages of two blocks with `width`, 2·, 4· and 8·`width` channels; torch's default start.
 
-    Warm starting is known to hurt it. Modules are named and ordered as in torchvision, so that weights go back and
-    forth. `stem="cifar"` keeps the size of small images by a 3×3 convolution; `"imagenet"` quarters it by 7×7 and
+    Warm starting is known to hurt it. Modules are named and ordered as in torchvision, so that weights can be
+    exchanged. `stem="cifar"` keeps the size of small images by a 3×3 convolution; `"imagenet"` quarters it by 7×7 and
     pooling.
 
     >>> ResNet18((3, 16, 16), 10, width=8)(torch.zeros(2, 3, 16, 16)).shape
@@ -213,8 +213,8 @@ class ResNet18(nn.Module):
         at_least_one(width=width)
         if stem not in get_args(Stem):
             raise ValueError(f"stem={stem!r} must be one of {', '.join(get_args(Stem))}")
-        # A fifth faster a step on CPU. Not for other widths: torch 2.13's backward of a strided 1×1 convolution from 4
-        # to 8 channels writes beyond its memory in this format.
+        # A fifth faster per step on CPU. Not for other widths: torch 2.13's backward of a strided 1×1 convolution from
+        # 4 to 8 channels writes beyond its memory in this format.
         self.channels_last = width % 8 == 0
         small = stem == "cifar"
         self.conv1 = nn.Conv2d(channels, width, 3 if small else 7, 1 if small else 2, 1 if small else 3, bias=False)

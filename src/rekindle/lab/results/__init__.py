@@ -1,4 +1,4 @@
-"""What the runs of a study come to: numbers of a run, intervals over seeds, arms compared, and all of it as `Results`.
+"""The results of a study: numbers per run, intervals over seeds, arms compared, and all of it as `Results`.
 
 - `metrics`: one number per run, from its rows;
 - `statistics`: intervals, paired differences, Holm's correction;

@@ -1,6 +1,6 @@
-"""The arms of one setting compared: values by seed, intervals, paired differences, prices and curves.
+"""The arms of one setting compared: values by seed, intervals, paired differences, costs and curves.
 
-Every interval that a table, a page, a document or a terminal shows is computed here, once. A `ArmComparison` is made
+Every interval that a table, a page, a document or a terminal shows is computed here, once. An `ArmComparison` is made
 from the runs of a study or from the dictionary that `Results.to_dict` gave, so that a page can be made from a file.
 """
 
@@ -270,7 +270,7 @@ class ArmComparison:
     def validity(self) -> dict[str, Any]:
         """Whether the stream can tell remedies apart: doing nothing must fall to half of its first task or below.
 
-        `valid` is None, and `note` says why, where that cannot be told.
+        `valid` is None, and `note` says why, where that cannot be decided.
         """
         values = self.values.get(NOTHING)
         if not values:
@@ -318,7 +318,7 @@ class ArmComparison:
         return found
 
 
-# What a table says of a run beside its headline. remedy_seconds is for one task that had any; retention is right
+# What a table shows of a run beside its headline. remedy_seconds is for one task that had any; retention is right
 # after the boundary, retention_end at the end of the task that followed.
 NUMBERS: dict[str, Callable[[Any, Setting], float | None]] = {
     "first_task": metrics.first_task,
@@ -372,7 +372,7 @@ def comparisons(data: Mapping[str, Any]) -> list[ArmComparison]:
 
 
 def choice(made: Mapping[str, Any]) -> str:
-    """What tuning changed in an arm, in words.
+    """What tuning changed in an arm, as text.
 
     >>> choice({"place": 1, "arm": {"lr": 0.5, "options": {"scale": "nearest"}}})
     '0.5 of the learning rate, scale=nearest'

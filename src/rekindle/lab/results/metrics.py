@@ -1,4 +1,4 @@
-"""What a run's rows come to: one number per metric. Rows are those of `rekindle.lab.execute`; only tasks count.
+"""From a run's rows to one number per metric. Rows are those of `rekindle.lab.execute`; only tasks count.
 
 A number that was not measured is None, never 0. Where the setting's headline is a loss, so is everything else here,
 and less is better.
@@ -109,7 +109,7 @@ def drop(rows: Iterable[Row], setting: Setting) -> float | None:
 def recovery(rows: Iterable[Row], reference: Iterable[Row], setting: Setting) -> float | None:
     """The mean number of steps in which a task is learned as well as the reference has learned it by its end.
 
-    Read from the curves, so to a twentieth of a task. A task that never gets there counts with all its steps, so
+    Read from the curves, so to a twentieth of a task. A task that never reaches it counts with all its steps, so
     that the mean is a lower bound then. The first task, before any boundary, does not count.
 
     >>> slow = [{"task": 1, "steps": 100, "curve": [[50, 0.2, 2.0], [100, 0.4, 1.5]]}]
@@ -172,7 +172,7 @@ def equally_hard(setting: Setting) -> bool:
 
 
 def valid_stream(runs: Sequence[Sequence[Row]], setting: Setting, classes: int | None = None) -> bool | None:
-    """Whether doing nothing loses half of what it could do in the first task, over all seeds: else nothing is to cure.
+    """Whether doing nothing loses half of what it could do in the first task, over all seeds.
 
     `runs` are those of the arm that does nothing. A loss is counted from chance, ln(classes), downwards; without
     `classes` (the start row has it) it cannot be told, nor where tasks are not equally hard. A return is counted from

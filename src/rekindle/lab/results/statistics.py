@@ -1,8 +1,8 @@
-"""What a handful of seeds can say: intervals, paired differences, and comparisons over several streams.
+"""Statistics over a few seeds: intervals, paired differences, and comparisons over several streams.
 
 Runs of different arms share their seeds, and with a seed the data, their order and the initial weights. So arms are
-compared seed by seed: the spread of the differences is much smaller than that of the values. Where the data cannot
-carry a statement (one seed, no spread, too few streams), the statement is left out and a note says why.
+compared seed by seed: the spread of the differences is much smaller than that of the values. Where the data are not
+enough (one seed, no spread, too few streams), the value is left out and a note says why.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 from rekindle.extras import install
 
 LEVEL = 0.95
-SEEDS_FOR_INTERVAL = 3  # t with one degree of freedom is 12.7: an interval of two seeds says nothing
+SEEDS_FOR_INTERVAL = 3  # t with one degree of freedom is 12.7: an interval of two seeds is useless
 STREAMS_FOR_IQM = 5
 RESAMPLES = 4999
 
@@ -146,7 +146,7 @@ def bootstrap_interval(values: Sequence[float], *, level: float = LEVEL, seed: i
 def interquartile_mean(scores: Mapping[str, Sequence[float]], *, level: float = LEVEL, seed: int = 0) -> Interval:
     """The mean of the middle half of all scores (streams × seeds), with a bootstrap interval over the seeds.
 
-    Scores of different streams must be on one footing (a share of the first task's value, say). Seeds are drawn
+    Scores of different streams must be comparable (for example a share of the first task's value). Seeds are drawn
     again within each stream, so that every stream keeps its weight.
 
     >>> print(interquartile_mean({str(i): [i / 10, i / 10] for i in range(6)}))

@@ -110,7 +110,7 @@ class Results:
         return found
 
     def table(self, metric: str = "headline", setting: str | None = None) -> list[Row]:
-        """A row per arm and setting: mean, 95 % interval, paired difference to nothing with Holm's p, and the price.
+        """A row per arm and setting: mean, 95 % interval, paired difference to nothing with Holm's p, and the cost.
 
         metric: "headline", or a number of the task rows, averaged over the same last tasks.
         """
@@ -133,7 +133,7 @@ class Results:
 
         A score is the headline as a share of the first task's value (for a loss the other way round), so that 1 is
         as good as new; a return is counted from that of random actions. Streams whose tasks are not equally hard have
-        none. A tuned arm is held against doing nothing tuned.
+        none. A tuned arm is compared with doing nothing tuned.
         """
         arms: dict[str, list[ArmComparison]] = {}
         for comparison in self.comparisons.values():
@@ -192,7 +192,7 @@ class Results:
         return "\n".join(text)
 
     def provenance(self) -> str | None:
-        """What there is to say about the code that made the finished runs; None if it is this code for all."""
+        """A note about the code that made the finished runs; None if it is this code for all."""
         done = [entry for entry in self.entries if entry.record.state == "finished"]
         unknown = sum(entry.record.code is None for entry in done)
         other = sum(entry.code is not None and entry.record.code not in (None, entry.code) for entry in done)

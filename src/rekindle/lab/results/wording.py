@@ -1,4 +1,4 @@
-"""How the laboratory's numbers are called and written, for the terminal, the page and the documents alike."""
+"""Names and formats of the laboratory's numbers, for the terminal, the page and the documents."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rekindle.lab.results.statistics import Difference, Interval
 
 @dataclass(frozen=True)
 class Measure:
-    """A measure of a run: name in words, unit, factor for reading, and which way is better."""
+    """A measure of a run: name, unit, factor for display, and which way is better."""
 
     name: str
     unit: str = ""
@@ -27,7 +27,7 @@ class Measure:
         return f"{self.name}, {self.unit}" if self.unit else self.name
 
     def number(self, value: float | None) -> str:
-        """The value without its unit, as many digits as seeds can tell apart.
+        """The value without its unit, with as many digits as the seeds can resolve.
 
         >>> measure("test_accuracy").number(0.4634), measure("test_loss").number(2.23)
         ('46.3', '2.230')
@@ -122,7 +122,7 @@ MEASURES = {
 
 
 def measure(name: str) -> Measure:
-    """What is known about a measure; one that nobody named is shown as it is.
+    """What is known about a measure; an unknown one is shown under its own name.
 
     >>> measure("old_loss").name, measure("some_thing").name
     ('loss on earlier tasks', 'some thing')
@@ -131,7 +131,7 @@ def measure(name: str) -> Measure:
 
 
 def duration(seconds: float | None) -> str:
-    """Time for reading.
+    """A duration as text.
 
     >>> duration(0.0031), duration(42.4), duration(312), duration(None)
     ('3 ms', '42 s', '5 min 12 s', '–')
@@ -148,7 +148,7 @@ def duration(seconds: float | None) -> str:
 
 
 def chance(p: float | None) -> str:
-    """A p value for reading.
+    """A p value as text.
 
     >>> chance(0.00002), chance(0.034), chance(None)
     ('< 0.001', '0.034', '–')
@@ -157,7 +157,7 @@ def chance(p: float | None) -> str:
 
 
 def ordinal(place: int) -> str:
-    """A place in words.
+    """A rank as text: first, second, …
 
     >>> [ordinal(place) for place in (1, 2, 3, 11, 22)]
     ['first', 'second', 'third', '11th', '22nd']
@@ -175,6 +175,6 @@ def _decimals(value: float) -> int:
 
 def _fixed(value: float, decimals: int) -> str:
     shown = f"{value:,.{decimals}f}"
-    # Nothing is gained by a minus before a number that rounds to nought.
+    # No minus sign before a number that rounds to zero.
     shown = shown.lstrip("-") if float(shown.replace(",", "")) == 0 else shown
     return shown.replace("-", "−")

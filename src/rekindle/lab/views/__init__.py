@@ -1,4 +1,4 @@
-"""What people see of a study: sentences and tables, the terminal, drawings, the page and the Markdown document.
+"""How a study is shown: sentences and tables, the terminal, drawings, the page and the Markdown document.
 
 - `text`: what the numbers mean in sentences, the columns of the table, the Markdown document;
 - `terminal`: the live table while a study runs, the tables of its result;

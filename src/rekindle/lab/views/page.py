@@ -1,6 +1,6 @@
 """render(): the page of a study. What was found first, then tables, curves, differences, retention, health, reasons.
 
-It takes what `Results.to_dict()` gives, and stands in the same frame as the page of a checkpoint.
+It takes what `Results.to_dict()` gives, and uses the same layout as the page of a checkpoint.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Plots as SVG: curves over tasks with bands, differences with intervals, and one measure against another.
 
-Each takes plain numbers, and gives a `Picture`, wide and for a phone, whose words say what it shows to whoever cannot
+Each takes plain numbers, and gives a `Picture`, wide and for a phone, with a text description for readers who cannot
 see it. No library draws what follows light and dark and shows names on hover without a script of its own.
 """
 
@@ -219,7 +219,7 @@ def scatter(
     note: str = "",
     phone: bool = False,
 ) -> Picture:
-    """One measure against another, a named dot an arm, with its intervals as crosses.
+    """One measure against another: a named dot per arm, its intervals as crosses.
 
     >>> drawn = scatter("Scales", [Dot("paper", 0.5, 0.8), Dot("nearest", 0.7, 0.7)], x="fitting", y="generalising")
     >>> drawn.marks.count("<circle")

@@ -1,7 +1,7 @@
 """What every plot is drawn with: colors, ticks, labels that keep apart, and the picture as a part of a page or a file.
 
-Colors are classes of the style, so that one picture serves light and dark. People who see no red or green can
-distinguish them, and they never stand alone: lines also differ in their dashes and carry their names.
+Colors are classes of the style, so that one picture serves light and dark. Color-blind readers can distinguish them,
+and color is never the only cue: lines also differ in their dashes and carry their names.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def colors(names: Sequence[str]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Picture:
-    """A drawing with its title and what it shows in words; a part of a page or a file of its own."""
+    """A drawing with its title and a text description; a part of a page or a file of its own."""
 
     title: str
     described: str

@@ -49,7 +49,7 @@ class Board:
         self._share = 0.0
 
     def __call__(self, event: Event) -> None:
-        """Take in what happened."""
+        """Process one event."""
         run, row = event.run, event.row
         self.done, self.total, self.running = event.done, event.total, event.running
         self._told, self._left = time.monotonic(), event.left
@@ -74,14 +74,14 @@ class Board:
         return None if self._left is None else max(0.0, self._left - (time.monotonic() - self._told))
 
     def share(self) -> float:
-        """How much of the time is over; it never goes back."""
+        """How much of the time is over; it never decreases."""
         left, spent = self.left, time.monotonic() - self._begun
         if left is not None:
             self._share = max(self._share, spent / max(spent + left, 1e-9))
         return self._share
 
     def __rich_console__(self, console: Console, options: Any) -> Iterator[RenderableType]:
-        """The bar, then the table of the setting that was heard of last."""
+        """The bar, then the table of the setting of the latest event."""
         share, left = self.share(), self.left
         told = f"{duration(left)} left" if left is not None else "measuring the time"
         line = Table.grid(padding=(0, 2))

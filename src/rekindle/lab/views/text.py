@@ -1,4 +1,4 @@
-"""A comparison in words: sentences computed from its values, the columns of its table, and the Markdown document."""
+"""A comparison as text: sentences computed from its values, the columns of its table, and the Markdown document."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _gap(found: ArmComparison, validity: Mapping[str, Any]) -> str:
 
 
 def _diverged(found: ArmComparison) -> Iterator[str]:
-    """A mean of what survived flatters, so that it must be said."""
+    """A mean of the surviving runs is too favourable, so divergence is reported."""
     for name, arm in found.arms.items():
         without = len(arm.runs) - len(found.values.get(name, ()))
         if arm.diverged:
@@ -112,7 +112,7 @@ def _win(found: ArmComparison, best: str) -> str:
     if difference is not None:
         start += f", {_told(found, difference)} against {_called(reference)}"
         start += ", within chance" if _even(difference) else ""
-    # Held against many arms, the best one differs from some by chance: Holm's correction over all of them.
+    # Compared with many arms, the best one differs from some by chance: Holm's correction over all of them.
     chances = {each: pair.p for each in found.ranked[1:] if (pair := found.against(best, each)) is not None}
     alike = [each for each, p in holm(chances).items() if each != reference and p is not None and p >= 0.05]
     return f"{start}{f'; the seeds cannot tell it from {_joined(alike)}' if alike else ''}."
