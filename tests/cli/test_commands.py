@@ -302,7 +302,7 @@ def test_report_from_kept_json(checkpoint: Path, tmp_path: Path) -> None:
     assert "Every planned parameter" in text
     assert "force" in one_line(run("report", health, "-o", page))
     (tmp_path / "foreign.json").write_text('{"a": 1}')
-    assert "no result of rekindle" in one_line(run("report", tmp_path / "foreign.json", "-o", tmp_path / "x.html"))
+    assert "not a result of rekindle" in one_line(run("report", tmp_path / "foreign.json", "-o", tmp_path / "x.html"))
     assert not (tmp_path / "x.html").exists()
 
 

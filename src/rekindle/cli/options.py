@@ -140,7 +140,7 @@ def architecture(config: Path | None, model: str | None) -> Any:
         try:
             found = json.loads(path.read_text())
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path} is no JSON: {error}") from None
+            raise ValueError(f"{path} is not JSON: {error}") from None
         if not isinstance(found, dict):
             raise ValueError(f"{path} holds no JSON object")
         return found
@@ -155,7 +155,7 @@ def built(model: str, *, meta: bool = False) -> nn.Module:
     with torch.device("meta" if meta else "cpu"):
         made = build if isinstance(build, torch.nn.Module) else build()
     if not isinstance(made, torch.nn.Module):
-        raise ValueError(f"--model {model}: gave a {type(made).__name__}, no torch.nn.Module")
+        raise ValueError(f"--model {model}: gave a {type(made).__name__}, not a torch.nn.Module")
     return made
 
 
@@ -237,7 +237,7 @@ def run_file(file: Path) -> Any:
     sys.path.insert(0, str(file.resolve().parent))
     spec = importlib.util.spec_from_file_location(file.stem, file)
     if spec is None or spec.loader is None:
-        raise ValueError(f"{file} is no Python file")
+        raise ValueError(f"{file} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[file.stem] = module
     spec.loader.exec_module(module)
@@ -259,7 +259,7 @@ def loaded_plan(path: Path | None) -> Plan | None:
     except OSError:
         raise
     except Exception as error:  # whatever an unrelated JSON file makes the reader raise
-        raise ValueError(f"{path} is no plan saved by rekindle: {error}") from error
+        raise ValueError(f"{path} is not a plan saved by rekindle: {error}") from error
 
 
 def planning(

@@ -112,7 +112,7 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text())
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is no JSON: {error}") from None
+        raise ValueError(f"{path} is not JSON: {error}") from None
     if isinstance(found, dict):
         if "rekindle" in found and "command" in found:
             return found
@@ -127,6 +127,6 @@ def _read(path: Path) -> dict[str, Any]:
         if "score" in found and "fresh" in found:
             return {"probe": found}
     raise ValueError(
-        f"{path} is no result of rekindle: expected what --json printed, or a Health, Plan, Receipt, Advice or "
+        f"{path} is not a result of rekindle: expected what --json printed, or a Health, Plan, Receipt, Advice or "
         "ProbeResult"
     )

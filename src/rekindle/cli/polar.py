@@ -78,7 +78,7 @@ def _read(file: Path) -> torch.Tensor:
     try:
         array = numpy.load(file, allow_pickle=False)
     except (ValueError, EOFError) as error:
-        raise ValueError(f"{file} is no .npy file of numbers: {error}") from None
+        raise ValueError(f"{file} is not a .npy file of numbers: {error}") from None
     if not isinstance(array, numpy.ndarray):
         raise ValueError(f"{file} is an archive of several arrays; save one with numpy.save")
     if array.dtype.kind not in "fiu" or array.ndim < 2:

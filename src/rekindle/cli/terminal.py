@@ -266,10 +266,10 @@ def refuse_existing(path: Path, force: bool) -> None:
 
     >>> refuse_existing(Path("/no/such/folder/x.html"), force=False)
     Traceback (most recent call last):
-    ValueError: /no/such/folder is no folder: cannot write x.html there
+    ValueError: /no/such/folder is not a folder: cannot write x.html there
     """
     if not path.absolute().parent.is_dir():
-        raise ValueError(f"{path.absolute().parent} is no folder: cannot write {path.name} there")
+        raise ValueError(f"{path.absolute().parent} is not a folder: cannot write {path.name} there")
     if path.is_dir():
         raise ValueError(f"{path} is a folder")
     if path.exists() and not force:
