@@ -112,7 +112,7 @@ def test_labels_that_are_no_json_and_sheets_of_another_width_are_refused(tmp_pat
     narrow = files.picture(files.pixels(4, 1000, 3), "PNG")
     with pytest.raises(Corrupt, match="1000 pixels wide"):
         archives.read_cifar_sheets(files.write_folder(tmp_path / "b", contents | {"package/data_batch_2.png": narrow}))
-    with pytest.raises(Corrupt, match=r"test_batch\.png is no readable"):
+    with pytest.raises(Corrupt, match=r"test_batch\.png is not a readable"):
         archives.read_cifar_sheets(
             files.write_folder(tmp_path / "c", contents | {"package/test_batch.png": b"\x89PNG"})
         )

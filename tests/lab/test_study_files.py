@@ -45,7 +45,7 @@ tune: true
         ("settings: [digits]\narms: [fyre]", "did you mean 'fire'"),
         ("settings: [digits]\ntune: true\nseeds: [100]", "are for tuning"),
         ("settings: [digits]\nformat: 99", "format 99"),
-        ("settings: [", "is no YAML"),
+        ("settings: [", "is not YAML"),
     ],
 )
 def test_a_wrong_file_says_what_is_wrong(content: str, message: str, tmp_path: Path) -> None:

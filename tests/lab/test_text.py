@@ -102,7 +102,7 @@ def test_a_folder_or_file_of_text(tmp_path: Path) -> None:
 
 
 def test_an_unknown_corpus_says_what_there_is() -> None:
-    with pytest.raises(ValueError, match=r"'tolstoy' is no corpus: not shakespeare, bible, python"):
+    with pytest.raises(ValueError, match=r"'tolstoy' is not a corpus: not shakespeare, bible, python"):
         text.corpus("tolstoy")
 
 

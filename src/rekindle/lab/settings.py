@@ -88,7 +88,7 @@ class Setting:
         allowed = {"optimizer": OPTIMIZERS, "schedule": ("constant", "cosine"), "headline": (*HEADLINES, *RETURNS)}
         for name, values in allowed.items():
             if getattr(self, name) not in values:
-                raise ValueError(f"setting {self.name!r}: {name}={getattr(self, name)!r} is none of {list(values)}")
+                raise ValueError(f"setting {self.name!r}: {name}={getattr(self, name)!r} is not one of {list(values)}")
         for name in ("batch", "last", "evaluate", "lr"):
             value, kind = getattr(self, name), float if name == "lr" else int
             if not isinstance(value, int | kind) or isinstance(value, bool) or value <= 0:
@@ -179,7 +179,7 @@ def read_source(path: str | Path) -> Any:
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, file)
         if spec is None or spec.loader is None:
-            raise ValueError(f"source={str(path)!r} is no Python file")
+            raise ValueError(f"source={str(path)!r} is not a Python file")
         module = importlib.util.module_from_spec(spec)
         sys.modules[name] = module
         try:

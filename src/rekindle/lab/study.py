@@ -234,7 +234,7 @@ class Study:
                 f"a study has no field {sorted(unknown)[0]!r}; it has name, settings, arms, seeds, tune, folder, source"
             )
         if data.get("format", FORMAT) != FORMAT:
-            raise ValueError(f"this study has format {data['format']}, and this version reads {FORMAT}: run it anew")
+            raise ValueError(f"this study has format {data['format']}, and this version reads {FORMAT}: run it again")
         source = data.get("source")
         if source is not None:
             read_source(source)
@@ -327,7 +327,7 @@ def _yaml(path: Path) -> dict[str, Any]:
     try:
         content = yaml.safe_load(path.read_text())
     except yaml.YAMLError as error:
-        raise ValueError(f"{path} is no YAML: {error}") from error
+        raise ValueError(f"{path} is not YAML: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} must hold a mapping with settings, arms and seeds")
     if content.get("source") is not None:

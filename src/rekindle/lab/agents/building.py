@@ -50,7 +50,7 @@ class SmallCNN(_extractors.BaseFeaturesExtractor):  # type: ignore[misc]
 def build(setting: Setting, arm: Arm, env: Any, seed: int) -> Any:
     """The agent as it starts; `seed` is the run's. Draws from torch's global random state: fork it first."""
     if setting.network not in AGENTS:
-        raise ValueError(f"setting {setting.name!r}: network {setting.network!r} is none of {', '.join(AGENTS)}")
+        raise ValueError(f"setting {setting.name!r}: network {setting.network!r} is not one of {', '.join(AGENTS)}")
     options = dict(setting.network_options)
     policy: dict[str, Any] = dict(options.pop("policy_kwargs", {}))
     extractor, width = options.pop("extractor", None), options.pop("width", [64, 64])

@@ -178,7 +178,7 @@ def read_cifar_sheets(path: Path, classes: int = 10) -> Raw:
         try:
             y.append(np.asarray(json.loads(files[name])))
         except ValueError as error:
-            raise Corrupt(f"{path}: {name} is no list of labels ({error})") from error
+            raise Corrupt(f"{path}: {name} is not a list of labels ({error})") from error
     return _checked(path, np.concatenate(x[:-1]), y[0], x[-1], y[1], classes)
 
 
@@ -253,7 +253,7 @@ def decode(content: bytes, name: str = "image") -> Bytes:
         with Image.open(io.BytesIO(content), formats=("PNG", "JPEG")) as image:
             return np.asarray(image.convert("RGB"))
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise Corrupt(f"{name} is no readable PNG or JPEG ({error})") from error
+        raise Corrupt(f"{name} is not a readable PNG or JPEG ({error})") from error
 
 
 def _cifar_names(classes: int, suffix: str) -> tuple[tuple[str, ...], str]:

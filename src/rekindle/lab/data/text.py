@@ -48,7 +48,7 @@ def corpus(name: str | Path, *, folder: Path | None = None) -> str:
     if Path(name).exists():
         return _texts(Path(name))
     raise ValueError(
-        f"{str(name)!r} is no corpus: not shakespeare, bible, python or hf:<dataset>, nor a file or folder that exists"
+        f"{str(name)!r} is not a corpus: not shakespeare, bible, python or hf:<dataset>, nor an existing file or folder"
     )
 
 

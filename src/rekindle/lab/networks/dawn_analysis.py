@@ -88,7 +88,7 @@ class Analysis:
         1.0
         """
         if name not in _COLUMNS:
-            raise ValueError(f"{name!r} is no measure of this analysis; there are {', '.join(_COLUMNS)}")
+            raise ValueError(f"{name!r} is not a measure of this analysis; there are {', '.join(_COLUMNS)}")
         return float(torch.tensor([getattr(layer, name) for layer in self.layers]).mean())
 
     def to_dict(self) -> dict[str, Any]:

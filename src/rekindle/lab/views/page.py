@@ -27,8 +27,8 @@ interval | 95 %, from Student's t over the seeds; differences are paired, seed b
 p (Holm) | how often chance alone gives such a difference, corrected (Holm) for comparing several arms.
 drop | how much worse the previous task is right after the remedy, before any training.
 kept | how well up to five earlier tasks are still done right after the remedy, the last one among them.
-dormant | neurons that hardly ever answer; measured where the network can be measured.
-feature rank | how many directions a layer's answers really use, as a share of what they could.
+dormant | neurons that are nearly always inactive; measured where the network can be measured.
+feature rank | how many directions a layer's activations really use, as a share of what they could.
 DfI | deviation from isometry at the matrix's own scale: 0 is an isometry.
 """
 
