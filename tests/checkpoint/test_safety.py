@@ -143,8 +143,9 @@ def test_killed_at_random_moments_a_larger_job_goes_on_where_it_stopped(
             break
         kills += 1
         assert code == -signal.SIGKILL
-        assert not (tmp_path / "out").exists()
         assert digest(tmp_path / "in") == untouched
+        if (tmp_path / "out").exists():  # killed after its last step: then all of it is there
+            break
         journal = tmp_path / ".out.rekindle-journal"
         noted.append(journal.read_text().count('"batch"') if journal.exists() else 0)
     assert kills >= 1
@@ -153,6 +154,8 @@ def test_killed_at_random_moments_a_larger_job_goes_on_where_it_stopped(
     if not (tmp_path / "out").exists():
         fire_file(tmp_path / "in", tmp_path / "out", resume=True, progress=lambda d, t, n: done.append(d))
     assert digest_contents(tmp_path / "out") == digest_contents(tmp_path / "expected")
+    if leftovers(tmp_path):  # killed between its last step and tidying up, which the next job does
+        fire_file(tmp_path / "in", tmp_path / "out", resume=True, force=True)
     assert leftovers(tmp_path) == []
 
 

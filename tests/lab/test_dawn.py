@@ -297,7 +297,7 @@ def test_wrong_inputs_are_refused():
     model = DAWN(SMALL)
     with pytest.raises(ValueError, match="length=24"):
         model(tokens(time=25))
-    with pytest.raises(ValueError, match="no measure"):
+    with pytest.raises(ValueError, match="not a measure"):
         analyse(model, [tokens()]).mean("picks")
     with pytest.raises(ValueError, match="batches are empty"):
         analyse(model, [])
