@@ -114,7 +114,7 @@ def bulk_products(w: Tensor) -> None:
     a, p, y = (torch.empty_like(w[:size]) for _ in range(3))
     for x in w.split(size):
         k = len(x)
-        for step in (*schedules.bulk(bulk.REACH / n, bulk.BEFORE / n**0.25), schedules.cubic(0.9)):
+        for step in (*bulk.schedule(n), schedules.cubic(0.9)):
             torch.bmm(x, x.mT, out=a[:k])
             if step.c:
                 torch.bmm(a[:k], a[:k], out=p[:k])

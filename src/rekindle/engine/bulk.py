@@ -18,7 +18,11 @@ from torch import Tensor
 from rekindle.engine import schedules
 from rekindle.engine.arithmetic import Solved, Start, lacking
 
-REACH = 0.1  # σ_min/σ_max that the schedule covers is this over n: of a random matrix 1 in 10 has one value below it
+FAR, NEAR = (
+    0.1,
+    0.2,
+)  # over n: σ_min/σ_max that the schedule covers, of a random matrix 1 in 10 or 5 has one value below
+FAR_UP_TO = 56  # rows up to which two products more cost less than correcting twice as many matrices
 PART = 2**18  # entries processed at a time: the four arrays of a part stay in the caches
 MOST = 128  # rows: beyond, a Gram matrix has more noise than the bound in `by_bulk` allows for
 BEFORE = 0.017  # over n^¼: how far from 1 the schedule leaves singular values before the last cubic step
@@ -48,6 +52,11 @@ class _Workspace(threading.local):
 _workspace = _Workspace()
 
 
+def schedule(n: int) -> tuple[schedules.Polynomial, ...]:
+    """The steps for matrices of n rows, but for the last one, which is cubic."""
+    return schedules.bulk((FAR if n <= FAR_UP_TO else NEAR) / n, BEFORE / n**0.25)
+
+
 def by_bulk(w: Tensor, known: Start, tol: float) -> Solved:
     """The polar factors of a batch of small matrices; what one correction cannot finish is marked as hard.
 
@@ -59,7 +68,7 @@ def by_bulk(w: Tensor, known: Start, tol: float) -> Solved:
     a fresh one costs as much as three products in page faults.
     """
     count, n, m = w.shape
-    steps = schedules.bulk(REACH / n, BEFORE / n**0.25)
+    steps = schedule(n)
     solved = Solved.new(torch.empty_like(w), len(steps) + 1)
     solved.residual = torch.empty_like(known.norm2)
     most = (0.8 * max(tol, 1e-6) * n / 0.64) ** 0.5
@@ -89,8 +98,9 @@ def by_bulk(w: Tensor, known: Start, tol: float) -> Solved:
         _last_step(x, g, out=y)
         solved.residual[part] = 0.64 * r.square() / n
     for left, finish in ((mild, _once_more), (far, _one_direction)):
-        if left:
-            index, *rest = left[0] if len(left) == 1 else map(torch.cat, zip(*left, strict=True))
+        # Up to so many rows calls cost more than the copies that join the parts.
+        joined = [tuple(map(torch.cat, zip(*left, strict=True)))] if len(left) > 1 and n <= FAR_UP_TO else left
+        for index, *rest in joined:
             x, g, r = finish(*rest)
             solved.x[index] = _last_step(x, g, out=torch.empty_like(x))
             solved.hard[index] = ~(r <= rest[-1])
