@@ -51,6 +51,14 @@ def test_random_square_matrices_are_hardly_ever_hard() -> None:
         assert float((solved.x - u @ vh)[~solved.hard].flatten(1).norm(dim=1).max()) < 3e-3
 
 
+@pytest.mark.parametrize("n", [16, 24, 48])
+def test_a_matrix_does_not_depend_on_the_others_of_its_batch(n: int) -> None:
+    w = torch.randn(400, n, n, generator=torch.Generator().manual_seed(n))
+    together = bulk.by_bulk(w, arithmetic.norms(w), 1e-6).x
+    alone = torch.cat([bulk.by_bulk(one, arithmetic.norms(one), 1e-6).x for one in w.split(1)])
+    assert float((together - alone).abs().max()) < 2e-6  # rounding; one cubic step more would be 1e-3
+
+
 def test_the_arrays_it_works_in_serve_every_mode_and_thread() -> None:
     w = torch.randn(40, 20, 20, generator=torch.Generator().manual_seed(0))
     bulk._workspace.room = None
