@@ -62,8 +62,7 @@ def by_bulk(w: Tensor, known: Start, tol: float) -> Solved:
     (for r ≤ .04). That bound costs one pass over a matrix that is already computed. tr(QᵀW) then lacks at most
     .4r‖W‖_F, and ‖W‖_F/‖W‖_* ≤ (‖WWᵀWWᵀ‖_F/‖W‖⁴_F)^⅓ by Hölder's inequality.
 
-    Parts of the batch go through it one after the other, in arrays that stay in the caches and are not allocated anew:
-    a fresh one costs as much as three products in page faults.
+    Parts of the batch go through it one after the other, in arrays that stay in the caches.
     """
     count, n, m = w.shape
     steps = schedule(n)
