@@ -272,7 +272,18 @@ def test_the_papers_coefficients() -> None:
 
 @pytest.mark.parametrize(
     "fields",
-    [{"optimizer": "lion"}, {"schedule": "step"}, {"headline": "f1"}, {"batch": 0}, {"warmup": 2.0}, {"replay": -1}],
+    [
+        {"optimizer": "lion"},
+        {"schedule": "step"},
+        {"headline": "f1"},
+        {"batch": 0},
+        {"warmup": 2.0},
+        {"replay": -1},
+        {"norm": 0},
+        {"norm": "1"},
+        {"norm": 1.0, "new_optimizer": False},
+        {"norm": 1.0, "headline": "return"},
+    ],
 )
 def test_a_setting_says_what_is_wrong(fields: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(fields))):

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Protocol, TypeVar
 
 from rekindle import methods
+from rekindle.lab.norms import StartNorm
 
 Factory = Callable[..., Any]
 F = TypeVar("F", bound=Factory)
@@ -139,7 +140,7 @@ class Arm:
         return cls(**data)
 
 
-_own: dict[str, Factory] = {}
+_own: dict[str, Factory] = {"StartNorm": StartNorm}  # of the laboratory alone, and what users register
 _RENAMED = {"fire-no-head": "fire"}
 
 
@@ -253,13 +254,20 @@ def _options(name: str, *values: Any) -> tuple[Mapping[str, Any], ...]:
     return tuple({"options": {name: value}} for value in values)
 
 
-def _then_shrink(method: str) -> Mapping[str, Any]:
-    return {"methods": [[method, {}], ["Rescale", {"scale": "norm:0.1"}]]}
+def _then_shrink(method: str, scale: str = "norm:0.1") -> Mapping[str, Any]:
+    return {"methods": [[method, {}], ["Rescale", {"scale": scale}]]}
+
+
+def _shrunk(name: str, method: str, about: str) -> Arm:
+    """A method, then other norms; tuning has the same four norms as the isometries."""
+    tuning = tuple({"options": _then_shrink(method, scale)} for scale in _NORMS)
+    return Arm(name, "Compose", _then_shrink(method), tuning=tuning, about=about)
 
 
 _HALF = {"lr": 0.5}
 _STRONG = _options("coefficient", 1e-4, 1e-2)
-_SHRINKS = _options("scale", "norm:0.03", "norm:0.3", "norm:0.5")
+_NORMS = ("norm:0.03", "norm:0.3", "norm")
+_SHRINKS = _options("scale", *_NORMS)
 
 ARMS: dict[str, Arm] = {
     arm.name: arm
@@ -325,8 +333,20 @@ ARMS: dict[str, Arm] = {
         Arm("shrink", "Rescale", {"scale": "norm:0.1"}, tuning=_SHRINKS, about="old directions, a tenth of the norm"),
         Arm("fire-shrink", "FIRE", {"scale": "norm:0.1"}, tuning=_SHRINKS, about="FIRE at a tenth of the old norm"),
         Arm("random-isometry-shrink", "RandomIsometry", {"scale": "norm:0.1"}, tuning=_SHRINKS),
-        Arm("full-reset-shrink", "Compose", _then_shrink("FullReset"), about="drawn anew, then a tenth of the norm"),
-        Arm("dash-shrink", "Compose", _then_shrink("DASH"), about="DASH, then a tenth of the norm"),
+        _shrunk("full-reset-shrink", "FullReset", about="drawn anew, then a tenth of the norm"),
+        _shrunk("dash-shrink", "DASH", about="DASH, then a tenth of the norm"),
+        Arm(
+            "effective-lr",
+            "StartNorm",
+            tuning=_options("factor", 0.03, 0.1, 0.3),
+            about="scale-invariant weights at the norm of their start",
+        ),
+        Arm(
+            "fire-effective-lr",
+            "Compose",
+            {"methods": [["FIRE", {}], ["StartNorm", {}]]},
+            about="FIRE, then these norms",
+        ),
         Arm("random-isometry", "RandomIsometry", tuning=(_HALF, *_options("scale", "nearest", "norm"))),
         Arm("random-isometry-nearest", "RandomIsometry", {"scale": "nearest"}),
         Arm("fresh-at-norm", "FreshAtNorm", about="new directions at the old norm"),

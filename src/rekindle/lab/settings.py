@@ -46,6 +46,8 @@ class Setting:
     warmup: the share of each task in which the learning rate rises to `lr`.
     new_optimizer: a new optimizer at every task, for every arm alike, as in the paper's vision protocol.
     recalibrate: BatchNorm statistics are estimated anew at every boundary, for every arm alike.
+    norm: each weight that a normalisation follows is brought to this many times the norm that it had at its start, at
+        every boundary after the remedy, for every arm alike: all arms then have the same effective learning rate.
     spare_first: remedies that act while training (losses, steps, epochs) begin with the second task, as in the
         paper's warm start, so that all arms share the first.
     headline: the metric that arms are compared by, averaged over the `last` tasks; for agents "return" (the mean of
@@ -74,6 +76,7 @@ class Setting:
     schedule: str = "constant"
     new_optimizer: bool = True
     recalibrate: bool = False
+    norm: float | None = None
     spare_first: bool = False
     headline: str = "online_accuracy"
     last: int = 3
@@ -98,6 +101,12 @@ class Setting:
             value = getattr(self, name)
             if not isinstance(value, int | float) or not 0 <= value <= 1:
                 raise ValueError(f"setting {self.name!r}: {name}={value!r} is a share, from 0 to 1")
+        if self.norm is not None and (not isinstance(self.norm, int | float) or self.norm <= 0):
+            raise ValueError(f"setting {self.name!r}: norm={self.norm!r} must be a number above zero")
+        if self.norm is not None and (self.agents or not self.new_optimizer):
+            raise ValueError(
+                f"setting {self.name!r}: norm={self.norm!r} needs a network, not an agent, and a new optimizer per task"
+            )
 
     @property
     def agents(self) -> bool:
@@ -210,6 +219,7 @@ all runs; one that concerns a single method raises that method's own `revision`.
 
 _LOOP = ("rekindle.lab.train", "rekindle.lab.evaluation", "rekindle.lab.sources")
 _AGENTS = tuple(f"rekindle.lab.agents.{name}" for name in ("learning", "building", "environments"))
+_AFTERWARDS = ("name", "norm", "recalibrate", "headline", "last")
 _NOT_OURS = ("builtins", "abc", "typing", "torch")
 
 
@@ -248,6 +258,8 @@ class Run:
         del setting["coefficients"], setting["about"]  # those of this arm are in its options
         if not setting["spare_first"]:
             del setting["spare_first"]  # came later: what was run before it is still the same
+        if setting["norm"] is None:
+            del setting["norm"]  # this too
         source = setting.pop("source")
         return {
             "format": FORMAT,
@@ -260,14 +272,25 @@ class Run:
     @cached_property
     def first_task_key(self) -> str:
         """The same for runs that may share the state after their first task."""
-        return _hash(self.first_task())
+        return _hash(self._until_boundary())
 
     def saved_first_task(self, folder: Path) -> FirstTask:
         """Where the state after the first task is kept for all runs that do the same until then."""
-        return FirstTask(folder, {**self.first_task(), "code": self._shared_code()})
+        return FirstTask(folder, {**self._until_boundary(), "code": self._loop_code()})
+
+    def _until_boundary(self) -> dict[str, Any]:
+        """The first task without what a setting only calls itself, does at boundaries or reads off in the end."""
+        about = self.first_task()
+        setting = {name: value for name, value in about["setting"].items() if name not in _AFTERWARDS}
+        return {**about, "setting": setting}
 
     def _shared_code(self) -> list[Any]:
         """What every arm of a setting depends on."""
+        rescaling = [] if self.setting.norm is None else [_source("rekindle.lab.norms")]
+        return [*self._loop_code(), *rescaling]
+
+    def _loop_code(self) -> list[Any]:
+        """The same up to the first boundary."""
         if self.setting.source is not None:
             read_source(self.setting.source)
         if self.setting.agents:

@@ -13,7 +13,7 @@ import math
 import platform
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 import rekindle
 from rekindle.lab.arms import Arm
 from rekindle.lab.evaluation import Score, Track, average, drift_of, evaluate, log_probabilities, look, loss_of
+from rekindle.lab.norms import StartNorm
 from rekindle.lab.settings import Run, Setting, read_source
 from rekindle.lab.sources import Examples, Stream, Task, derive, generator, isolated
 from rekindle.methods import muon
@@ -116,6 +117,9 @@ class Learner:
         self.remedy_seconds = 0.0  # in this task
         if hasattr(self.method, "remember"):
             self.method.remember(self.model)
+        self.level = None if run.setting.norm is None else StartNorm(run.setting.norm)
+        if self.level is not None:
+            self.level.remember(self.model)
 
     @property
     def acts_at_boundaries(self) -> bool:
@@ -204,7 +208,7 @@ class Learner:
         return track, track.diverged()
 
     def boundary(self, index: int, task: Task) -> Row | None:
-        """The boundary before a task: the remedy, new BatchNorm statistics, a new optimizer; and what they did."""
+        """The boundary before a task: the remedy, equal norms, new statistics, a new optimizer; and what they did."""
         setting, model = self.setting, self.model
         treated = "event" in self.acts
         found: Row | None = None
@@ -219,6 +223,9 @@ class Learner:
                 receipt, failed = self._treat("event", batches), None
             except Diverged as reason:
                 receipt, failed = None, str(reason)
+        if self.level is not None:
+            with suppress(Diverged):  # which the rows of the task say
+                self._call(self.level, model)
         if setting.recalibrate:
             recalibrate(model, batches)
         if treated or setting.recalibrate:

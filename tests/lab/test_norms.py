@@ -1,0 +1,162 @@
+"""Equal norms of scale-invariant weights: the function stays, all arms have the same, and a first task is shared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rekindle.lab import networks, streams
+from rekindle.lab.arms import ARMS
+from rekindle.lab.norms import StartNorm, scale_invariant
+from rekindle.lab.settings import SETTINGS, Run, Setting
+from rekindle.lab.sources import Examples, Stream, Task, generator
+from rekindle.lab.train import Learner, execute
+
+EPS = 1e-12  # the usual 1e-5 is the one thing that a smaller norm does change in the function
+BLOBS = Setting("blobs", "blobs", "blob-net", batch=20, norm=0.3, health=False)
+
+
+class Net(nn.Module):
+    """A convolution and a linear layer with BatchNorm behind them, one with GroupNorm, and two that are not free."""
+
+    def __init__(self, classes: int = 3) -> None:
+        super().__init__()
+        self.conv, self.conv_norm = nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4, eps=EPS)
+        self.second, self.second_norm = nn.Conv2d(4, 4, 1, bias=False), nn.GroupNorm(2, 4, eps=EPS)
+        self.hidden, self.hidden_norm = nn.Linear(64, 8), nn.BatchNorm1d(8, eps=EPS)
+        self.plain, self.head = nn.Linear(8, 8), nn.Linear(8, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.conv_norm(self.conv(x)))
+        x = torch.relu(self.second_norm(self.second(x)))
+        x = torch.relu(self.hidden_norm(self.hidden(x.flatten(1))))
+        out: Tensor = self.head(torch.relu(self.plain(x)))
+        return out
+
+
+@pytest.fixture(autouse=True)
+def own_names() -> Iterator[None]:
+    @streams.register("blobs")
+    def blobs(seed: int) -> Stream:
+        x = torch.randn(60, 1, 6, 6, generator=generator(seed, "blobs"))
+        data = Examples(x, torch.arange(60) % 3)
+        return Stream("blobs", 3, (1, 6, 6), 3, lambda index: Task(f"task {index}", data, data, epochs=2))
+
+    @networks.register("blob-net")
+    def net(shape: tuple[int, ...], classes: int) -> nn.Module:
+        return Net(classes)
+
+    yield
+    del streams.STREAMS["blobs"]
+
+
+def worn() -> Net:
+    """Weights, biases and statistics that no start has."""
+    torch.manual_seed(0)
+    model = Net()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1 + 3 * torch.rand(())).add_(0.1 * torch.randn_like(parameter))
+        for norm in (model.conv_norm, model.hidden_norm):
+            norm.running_mean.normal_()
+            norm.running_var.uniform_(0.5, 2.0)
+    return model
+
+
+FREE = {"conv": "conv_norm", "second": "second_norm", "hidden": "hidden_norm"}
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("factor", [3.0, 0.3])
+def test_the_norm_is_that_of_the_start_and_the_function_stays(training: bool, factor: float) -> None:
+    method, model, x = StartNorm(factor), worn(), torch.randn(20, 1, 6, 6)
+    start = Net()
+    method.remember(start)
+    assert scale_invariant(model) == FREE
+    model.train(training)
+    with torch.no_grad():
+        before, others = model(x), {n: p.clone() for n, p in model.named_parameters()}
+        receipt = method(model)
+        after = model(x)
+    assert receipt.changed == tuple(f"{name}.weight" for name in FREE)
+    torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-5)
+    for name, parameter in model.named_parameters():
+        if name.removesuffix(".weight") in FREE:
+            assert parameter.norm().item() == pytest.approx(factor * start.get_parameter(name).norm().item())
+            torch.testing.assert_close(parameter / parameter.norm(), others[name] / others[name].norm())
+        else:
+            assert torch.equal(parameter, others[name])
+
+
+def test_without_a_stored_start_the_scheme_of_the_layer_says_its_norm() -> None:
+    model = worn()
+    StartNorm()(model, generator=torch.Generator().manual_seed(3))
+    draws = [nn.Linear(64, 8).weight.norm().item() for _ in range(20)]
+    assert min(draws) * 0.9 < model.hidden.weight.norm().item() < max(draws) * 1.1
+
+
+def test_a_zero_weight_stays_and_a_network_without_a_free_norm_is_refused() -> None:
+    model = worn()
+    model.second.weight.data.zero_()
+    method = StartNorm()
+    method.remember(Net())
+    assert "second.weight" not in method(model).changed
+    with pytest.raises(ValueError, match="no weight here has a normalisation"):
+        StartNorm()(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)))
+    with pytest.raises(ValueError, match="factor=0"):
+        StartNorm(0)
+
+
+def norms_after_boundaries(setting: Setting, arm: str) -> list[list[float]]:
+    learner = Learner(Run(setting, ARMS[arm], 0), stream := setting.make_stream(0))
+    found = []
+    with learner:
+        for index in (0, 1, 2):
+            if index:
+                learner.boundary(index, stream[index])
+                found.append([learner.model.get_parameter(f"{name}.weight").norm().item() for name in FREE])
+            list(learner.learn(index, stream[index]))
+            learner.evaluated(stream[index])
+    return found
+
+
+def test_every_arm_has_the_same_norms_at_every_boundary() -> None:
+    net = BLOBS.make_network(BLOBS.make_stream(0), 0)
+    wanted = [0.3 * net.get_parameter(f"{name}.weight").norm().item() for name in FREE]
+    for arm in ("nothing", "fire", "full-reset", "random-isometry", "dash", "shrink", "shrink-perturb", "l2-init"):
+        for norms in norms_after_boundaries(BLOBS, arm):
+            assert norms == pytest.approx(wanted, rel=1e-5), arm
+    free = norms_after_boundaries(replace(BLOBS, norm=None), "nothing")
+    assert all(min(a / b for a, b in zip(norms, wanted, strict=True)) > 2 for norms in free)
+
+
+def test_a_setting_without_such_weights_ends_with_the_reason() -> None:
+    setting = replace(BLOBS, network="mlp")
+    assert "no weight here has a normalisation" in list(execute(Run(setting, ARMS["nothing"], 0)))[-1]["refused"]
+
+
+def test_settings_that_differ_at_boundaries_share_the_first_task(tmp_path: Path) -> None:
+    plain = replace(BLOBS, norm=None)
+    runs = [Run(plain, ARMS["fire"], 0), Run(replace(BLOBS, name="other"), ARMS["nothing"], 0)]
+    assert runs[0].first_task_key == runs[1].first_task_key and runs[0].identity != runs[1].identity
+    assert runs[0].code != Run(BLOBS, ARMS["fire"], 0).code
+    for run in runs:
+        list(execute(run, starts=tmp_path))
+    assert len(list(tmp_path.glob("*.pt"))) == 1
+    alone = [row for row in execute(runs[1]) if row["kind"] == "task"]
+    shared = [row for row in execute(runs[1], starts=tmp_path) if row["kind"] == "task"]
+    assert [row["train_loss"] for row in alone] == [row["train_loss"] for row in shared]
+    for other in (replace(plain, lr=0.1), replace(plain, batch=10)):
+        assert Run(other, ARMS["fire"], 0).first_task_key != runs[0].first_task_key
+
+
+def test_every_convolution_of_warm_start_is_free() -> None:
+    setting = SETTINGS["warm-start"]
+    net = networks.network(setting.network, shape=(3, 16, 16), classes=10, seed=0, **setting.network_options)
+    convolutions = [name for name, module in net.named_modules() if isinstance(module, nn.Conv2d)]
+    assert sorted(scale_invariant(net)) == sorted(convolutions)
