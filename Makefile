@@ -6,8 +6,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
 BENCHMARKS ?= polar fire health methods lab integrations
-STUDIES := random-labels permuted-inputs warm-start class-incremental alphabet domains optimizer-state nearness replay
-JOINED := tuned scales over-streams
+STUDIES ?=
 
 .PHONY: demo test bench evidence lint docs clean
 
@@ -21,16 +20,11 @@ bench: .venv/.bench
 	@for each in $(BENCHMARKS); do echo; echo "== $$each"; threads="$(ONE_THREAD)"; \
 	  [ $$each = health ] && threads= ; env $$threads $(BIN)/python benchmarks/$$each.py || exit 1; done  # health sets its own
 
-# The studies whose tables and pictures are in docs/evidence: each at most 40 minutes on two cores, each can be killed and
-# started again. `make evidence STUDIES=warm-start` does one.
+# Everything behind docs/evidence, each part at most an hour on two cores but for the agents' two; says how long before each part,
+# and goes on where it was killed. `make evidence STUDIES="norms better"` does two, `python studies/evidence.py --list` names all.
 evidence: .venv/.dev
 	for each in mnist fashion-mnist cifar-10 shakespeare bible; do $(BIN)/rekindle lab fetch $$each || exit 1; done
-	for joined in $(JOINED); do mkdir -p results/lab/$$joined/runs; done  # their runs are those of the others
-	for each in $(STUDIES) $(JOINED); do $(BIN)/rekindle lab run studies/$$each.yaml || exit 1; \
-	  for joined in $(JOINED); do cp -n results/lab/$$each/runs/*.jsonl results/lab/$$joined/runs/; done; \
-	  $(BIN)/rekindle lab report results/lab/$$each --markdown docs/evidence/$$each.md --force || exit 1; done
-	$(ONE_THREAD) $(BIN)/python benchmarks/verdict.py --write docs/evidence/verdict.md
-	$(ONE_THREAD) $(BIN)/python benchmarks/dawn.py --controls --write docs/evidence/dawn.md
+	$(ONE_THREAD) $(BIN)/python studies/evidence.py $(STUDIES)
 
 lint: .venv/.dev
 	$(BIN)/ruff check .
