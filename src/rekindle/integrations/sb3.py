@@ -8,47 +8,76 @@ weights. All trained networks are one model with all their optimizers; target ne
 from __future__ import annotations
 
 import copy
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import warnings
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from numbers import Integral, Real
+from statistics import fmean
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from rekindle.diagnosis.examination import Health, health
 from rekindle.extras import require
+from rekindle.integrations.agent_networks import (
+    Networks,
+    draw_as_the_policy,
+    empty_replay,
+    follow_targets,
+    fresh_networks,
+    members,
+    observations,
+    refuse_what_breaks,
+    reset_temperature,
+    trained,
+    value_loss,
+    value_regression,
+)
 from rekindle.integrations.application import Application
-from rekindle.isolation import Recorded, random_states_kept
-from rekindle.methods.compose import Compose
-from rekindle.methods.plasticity_injection import PlasticityInjection
 from rekindle.methods.remedy import FromStart
 from rekindle.monitoring.schedules import Schedule
-from rekindle.monitoring.triggers import Trigger
+from rekindle.monitoring.triggers import Trigger, name_in
 from rekindle.projection.method import Method
 from rekindle.projection.receipt import Receipt
+
+__all__ = [
+    "Networks",
+    "RekindleCallback",
+    "draw_as_the_policy",
+    "empty_replay",
+    "follow_targets",
+    "fresh_networks",
+    "observations",
+    "refuse_what_breaks",
+    "reset_temperature",
+    "trained",
+    "value_loss",
+    "value_regression",
+]
 
 _callbacks: Any = require("stable_baselines3.common.callbacks", "rl", "RekindleCallback for stable-baselines3")
 _off_policy: Any = require("stable_baselines3.common.off_policy_algorithm", "rl", "RekindleCallback")
 
-# The attribute of a policy that is trained → its target network's.
-_TARGETS = {
-    "q_net": "q_net_target",
-    "quantile_net": "quantile_net_target",
-    "actor": "actor_target",
-    "critic": "critic_target",
-}
 _KEPT = "rekindle_state"  # an attribute of the agent, which SB3 saves with it
+_NEVER = 2**62
+_WIDTH = 33  # of a name in SB3's table; names that are equal up to there stop the training with an error
 
 
 class RekindleCallback(Application, _callbacks.BaseCallback):  # type: ignore[misc]
     """A method in an SB3 agent. Further arguments are those of `rekindle.integrations.Application`.
 
     at: environment steps, or fractions of what one `learn` trains (0.5: at half of it).
-    monitor: health is measured every so many environment steps on observations of the replay or rollout buffer, logged
-        as `rekindle/<network>/…`, and its numbers are metrics for the trigger, as are all that SB3 logs.
+    every: a number of environment steps.
+    when: a trigger; its metrics are what SB3 logs ("rollout/ep_rew_mean", "train/loss"), and what `monitor` measures.
+    monitor: health is measured every so many environment steps on observations of the replay or rollout buffer and
+        logged as `rekindle/<network>/…`. For the trigger its numbers are called "<network>/dormant" and so on, and
+        without the network's name they are those of the network whose verdict is worst.
     temperature: "reset" also gives SAC's entropy coefficient its first value and a fresh optimizer.
     replay: "empty" also empties the replay buffer.
+
+    A method that needs batches and a loss (DASH) gets `value_regression` of what the agent has stored, unless `batches`
+    and `loss` are given. On another agent, which has no state of this callback, it starts as it was made.
 
     >>> RekindleCallback("fire", at=0.5).name
     'fire'
@@ -67,40 +96,68 @@ class RekindleCallback(Application, _callbacks.BaseCallback):  # type: ignore[mi
         verbose: int = 0,
         **options: Any,
     ) -> None:
-        given = [at] if isinstance(at, int | float) else list(at or ())
-        self._fractions = [step for step in given if isinstance(step, float)]
-        if any(not 0 < share < 1 for share in self._fractions):
-            raise ValueError(f"at={at!r}: a float is a fraction of the training, between 0 and 1")
+        steps, self._fractions = _moments(at)
+        for name, count in (("every", every), ("monitor", monitor)):
+            if count is not None and (not isinstance(count, Integral) or isinstance(count, bool) or count < 1):
+                raise ValueError(f"{name} is a positive number of environment steps, got {count!r}")
         for value, known in ((temperature, ("keep", "reset")), (replay, ("keep", "empty"))):
             if value not in known:
                 raise ValueError(f"{value!r} is neither {known[0]!r} nor {known[1]!r}")
-        steps = [step for step in given if isinstance(step, int)]
         timed = self._fractions and not steps and every is None and when is None
         _callbacks.BaseCallback.__init__(self, verbose)
-        wanted = [*steps, _NEVER] if timed else steps
-        Application.__init__(self, method, at=wanted, every=every, when=when, **options)
+        Application.__init__(
+            self, method, at=[*steps, _NEVER] if timed else steps or None, every=every, when=when, **options
+        )
         self._asked = [step for step in self._at if step != _NEVER]
         self._temperature, self._replay, self._period = temperature, replay, monitor
         self._measured: int | None = None
         self._updated = 0  # gradient steps when it last acted, or when training began
         self._averaging: RemovableHandle | None = None
+        self._stored: _StoredValues | None = None
+        self._episode: Any = None  # the last one that the trigger knows of
+        self._noted: set[str] = set()
+        self._shares: dict[int, float] = {}  # of this `learn`: step → fraction
+        self._policy: Any = lambda: None  # a weak reference to the policy of the agent that it served last
+        self._given: list[FromStart] = []  # methods that draw as this agent's policy
+        self._made = copy.deepcopy(self.state_dict())
         self.health: dict[str, Health] = {}
 
     # SB3's hooks
 
     def _init_callback(self) -> None:
-        kept = getattr(self.model, _KEPT, {}).get(self.name)
-        if kept is not None and self._rounds is None and self._considered is None:
-            self.load_state_dict(kept.state() if isinstance(kept, _Kept) else kept)
+        if self.parent is not None:
+            raise ValueError(
+                f"{type(self.parent).__name__} tells its callbacks of steps only, and agents are changed between "
+                "rollouts: give RekindleCallback to learn() itself, with every=, when= or boundary()"
+            )
+        kept = getattr(self.model, _KEPT, {})
+        for each in kept.values():
+            if isinstance(each, _Kept) and each.callback._rounds is not None:
+                each.callback._on_training_end()  # of a learn() that ended with an error
+        own = kept.get(self.name)
+        if own is None and self._policy() not in (None, self.model.policy):
+            self._start_again()
+        if own is not None and self._considered is None:
+            try:
+                self.load_state_dict(own.state() if isinstance(own, _Kept) else own)
+            except (KeyError, TypeError, ValueError, RuntimeError) as error:
+                raise ValueError(
+                    f"what the agent holds under the name {self.name!r} is not the state of {self.method!r} "
+                    f"({type(error).__name__}: {error}): give an equal callback, or another name="
+                ) from error
 
     def _on_training_start(self) -> None:
-        total = self.model._total_timesteps
-        begun = self.model._num_timesteps_at_start
-        shares = [round(begun + share * (total - begun)) for share in self._fractions]
-        self._at = tuple(sorted({*self._asked, *shares}))
+        kept = getattr(self.model, _KEPT, {})
+        other = kept.get(self.name)
+        if isinstance(other, _Kept) and other.callback is not self and other.callback._rounds is not None:
+            raise ValueError(f"two callbacks are called {self.name!r}: give each a name of its own with name=")
+        total, begun = self.model._total_timesteps, self.model._num_timesteps_at_start
+        self._shares = {round(begun + share * (total - begun)): share for share in self._fractions}
+        self._at = tuple(sorted({*self._asked, *self._shares}))
         refuse_what_breaks(self.model, self.method)
         module, opened = trained(self.model)
-        draw_as_the_policy(self.model, self.method)
+        self._given += draw_as_the_policy(self.model, self.method)
+        self._provide()
         self._updated = self.model._n_updates
         if self._considered is not None and self._considered > self.num_timesteps:
             self._considered = None  # another training, whose steps are counted from 0 again
@@ -118,18 +175,19 @@ class RekindleCallback(Application, _callbacks.BaseCallback):  # type: ignore[mi
         if not resumed:
             due = self._boundary is not None or 0 in self._asked
             self._considered = self.num_timesteps - due
-        if not hasattr(self.model, _KEPT):
-            setattr(self.model, _KEPT, {})
-        getattr(self.model, _KEPT)[self.name] = _Kept(self)
+        self._policy = weakref.ref(self.model.policy)
+        setattr(self.model, _KEPT, {**kept, self.name: _Kept(self)})
 
     def _on_rollout_start(self) -> None:
         # An emptied buffer must be filled by a rollout before the next gradient step.
-        if self._replay == "empty" or not isinstance(self.model, _off_policy.OffPolicyAlgorithm):
+        if self._replay == "empty" or not self._off_policy:
             self._look()
 
     def _on_rollout_end(self) -> None:
         self._watch_health()  # an on-policy rollout begins with an empty buffer
-        if self._replay == "keep" and isinstance(self.model, _off_policy.OffPolicyAlgorithm):
+        if self._stored is not None and not self._off_policy:
+            self._stored.read(self.model)
+        if self._replay == "keep" and self._off_policy:
             self._look()
 
     def _on_step(self) -> bool:
@@ -141,8 +199,46 @@ class RekindleCallback(Application, _callbacks.BaseCallback):  # type: ignore[mi
         if self._averaging is not None:
             self._averaging.remove()
         self._at = later
+        for step, share in self._shares.items():
+            if self._considered is not None and step > self._considered:
+                warnings.warn(
+                    f"{self.name} at {share:g} of the training (step {step}) was not applied: no rollout began after",
+                    stacklevel=2,
+                )
+        for names in () if self._trigger is None else self._trigger.reads():
+            if all(name_in(dict.fromkeys(self._noted, 0.0), name) is None for name in names):
+                there = ", ".join(sorted(name for name in self._noted if name.count("/") < 2)) or "none"
+                asked = " or ".join(map(repr, names))
+                warnings.warn(f"{self.name}: its trigger reads {asked}; the metrics were {there}", stacklevel=2)
+
+    def note(self, metrics: Mapping[str, Any]) -> None:
+        """Metrics for the trigger, if there is one."""
+        if self._trigger is not None:
+            self._noted.update(metrics)
+            super().note(metrics)
 
     # Inside
+
+    @property
+    def _off_policy(self) -> bool:
+        return isinstance(self.model, _off_policy.OffPolicyAlgorithm)
+
+    def _start_again(self) -> None:
+        """As it was made: a start, statistics and draws of one agent are not those of another."""
+        asked = self._boundary
+        self.load_state_dict(self._made)
+        self._boundary, self._restored, self._measured, self.health = asked, None, None, {}
+        for each in self._given:
+            each._fresh = None
+        self._given.clear()
+
+    def _provide(self) -> None:
+        """Batches and a loss for a method that needs them and does not gather in training what it wants to know."""
+        needed = [each for each in members(self.method) if getattr(each, "batches", "none") != "none"]
+        alone = any(not hasattr(each, "observe") for each in needed)
+        if self._batches is None and self._loss is None and alone and not hasattr(self.model, "_last_lstm_states"):
+            self._stored = _StoredValues()
+            self._batches, self._loss = self._stored, value_loss
 
     def _average(self, opened: Sequence[torch.optim.Optimizer]) -> None:
         """Update a running average after the steps: SB3 calls each network separately, never all of them as one."""
@@ -151,35 +247,58 @@ class RekindleCallback(Application, _callbacks.BaseCallback):  # type: ignore[mi
         self._averaging = opened[-1].register_step_post_hook(lambda *_: self.method.update(self._model))
 
     def _look(self) -> None:
-        if self._observing is not None and self.model._n_updates == self._updated:
+        # TD3 trains its actor only in every second step.
+        if self._observing is not None and self.model._n_updates < self._updated + getattr(
+            self.model, "policy_delay", 1
+        ):
             return  # it judges by what it saw in training, and there was none yet (`learning_starts`)
+        if self._stored is not None and not self._stored.ready(self.model):
+            return
         if self._trigger is None and self._reason(self.num_timesteps, None) is None:
             self._considered = self.num_timesteps  # some agents call this at every step: nothing more to do
             return
-        self.note(self.logger.name_to_value)
+        if self._trigger is not None:
+            self.note(self.logger.name_to_value)
+            self._note_episodes()
         if self.begin(self.num_timesteps) is not None:
             self._updated = self.model._n_updates
+
+    def _note_episodes(self) -> None:
+        """What SB3 logs of the last episodes, when one has ended: it computes that only to write it at once."""
+        last = self.model.ep_info_buffer
+        if not last or last[-1] is self._episode:
+            return
+        self._episode = last[-1]
+        self.note({f"rollout/ep_{name}_mean": fmean(each[name[0]] for each in last) for name in ("rew", "len")})
+        if self.model.ep_success_buffer:
+            self.note({"rollout/success_rate": fmean(self.model.ep_success_buffer)})
 
     def _watch_health(self) -> None:
         if self._period is None:
             return
         if self._measured is not None and 0 <= self.num_timesteps - self._measured < self._period:
             return
+        if self._off_policy and self.num_timesteps <= self.model.learning_starts:
+            return  # a few observations, and nothing learned yet
         batches = observations(self.model)
         if batches is None:
             return
         self._measured = self.num_timesteps
         for name, network in trained(self.model)[0].named_children():
             self.health[name] = health(network, [batches[name]], mode="cheap")
-            numbers = self.health[name].flat()
+            numbers = self.health[name].flat(f"{name}/")
             self.note(numbers)
-            self._record(self.num_timesteps, {f"rekindle/{name}/{key}": value for key, value in numbers.items()})
+            self._record(self.num_timesteps, {f"rekindle/{key}": value for key, value in numbers.items()})
+        worst = max(self.health.values(), key=lambda each: (each.verdict.level, each.whole.get("dormant", 0.0)))
+        self.note(worst.flat())
 
     def _change(self) -> Receipt:
+        if self._stored is not None and self._off_policy:
+            self._stored.read(self.model)
         receipt = super()._change()
         if receipt.rolled_back:
             return receipt
-        follow_targets(self.model)
+        follow_targets(self.model, receipt.changed)
         if self._temperature == "reset":
             reset_temperature(self.model)
         if self._replay == "empty":
@@ -187,14 +306,11 @@ class RekindleCallback(Application, _callbacks.BaseCallback):  # type: ignore[mi
         return receipt
 
     def _record(self, step: int, numbers: Mapping[str, Any]) -> None:
+        """To SB3's logger; what is of one layer does not go to its table, which has a line for every number."""
         for key, value in numbers.items():
-            if isinstance(value, int | float):
-                self.logger.record(key, value)
-            elif isinstance(value, str):
-                self.logger.record(key, value, exclude="tensorboard")
-
-
-_NEVER = 2**62
+            shown = key.removeprefix("rekindle/")
+            hidden = shown.count("/") > 1 or len(shown) > _WIDTH
+            self.logger.record(key, value, exclude=("stdout", "log") if hidden else None)
 
 
 class _Kept:
@@ -204,235 +320,46 @@ class _Kept:
     """
 
     def __init__(self, callback: RekindleCallback) -> None:
-        self._callback = callback
+        self.callback = callback
 
     def state(self) -> dict[str, Any]:
-        return self._callback.state_dict()
+        return self.callback.state_dict()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return dict, (self.state(),)
 
 
-class Networks(nn.Module):
-    """The trained networks of an agent as one module; a forward pass runs each on the same observations."""
+class _StoredValues:
+    """Batches of `value_regression`, from what the agent has stored when the method acts."""
 
-    def __init__(self, parts: Mapping[str, nn.Module]) -> None:
-        super().__init__()
-        for name, part in parts.items():
-            self.add_module(name, part)
+    def __init__(self) -> None:
+        self._batches: list[dict[str, Any]] = []
 
-    def forward(self, observations: Any, actions: Tensor | None = None, **others: Any) -> dict[str, Any]:
-        """The output of each network; a critic only where there are actions. A batch may hold more than both."""
-        parts = dict(self.named_children())
-        critic = parts.pop("critic", None)
-        found = {name: part(observations) for name, part in parts.items()}
-        if critic is not None and actions is not None:
-            found["critic"] = critic(observations, actions)
-        return found
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return iter(self._batches)
 
+    def read(self, agent: Any) -> None:
+        found = value_regression(agent)
+        self._batches = [] if found is None else found[0]
 
-def trained(agent: Any) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
-    """All networks of an agent that are trained, as one module, and their optimizers."""
-    return _networks(agent.policy)
+    def ready(self, agent: Any) -> bool:
+        """Whether there are returns: on-policy a rollout, off-policy an episode that has ended."""
+        if isinstance(agent, _off_policy.OffPolicyAlgorithm):
+            return agent.replay_buffer is not None and agent.replay_buffer.size() > 0 and agent._episode_num > 0
+        return bool(self._batches)
 
 
-def _networks(policy: nn.Module) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
-    parts = {name: getattr(policy, name) for name in _TARGETS if isinstance(getattr(policy, name, None), nn.Module)}
-    if not parts:  # on-policy: one policy, one optimizer
-        return Networks({"policy": policy}), [policy.optimizer]  # type: ignore[list-item]
-    own = [part.optimizer for part in parts.values() if hasattr(part, "optimizer")]
-    return Networks(parts), own or [policy.optimizer]
+def _moments(at: Any) -> tuple[list[int], list[float]]:
+    """Steps, and fractions of the training.
 
-
-def fresh_networks(agent: Any) -> Callable[[], nn.Module]:
-    """A factory of networks as SB3 would build them for this agent."""
-
-    def build() -> nn.Module:
-        options = dict(agent.policy_kwargs)
-        if getattr(agent, "use_sde", False):
-            options["use_sde"] = True  # on-policy agents pass it beside the options
-        policy = agent.policy_class(agent.observation_space, agent.action_space, agent.lr_schedule, **options)
-        return _networks(policy.to(agent.device))[0]
-
-    return build
-
-
-def draw_as_the_policy(agent: Any, method: Any) -> None:
-    """Fresh draws of the method follow SB3's own scheme (orthogonal, gains per layer), not torch's default."""
-    for each in _members(method):
-        if isinstance(each, FromStart) and each._fresh is None:
-            each._fresh = fresh_networks(agent)
-
-
-def refuse_what_breaks(agent: Any, method: Any) -> None:
-    """Raise for a method that does not work with this agent."""
-    for each in _members(method):
-        if not isinstance(each, PlasticityInjection):
-            continue
-        path = each.path(trained(agent)[0])
-        if path.rpartition(".")[0] in ("", "critic"):
-            raise ValueError(
-                f"head={path!r}: SB3 holds its networks and critics outside the modules too, where an injected one "
-                "would not be seen; name a layer inside, such as 'q_net.q_net' or 'critic.qf0.4'"
-            )
-
-
-def _members(method: Any) -> list[Any]:
-    """A method, or those that a `Compose` joins."""
-    return [each for part in method.methods for each in _members(part)] if isinstance(method, Compose) else [method]
-
-
-def follow_targets(agent: Any) -> None:
-    """Target networks copy everything from their networks: matrices alone would leave out biases and heads."""
-    for name, target in _TARGETS.items():
-        network, other = getattr(agent.policy, name, None), getattr(agent.policy, target, None)
-        if isinstance(network, nn.Module) and isinstance(other, nn.Module):
-            _follow_modules(network, other)
-            other.load_state_dict(network.state_dict())
-
-
-def _follow_modules(network: nn.Module, target: nn.Module) -> None:
-    """Modules that a method has replaced (an injected head) are copied, since SB3 averages parameter by parameter."""
-    for name, module in network.named_children():
-        other = target._modules.get(name)
-        if isinstance(other, nn.Module) and type(other) is type(module):
-            _follow_modules(module, other)
-        else:
-            target._modules[name] = copy.deepcopy(module).train(target.training)
-
-
-def reset_temperature(agent: Any) -> None:
-    """SAC's entropy coefficient at its first value, with a fresh optimizer; other agents have none."""
-    coefficient, optimizer = getattr(agent, "log_ent_coef", None), getattr(agent, "ent_coef_optimizer", None)
-    if not isinstance(coefficient, Tensor) or optimizer is None:
-        return
-    _, _, first = str(agent.ent_coef).partition("_")
-    with torch.no_grad():
-        coefficient.fill_(math.log(float(first or 1.0)))
-    optimizer.state.clear()
-
-
-def empty_replay(agent: Any) -> None:
-    """Empty the replay buffer; no effect for agents without one."""
-    buffer = getattr(agent, "replay_buffer", None)
-    if buffer is None:
-        return
-    buffer.reset()
-    for name in ("ep_start", "ep_length", "_current_ep_start"):  # hindsight replay finds its rows by episode
-        if hasattr(buffer, name):
-            getattr(buffer, name).fill(0)
-
-
-def observations(agent: Any, count: int = 256) -> dict[str, Recorded] | None:
-    """For each network a batch of what it gets: observations (and a critic's actions) of the agent's buffer."""
-    actions = None
-    if isinstance(agent, _off_policy.OffPolicyAlgorithm):
-        buffer = agent.replay_buffer
-        if buffer is None or buffer.size() == 0:
-            return None
-        with random_states_kept():  # later random draws of an agent must not depend on monitoring
-            sample = buffer.sample(min(count, buffer.size()), env=agent._vec_normalize_env)
-        seen, actions = sample.observations, sample.actions
-    else:
-        buffer = agent.rollout_buffer
-        if not buffer.full:
-            return None
-        seen = _rows(buffer, buffer.observations, count)
-    alone = Recorded((seen, *_memory(agent, seen)), {})
-    return {name: Recorded((seen, actions), {}) if name == "critic" else alone for name in (*_TARGETS, "policy")}
-
-
-def _memory(agent: Any, seen: Any) -> tuple[Any, ...]:
-    """What a recurrent policy takes beside observations: here each is the first of an episode."""
-    states = getattr(agent, "_last_lstm_states", None)
-    if states is None:
-        return ()
-    rows = len(next(iter(seen.values())) if isinstance(seen, Mapping) else seen)
-    empty = [tuple(part.new_zeros(part.shape[0], rows, part.shape[2]) for part in pair) for pair in states]
-    return type(states)(*empty), torch.ones(rows, device=agent.device)
-
-
-def _rows(buffer: Any, stored: Any, count: int) -> Any:
-    """Observations of a rollout, evenly spread, as tensors."""
-    if isinstance(stored, Mapping):
-        return {key: _rows(buffer, value, count) for key, value in stored.items()}
-    rows = stored.reshape(-1, *stored.shape[2:]) if not buffer.generator_ready else stored
-    return buffer.to_torch(rows[:: max(len(rows) // count, 1)][:count])
-
-
-def value_regression(
-    agent: Any, *, count: int = 4096, batch: int = 256, seed: int = 0
-) -> tuple[list[dict[str, Any]], Callable[[nn.Module, Any], Tensor]] | None:
-    """A task for `rekindle.probe` out of what the agent has stored: from observations to discounted returns.
-
-    Off-policy the returns are those of the stored trajectories that have ended; on-policy those that the rollout
-    buffer holds. They are standardised, so that a loss of 1 is that of a constant. None where nothing is stored yet.
-
-        batches, loss = value_regression(agent)
-        probe(trained(agent)[0], batches, loss=loss, fresh=fresh_networks(agent))
+    >>> _moments([0.5, 20_000])
+    ([20000], [0.5])
     """
-    found = _stored_returns(agent)
-    if found is None:
-        return None
-    observed, actions, returns = found
-    order = torch.randperm(len(returns), generator=torch.Generator().manual_seed(seed))[:count]
-    values = returns[order]
-    values = (values - values.mean()) / values.std(correction=0).clamp_min(1e-8)
-    batches = [
-        {
-            "observations": _picked(observed, order[start : start + batch]),
-            "actions": actions[order[start : start + batch]],
-            "returns": values[start : start + batch],
-        }
-        for start in range(0, len(order), batch)
-    ]
-    return batches, value_loss
-
-
-def value_loss(model: nn.Module, batch: Any) -> Tensor:
-    """The mean squared error of the values that an agent's networks give a batch of `value_regression`."""
-    parts: dict[str, Any] = dict(model.named_children())
-    observed, actions, returns = batch["observations"], batch["actions"], batch["returns"]
-    if "critic" in parts:
-        values = torch.stack([each.flatten() for each in parts["critic"](observed, actions)])
-    elif "q_net" in parts:
-        values = parts["q_net"](observed).gather(1, actions.long().reshape(-1, 1)).flatten()
-    elif "quantile_net" in parts:
-        chosen = actions.long().reshape(-1, 1)
-        values = parts["quantile_net"](observed).mean(1).gather(1, chosen).flatten()
-    else:
-        values = parts["policy"].predict_values(observed).flatten()
-    error: Tensor = (values - returns).square().mean()
-    return error
-
-
-def _stored_returns(agent: Any) -> tuple[Any, Tensor, Tensor] | None:
-    if not isinstance(agent, _off_policy.OffPolicyAlgorithm):
-        buffer = agent.rollout_buffer
-        if not buffer.full:
-            return None
-        flat = [_rows(buffer, each, each.shape[0] * each.shape[1]) for each in (buffer.actions, buffer.returns)]
-        size = buffer.buffer_size * buffer.n_envs
-        return _rows(buffer, buffer.observations, size), flat[0], flat[1].flatten()
-    buffer = agent.replay_buffer
-    if buffer is None or buffer.size() == 0 or isinstance(buffer.observations, Mapping):
-        return None
-    # In the order of time: a full buffer begins where the next row will be written.
-    order = (torch.arange(buffer.size()) + (buffer.pos if buffer.full else 0)) % buffer.buffer_size
-    rewards, ended = (torch.from_numpy(each)[order].double() for each in (buffer.rewards, buffer.dones))
-    returns, known = torch.zeros_like(rewards), torch.zeros(rewards.shape, dtype=torch.bool)
-    following = torch.zeros_like(rewards[0])
-    complete = torch.zeros_like(known[0])
-    for row in range(len(rewards) - 1, -1, -1):
-        complete = complete | (ended[row] > 0)
-        following = rewards[row] + agent.gamma * following * (1 - ended[row])
-        returns[row], known[row] = following, complete
-    if not known.any():
-        return None
-    seen, acted = (torch.from_numpy(each)[order][known] for each in (buffer.observations, buffer.actions))
-    device = agent.device
-    return seen.to(device), acted.to(device), returns[known].float().to(device)
-
-
-def _picked(stored: Any, rows: Tensor) -> Any:
-    return {key: _picked(each, rows) for key, each in stored.items()} if isinstance(stored, Mapping) else stored[rows]
+    several = isinstance(at, Iterable) and not isinstance(at, str)
+    given = [] if at is None else list(at) if several else [at]
+    if any(isinstance(each, bool) or not isinstance(each, Real) for each in given):
+        raise ValueError(f"at={at!r}: give environment steps or fractions of the training, one or several")
+    fractions = [float(each) for each in given if not isinstance(each, Integral)]
+    if any(not 0 < share < 1 for share in fractions):
+        raise ValueError(f"at={at!r}: a float is a fraction of the training, between 0 and 1; steps are whole numbers")
+    return [int(each) for each in given if isinstance(each, Integral)], fractions

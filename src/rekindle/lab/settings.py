@@ -299,6 +299,7 @@ class Run:
                 REVISION,
                 *(_source(name) for name in _AGENTS),
                 _modules(made),
+                _source("rekindle.integrations.agent_networks"),
                 _source("rekindle.integrations.sb3"),
             ]
         stream, network = streams.STREAMS.get(self.setting.stream), networks.builder(self.setting.network)
