@@ -135,6 +135,15 @@ def test_every_arm_has_the_same_norms_at_every_boundary() -> None:
     assert all(min(a / b for a, b in zip(norms, wanted, strict=True)) > 2 for norms in free)
 
 
+def test_as_an_arm_it_restores_the_effective_learning_rate_of_the_start_alone_or_after_fire() -> None:
+    setting = replace(BLOBS, norm=None)
+    net = setting.make_network(setting.make_stream(0), 0)
+    wanted = [net.get_parameter(f"{name}.weight").norm().item() for name in FREE]
+    for arm in ("effective-lr", "fire-effective-lr"):
+        for norms in norms_after_boundaries(setting, arm):
+            assert norms == pytest.approx(wanted, rel=1e-5), arm
+
+
 def test_a_setting_without_such_weights_ends_with_the_reason() -> None:
     setting = replace(BLOBS, network="mlp")
     assert "no weight here has a normalisation" in list(execute(Run(setting, ARMS["nothing"], 0)))[-1]["refused"]
