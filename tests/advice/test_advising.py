@@ -202,8 +202,31 @@ def test_a_model_that_cannot_be_copied_has_a_way_out() -> None:
     assert advise(model, data(), candidates=[FullReset()], steps=20, workers=1, copy=again).rows
 
 
-def test_layers_adds_thirds() -> None:
+class Block(nn.Module):
+    """Attention with its own projections, and an MLP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.linear1, self.linear2 = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.head = nn.Linear(8, 3)
+
+
+def test_layers_adds_groups_by_kind_and_by_depth() -> None:
     assert [one.name for one in layer_groups(net())] == ["fire-first-third", "fire-middle-third"]
+    model = Block()
+    changed = {}
+    for one in layer_groups(model):
+        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        assert one.method is not None
+        one.method(copied := copy.deepcopy(model))
+        changed[one.name] = {n for n, tensor in copied.state_dict().items() if not torch.equal(tensor, before[n])}
+    # The packed projection holds queries, keys and values: only a group of the library's own can take a part of it.
+    assert changed["fire-attention.qk"] == {"attention.in_proj_weight"}
+    assert changed["fire-attention.vo"] == {"attention.out_proj.weight"}
+    assert changed["fire-first-third"] == {"attention.in_proj_weight", "attention.out_proj.weight"}
+    everything = set.union(*changed.values())
+    assert "head.weight" not in everything and {"linear1.weight", "linear2.weight"} <= everything
 
 
 class Clock:
@@ -250,14 +273,14 @@ def test_nothing_is_decided_before_a_quarter() -> None:
     """A remedy that is far ahead after a tenth of the horizon: nobody knows yet."""
     curves = {"nothing": traces([2.0] * 100, [2.1] * 100), "fire": traces([1.0] * 100, [1.1] * 100)}
     for horizon, answer in ((1000, "cannot tell"), (400, "apply")):
-        rows = [judging.row(Candidate(n, None), t, curves["nothing"], [], horizon) for n, t in curves.items()]
+        rows = [judging.row(Candidate(n, None), t, curves["nothing"], [], horizon, 0.0) for n, t in curves.items()]
         assert judging.decide(rows, list(curves), 100, horizon)[0] == answer
     assert rows[1].difference == pytest.approx(-1) and rows[1].share == 0.25
 
 
 def test_gains_too_small_to_matter_are_no_reason_to_act() -> None:
     curves = {"nothing": traces([2.0] * 100, [2.1] * 100), "fire": traces([1.99] * 100, [2.09] * 100)}
-    rows = [judging.row(Candidate(n, None), t, curves["nothing"], [], 100) for n, t in curves.items()]
+    rows = [judging.row(Candidate(n, None), t, curves["nothing"], [], 100, 0.0) for n, t in curves.items()]
     assert rows[1].difference_interval[1] < 0 and judging.decide(rows, list(curves), 100, 100)[0] == "do nothing"
 
 
@@ -348,3 +371,64 @@ def test_ray_gives_the_same_answer() -> None:
     assert [row.level for row in there.rows] == pytest.approx([row.level for row in here.rows], rel=1e-5)
     with pytest.raises(ValueError, match="only 'ray'"):
         advise(model, batches, candidates=[FullReset()], steps=24, on="cloud")
+
+
+def test_trials_follow_the_schedule_of_training_and_its_clipping() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+
+    def trial(**training: Any) -> tuple[Trial, list[float]]:
+        torch.manual_seed(0)
+        made = Trial(
+            Question(model, optimizer, data(2), [], advising.default_loss, **training), Candidate("nothing"), 0
+        )
+        rates = []
+        for _ in range(4):
+            made.advance(1, 4)
+            rates.append(made._optimizers[0].param_groups[0]["lr"])
+        return made, rates
+
+    assert trial()[1] == [0.5] * 4
+    assert trial(schedule=lambda share: 1 - share)[1] == pytest.approx([0.4375, 0.3125, 0.1875, 0.0625])
+    moved = []
+    for clip in (None, 1e-3):
+        made, _ = trial(clip=clip)
+        pairs = zip(model.parameters(), made._model.parameters(), strict=True)
+        moved.append(sum(float((a - b).detach().square().sum()) for a, b in pairs) ** 0.5)
+    assert moved[1] <= 4 * 0.5 * 1e-3 + 1e-6 < moved[0]
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+def test_held_out_data_are_judged_as_asked_with_statistics_of_the_weights_as_they_are() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 4))
+    with torch.no_grad():
+        model[1].running_mean.fill_(1e3)  # far from what the weights give, as after a strong remedy
+    inputs = torch.randn(256, 8)
+    labels = inputs[:, :4].argmax(1)
+    batches = list(zip(inputs.split(32), labels.split(32), strict=True))
+    wrong = lambda model, batch: (model(batch[0]).argmax(-1) != batch[1]).float().mean()  # noqa: E731
+    made = Trial(
+        Question(model, None, batches[:4], [], advising.default_loss, held_out=batches[4:], judge=wrong),
+        Candidate("nothing"),
+        0,
+    )
+    made.advance(1)
+    (_, share), reference = made.trace.looks[0], made._losses(batches[4:], wrong)
+    assert 0 <= share <= 1 and share == pytest.approx(sum(reference) / 4)
+    assert float(made._model[1].running_mean.abs().max()) < 10
+    assert float(model[1].running_mean.min()) == 1e3
+
+
+def test_the_spread_over_seeds_is_shared_among_candidates() -> None:
+    def traces(*levels: float) -> list[Trace]:
+        return [Trace(losses=[level] * 8) for level in levels]
+
+    curves = {"nothing": traces(1.0, 1.0, 1.0), "a": traces(0.8, 0.9, 1.0), "b": traces(0.5, 0.7, 0.6)}
+    typical = judging.typical_spread(curves)
+    assert typical == pytest.approx(0.1)
+    row = judging.row(Candidate("b", FIRE()), curves["b"], curves["nothing"], [], 8, typical)
+    low, high = row.difference_interval
+    assert row.difference == pytest.approx(-0.4) and high - low == pytest.approx(2 * 2.447 * 0.1 / 3**0.5)
+    alone = judging.row(Candidate("nothing"), curves["nothing"], curves["nothing"], [], 8, typical)
+    assert (alone.difference, alone.difference_interval) == (0.0, (0.0, 0.0))

@@ -19,9 +19,9 @@ from torch import nn
 
 from rekindle.advice.candidates import NOTHING, Candidate, candidates_for, given_candidates, layer_groups
 from rekindle.advice.intervals import Interval, mean_interval
-from rekindle.advice.judging import HORIZONS, Answer, Row, decide, levels, ranked, row, sentence
+from rekindle.advice.judging import HORIZONS, Answer, Row, decide, levels, ranked, row, sentence, typical_spread
 from rekindle.advice.tasks import default_loss
-from rekindle.advice.trials import Question, Trace, TrialExecutor, executor
+from rekindle.advice.trials import Judge, Question, Rate, Trace, TrialExecutor, executor, shown
 from rekindle.blocks.names import unwrapped
 from rekindle.isolation import Batch, Loss, check_asked, check_loss, random_states_kept
 from rekindle.projection.method import Method
@@ -65,6 +65,8 @@ class Advice:
         """Do it: apply the chosen method to the model itself. Doing nothing gives an empty receipt."""
         if self.choice is None:
             return Receipt(NOTHING)
+        if isinstance(arguments.get("batches"), Sequence):
+            arguments["batches"] = shown(self.choice, arguments["batches"])  # as it was tried
         return self.choice(model, optimizer, **arguments)
 
     def to_dict(self) -> dict[str, Any]:
@@ -127,6 +129,9 @@ def advise(
     optimizer: Any = None,
     candidates: Mapping[str, Method | None] | Iterable[Method] | None = None,
     layers: bool = False,
+    judge: Judge | None = None,
+    schedule: Rate | None = None,
+    clip: float | None = None,
     budget: float | str = "2m",
     steps: int | None = None,
     seeds: int | Sequence[int] = 3,
@@ -138,11 +143,14 @@ def advise(
     """Try remedies on copies of the model and say which to apply, if any. The model itself is not changed.
 
     new_batches, old_batches: what is to be learned now, and (optional) what should not be forgotten.
-    held_out: batches of the new data that are not trained on: candidates are then judged by the loss on these (what
-        generalises) instead of the loss while learning (what fits).
+    held_out: batches of the new data that the model has never seen and that are not trained on: candidates are then
+        judged by the loss on these (what generalises) instead of the loss while learning (what fits). `judge(model,
+        batch)` is another number to judge them by, less is better: the share of wrong answers, where that counts.
     loss: `loss(model, batch)`; without it cross entropy of (inputs, labels), or the model's own `.loss`.
+    schedule, clip: as training will be: the factor of the learning rate by the share of the training that has passed
+        (0 to 1; `lambda share: min(1, share / 0.1)` is a warm-up), and the largest norm of the gradients.
     candidates: methods, or a mapping of names to methods; without it those of `candidates_for(model)`.
-    layers: also FIRE on each third of the layers alone.
+    layers: also FIRE on each group of layers alone, by kind (convolutions, queries and keys, MLPs, …) and by depth.
     budget: seconds, or a text such as "90s", "2m", "1h". `steps` is the horizon: how long training will go on; without
         it the longest that the budget allows. A budget that ends before a quarter of it gives "cannot tell".
     seeds: how many, or which; at least three for a useful interval.
@@ -169,18 +177,20 @@ def advise(
         new, old, judged = list(new_batches), list(old_batches), list(held_out)
         if not new or not chosen:
             raise ValueError("advise needs at least one batch of new data and one seed")
-        question = Question(model, optimizer, new, old, loss or default_loss, copy, judged)
+        question = Question(model, optimizer, new, old, loss or default_loss, copy, judged, schedule, clip, judge)
         inner = unwrapped(model)
         tried = candidates_for(inner, new) if candidates is None else given_candidates(candidates)
         if layers:
-            tried += layer_groups(inner)
+            names = {one.name for one in tried}
+            tried += [one for one in layer_groups(inner) if one.name not in names]
         where = executor(question, tried, chosen, on=on, workers=workers)
         try:
             race = _Race(where, tried, chosen, began, seconds, progress)
             horizon = race.to_the_end(steps)
         finally:
             where.close()
-    rows = [row(one, race.traces[one.name], race.traces[NOTHING], race.ranks[one.name], horizon) for one in tried]
+    nothing, typical = race.traces[NOTHING], typical_spread(race.traces)
+    rows = [row(one, race.traces[one.name], nothing, race.ranks[one.name], horizon, typical) for one in tried]
     rows.sort(key=lambda each: (each.error is not None, -each.share, each.level))
     answer, name = decide(rows, race.running, race.steps, horizon)
     method = next(one.method for one in tried if one.name == name)
@@ -224,16 +234,18 @@ class _Race:
         self.running = list(self.names)
         self.ranks: dict[str, list[int]] = {name: [] for name in self.names}
         self.steps = 0
+        self._horizon = math.inf
         self._per_step = 0.0  # of all that are running, as the last round was
 
     def to_the_end(self, steps: int | None) -> int:
         """Advance to each horizon in turn, dropping candidates in between; the horizon in steps."""
+        self._horizon = max(steps, _LEAST) if steps else math.inf
         self._advance(1)  # the remedies themselves are applied in this round
         if perf_counter() < self._end:
             self._advance(_FIRST_STEPS)
         # All go to a quarter, about half of them to a half, a quarter of them to the end.
         allowed = int((self._end - perf_counter()) / max(self._per_step, 1e-9) / (0.25 + 0.125 + 0.125))
-        horizon = max(steps or allowed, _LEAST)
+        self._horizon = horizon = max(steps or allowed, _LEAST)
         for share in HORIZONS:
             goal = round(share * horizon)
             while self.steps < goal and self._advance_in_time(goal, horizon):
@@ -261,7 +273,7 @@ class _Race:
     def _advance(self, steps: int) -> None:
         began = perf_counter()
         numbers = [self.names.index(name) * self._seeds + s for name in self.running for s in range(self._seeds)]
-        for number, trace in self._where.advance(numbers, steps).items():
+        for number, trace in self._where.advance(numbers, steps, self._horizon).items():
             name, seed = self.names[number // self._seeds], number % self._seeds
             self.traces.setdefault(name, [Trace() for _ in range(self._seeds)])[seed] = trace
         self.running = [name for name in self.running if not any(trace.error for trace in self.traces[name])]

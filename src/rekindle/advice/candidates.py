@@ -76,11 +76,33 @@ def candidates_for(model: nn.Module, batches: Sequence[Batch] = ()) -> list[Cand
 
 
 def layer_groups(model: nn.Module) -> list[Candidate]:
-    """FIRE on the first, the middle and the last third of the weights that it would project."""
-    names = [entry.name for entry in plan(model, measure=False).entries if entry.reason is None]
+    """FIRE on each group of layers alone: by what they do, and by depth.
+
+    Groups by kind are those that the model has beside others: convolutions, queries with keys, values with outputs of
+    attention, MLPs, and what is none of these. Depth is the first, the middle and the last third of all.
+
+    >>> convs = [nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.ReLU(), nn.Flatten()]
+    >>> [one.name for one in layer_groups(nn.Sequential(*convs, nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)))]
+    ['fire-conv', 'fire-others', 'fire-first-third', 'fire-middle-third', 'fire-last-third']
+    """
+    entries = [entry for entry in plan(model, measure=False).entries if entry.reason is None]
+    held = {entry.name: {_kind(block.role) for block in entry.blocks} for entry in entries}
+    named = []
+    for kind in sorted({kind for kinds in held.values() for kind in kinds}):
+        alone = [
+            name for name, kinds in held.items() if kinds == {kind}
+        ]  # one that also holds queries has another kind
+        if len(alone) < len(entries) and (kind in _GROUPS or alone):
+            named.append(Candidate(f"fire-{kind}", FIRE(targets=kind if kind in _GROUPS else alone)))
+    names = [entry.name for entry in entries]
     third = -(-len(names) // 3)
     parts = {"first": names[:third], "middle": names[third : 2 * third], "last": names[2 * third :]}
-    return [Candidate(f"fire-{part}-third", FIRE(targets=chosen)) for part, chosen in parts.items() if chosen]
+    return named + [Candidate(f"fire-{part}-third", FIRE(targets=chosen)) for part, chosen in parts.items() if chosen]
+
+
+def _kind(role: str) -> str:
+    known = _GROUPS | {"attention.vo": {"value", "attention-output"}}
+    return next((kind for kind, roles in known.items() if role in roles), "others")
 
 
 def given_candidates(given: Mapping[str, Method | None] | Iterable[Method]) -> list[Candidate]:

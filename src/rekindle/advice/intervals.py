@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 Interval = tuple[float, float]
+_PRIOR = 4  # degrees of freedom of a spread that is shared
 
 # 97.5 % quantiles of Student's t for 1 to 30 degrees of freedom.
 _T = (
@@ -24,10 +25,42 @@ def mean_interval(values: Sequence[float]) -> tuple[float, Interval]:
     >>> mean_interval([2.0])
     (2.0, (-inf, inf))
     """
-    count = len(values)
-    mean = sum(values) / count
-    if count < 2:
+    mean, deviation = sum(values) / len(values), spread(values)
+    if deviation is None:
         return mean, (-math.inf, math.inf)
-    deviation = math.sqrt(sum((value - mean) ** 2 for value in values) / (count - 1))
-    half = (_T[count - 2] if count <= 31 else 1.96) * deviation / math.sqrt(count)
-    return mean, (mean - half, mean + half)
+    return mean, _around(mean, deviation, len(values), len(values) - 1)
+
+
+def shared_interval(values: Sequence[float], typical: float) -> tuple[float, Interval]:
+    """The mean and its interval, where `typical` is the spread of other groups like this one.
+
+    A spread from three values is hardly known: it is averaged with the typical one, which counts as four degrees of
+    freedom (moderated t, Smyth 2004).
+
+    >>> mean, (low, high) = shared_interval([1.0, 2.0, 3.0], 1.0)
+    >>> mean, round(low, 2), round(high, 2)
+    (2.0, 0.59, 3.41)
+    """
+    mean, own = sum(values) / len(values), spread(values)
+    if own is None:
+        return mean, (-math.inf, math.inf)
+    freedom = len(values) - 1 + _PRIOR
+    deviation = math.sqrt(((len(values) - 1) * own**2 + _PRIOR * typical**2) / freedom)
+    return mean, _around(mean, deviation, len(values), freedom)
+
+
+def spread(values: Sequence[float]) -> float | None:
+    """The standard deviation; None of one value.
+
+    >>> spread([1.0, 2.0, 3.0]), spread([1.0])
+    (1.0, None)
+    """
+    if len(values) < 2:
+        return None
+    mean = sum(values) / len(values)
+    return math.sqrt(sum((value - mean) ** 2 for value in values) / (len(values) - 1))
+
+
+def _around(mean: float, deviation: float, count: int, freedom: int) -> Interval:
+    half = (_T[freedom - 1] if freedom <= len(_T) else 1.96) * deviation / math.sqrt(count)
+    return mean - half, mean + half

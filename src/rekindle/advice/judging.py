@@ -8,10 +8,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Literal
 
 from rekindle.advice.candidates import NOTHING, Candidate
-from rekindle.advice.intervals import Interval, mean_interval
+from rekindle.advice.intervals import Interval, mean_interval, shared_interval, spread
 from rekindle.advice.trials import Trace
 
 Answer = Literal["apply", "do nothing", "do not", "cannot tell"]
@@ -90,17 +91,34 @@ def mean_curve(traces: Sequence[Trace]) -> list[tuple[int, float]]:
     return [(points[0][0], sum(loss for _, loss in points) / len(points)) for points in zip(*curves, strict=True)]
 
 
+def typical_spread(traces: Mapping[str, Sequence[Trace]]) -> float:
+    """How far the differences from doing nothing spread over seeds: the median over the candidates."""
+    found = []
+    for name, own in traces.items():
+        if name != NOTHING and not any(trace.error for trace in own):
+            different = spread(_differences(own, traces[NOTHING]))
+            if different is not None and math.isfinite(different):
+                found.append(different)
+    return median(found) if found else 0.0
+
+
 def row(
-    candidate: Candidate, traces: Sequence[Trace], nothing: Sequence[Trace], ranks: Sequence[int], horizon: int
+    candidate: Candidate,
+    traces: Sequence[Trace],
+    nothing: Sequence[Trace],
+    ranks: Sequence[int],
+    horizon: int,
+    typical: float,
 ) -> Row:
-    """What the trials of a candidate show, next to those of doing nothing."""
+    """What the trials of a candidate show, next to those of doing nothing; `typical` is that of `typical_spread`."""
     error = next((trace.error for trace in traces if trace.error), None)
     if error:
         return Row(candidate.name, candidate.call, error=error)
     taken = traces[0].steps
-    own, base = levels(traces), levels(nothing, taken)
-    level, interval = mean_interval(own)
-    difference, around = mean_interval([a - b for a, b in zip(own, base, strict=True)])
+    level, interval = mean_interval(levels(traces))
+    difference, around = 0.0, (0.0, 0.0)
+    if candidate.name != NOTHING:
+        difference, around = shared_interval(_differences(traces, nothing), typical)
     ahead, error_of_fit = expected(traces, horizon)
     rise, rise_interval = _over_batches([trace.rises for trace in traces])
     old_rise, old_rise_interval = _over_batches([trace.old_rises for trace in traces])
@@ -184,6 +202,12 @@ def ranked(traces: Mapping[str, Sequence[Trace]], names: Sequence[str], horizon:
     """The rank of each candidate by the level that its curve leads to."""
     ahead = {name: expected(traces[name], horizon)[0] for name in names}
     return {name: place for place, name in enumerate(sorted(ahead, key=lambda name: ahead[name]), start=1)}
+
+
+def _differences(own: Sequence[Trace], nothing: Sequence[Trace]) -> list[float]:
+    """Per seed the level of a candidate − that of nothing over the same steps."""
+    base = levels(nothing, own[0].steps)
+    return [a - b for a, b in zip(levels(own), base, strict=True)]
 
 
 def _over_batches(measured: Sequence[Sequence[float]]) -> tuple[float, Interval]:

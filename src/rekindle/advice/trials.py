@@ -26,9 +26,18 @@ from rekindle.blocks.names import unwrapped
 from rekindle.extras import require
 from rekindle.isolation import Loss, forked_rng, isolated
 from rekindle.optimizers import unwrap
+from rekindle.projection.recalibration import recalibrate
 
 _LOOKED_AT = 8  # batches for the loss before and after
+_SHOWN = 20  # batches that a method is applied with
+_STATISTICS = 4  # batches that BatchNorm's statistics are estimated from before a look
 _JUDGED = 4  # held-out batches per look
+
+
+Rate = Callable[[float], float]
+"""The factor of the learning rate by the share of the training that has passed."""
+Judge = Callable[[nn.Module, Any], Any]
+"""`judge(model, batch)`: a number, less is better."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +51,9 @@ class Question:
     loss: Loss
     copy: Callable[[], nn.Module] | None = None
     held_out: Sequence[Any] = ()
+    schedule: Rate | None = None
+    clip: float | None = None
+    judge: Judge | None = None
 
 
 @dataclass
@@ -82,6 +94,7 @@ class Trial:
         self._queue: list[int] = []
         self._model = copied(question)
         self._optimizers = optimizers_like(question.optimizer, unwrapped(question.model), self._model, state=True)
+        self._rates = [[_base(group) for group in each.param_groups] for each in self._optimizers]
         self._moment = getattr(candidate.method, "moment", "event")
         before, at_first, old = self._outputs(), self._losses(question.new), self._losses(question.old)
         self.trace.old_before = _mean(old)
@@ -90,7 +103,7 @@ class Trial:
                 self._method(
                     self._model,
                     self._optimizers,
-                    batches=question.new,
+                    batches=shown(self._method, question.new),
                     loss=question.loss,
                     generator=torch.Generator().manual_seed(seed),
                 )
@@ -103,15 +116,29 @@ class Trial:
         self.trace.old_end = _mean(old_after)
         self.trace.drifts = _drifts(before, self._outputs())
 
-    def advance(self, steps: int) -> Trace:
-        """Train `steps` more steps, then measure on the held-out and the old data."""
+    def advance(self, steps: int, horizon: float = math.inf) -> Trace:
+        """Train `steps` more steps of `horizon` in all, then measure on the held-out and the old data."""
         if self.trace.error is None:
             with forked_rng(self._noise, self._model):
-                self.trace.losses += [self._step() for _ in range(steps)]
+                for _ in range(steps):
+                    self._set_rate((self.trace.steps + 0.5) / horizon)
+                    self.trace.losses.append(self._step())
+            if self._question.held_out or self._question.old:
+                # After a strong remedy running statistics lag behind the weights for longer than a short trial.
+                recalibrate(self._model, self._question.new[:_STATISTICS])
             self.trace.old_end = _mean(self._losses(self._question.old))
             if self._question.held_out:
-                self.trace.looks.append((self.trace.steps, _mean(self._losses(self._question.held_out[:_JUDGED]))))
+                judge = self._question.judge or self._question.loss
+                held_out = self._losses(self._question.held_out[:_JUDGED], judge)
+                self.trace.looks.append((self.trace.steps, _mean(held_out)))
         return self.trace
+
+    def _set_rate(self, share: float) -> None:
+        if self._question.schedule is not None:
+            factor = self._question.schedule(min(share, 1.0))
+            for optimizer, rates in zip(self._optimizers, self._rates, strict=True):
+                for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                    group["lr"] = factor * rate
 
     def _step(self) -> float:
         if not self._queue:
@@ -124,6 +151,9 @@ class Trial:
         if self._moment == "loss":
             loss = plain + self._method.loss_term(self._model)  # type: ignore[union-attr]
         loss.backward()  # type: ignore[no-untyped-call]
+        if self._question.clip is not None:
+            trained = [p for each in self._optimizers for group in each.param_groups for p in group["params"]]
+            nn.utils.clip_grad_norm_(trained, self._question.clip)
         if self._moment == "backward":
             self._method(self._model, self._optimizers)  # type: ignore[misc]
         for optimizer in self._optimizers:
@@ -133,10 +163,11 @@ class Trial:
         value = float(plain.detach())
         return value if math.isfinite(value) else math.inf
 
-    def _losses(self, batches: Sequence[Any]) -> list[float]:
+    def _losses(self, batches: Sequence[Any], judge: Judge | None = None) -> list[float]:
         """The loss on each of the first batches, in evaluation mode."""
+        judged = judge or self._question.loss
         with isolated(self._model), torch.no_grad():
-            found = [float(self._question.loss(self._model, batch)) for batch in batches[:_LOOKED_AT]]
+            found = [float(judged(self._model, batch)) for batch in batches[:_LOOKED_AT]]
         return [loss if math.isfinite(loss) else math.inf for loss in found]
 
     def _outputs(self) -> list[Tensor]:
@@ -144,6 +175,27 @@ class Trial:
         with isolated(self._model), torch.no_grad(), suppress(ValueError, TypeError):
             found = [output(self._model, batch).float() for batch in self._question.new[:_LOOKED_AT]]
         return found
+
+
+def shown(method: Any, batches: Sequence[Any]) -> list[Any]:
+    """What a method is applied with: the first batches, as one where it wants all examples at once.
+
+    >>> class All:
+    ...     batches = "all"
+    >>> [batch[0].shape for batch in shown(All(), [(torch.zeros(2, 3), torch.zeros(2))] * 2)]
+    [torch.Size([4, 3])]
+    """
+    first = list(batches[:_SHOWN])
+    if getattr(method, "batches", "any") != "all" or not first:
+        return first
+    kind = type(first[0])
+    if kind is Tensor:
+        return [torch.cat(first)]
+    if kind in (tuple, list) and all(isinstance(each, Tensor) and each.dim() for one in first for each in one):
+        return [kind(torch.cat(column) for column in zip(*first, strict=True))]
+    if kind is dict and all(isinstance(each, Tensor) and each.dim() for one in first for each in one.values()):
+        return [{name: torch.cat([one[name] for one in first]) for name in first[0]}]
+    return first
 
 
 def copied(question: Question) -> nn.Module:
@@ -179,6 +231,12 @@ def optimizers_like(optimizer: Any, model: nn.Module, other: nn.Module, *, state
     return made
 
 
+def _base(group: dict[str, Any]) -> float:
+    """The learning rate that a schedule multiplies: where one has begun it is kept beside the present one."""
+    rate: float = group.get("initial_lr", group["lr"])
+    return rate
+
+
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else math.nan
 
@@ -202,14 +260,14 @@ class Trials:
         self._question, self._candidates, self._seeds = question, candidates, seeds
         self._trials: dict[int, Trial] = {}
 
-    def advance(self, numbers: Iterable[int], steps: int) -> dict[int, Trace]:
+    def advance(self, numbers: Iterable[int], steps: int, horizon: float) -> dict[int, Trace]:
         """Advance these trials; what each has shown so far."""
         found = {}
         for number in numbers:
             if number not in self._trials:
                 candidate, seed = divmod(number, len(self._seeds))
                 self._trials[number] = Trial(self._question, self._candidates[candidate], self._seeds[seed])
-            found[number] = self._trials[number].advance(steps)
+            found[number] = self._trials[number].advance(steps, horizon)
         return found
 
     def drop(self, numbers: Iterable[int]) -> None:
@@ -221,7 +279,7 @@ class Trials:
 class TrialExecutor(Protocol):
     """Where trials run."""
 
-    def advance(self, numbers: Sequence[int], steps: int) -> dict[int, Trace]:
+    def advance(self, numbers: Sequence[int], steps: int, horizon: float) -> dict[int, Trace]:
         """Advance these trials; what each has shown so far."""
         ...
 
@@ -240,8 +298,8 @@ class _Here:
     def __init__(self, trials: Trials) -> None:
         self._trials = trials
 
-    def advance(self, numbers: Sequence[int], steps: int) -> dict[int, Trace]:
-        return self._trials.advance(numbers, steps)
+    def advance(self, numbers: Sequence[int], steps: int, horizon: float) -> dict[int, Trace]:
+        return self._trials.advance(numbers, steps, horizon)
 
     def drop(self, numbers: Iterable[int]) -> None:
         self._trials.drop(numbers)
@@ -264,9 +322,9 @@ class _Forked:
             self._pipes.append(here)
             self._processes.append(process)
 
-    def advance(self, numbers: Sequence[int], steps: int) -> dict[int, Trace]:
+    def advance(self, numbers: Sequence[int], steps: int, horizon: float) -> dict[int, Trace]:
         for worker, pipe in enumerate(self._pipes):
-            pipe.send(("advance", [n for n in numbers if n % len(self._pipes) == worker], steps))
+            pipe.send(("advance", [n for n in numbers if n % len(self._pipes) == worker], steps, horizon))
         found: dict[int, Trace] = {}
         for pipe in self._pipes:
             try:
@@ -284,7 +342,7 @@ class _Forked:
     def drop(self, numbers: Iterable[int]) -> None:
         numbers = list(numbers)
         for pipe in self._pipes:
-            pipe.send(("drop", numbers, 0))
+            pipe.send(("drop", numbers, 0, 0))
 
     def close(self) -> None:
         for process in self._processes:
@@ -296,12 +354,12 @@ def _serve(trials: Trials, pipe: Connection) -> None:
     torch.set_num_threads(1)  # after a fork more threads would wait for ones that do not exist here
     with suppress(EOFError, KeyboardInterrupt, BrokenPipeError):
         while True:
-            verb, numbers, steps = pipe.recv()
+            verb, numbers, steps, horizon = pipe.recv()
             if verb == "drop":
                 trials.drop(numbers)
                 continue
             try:
-                pipe.send(trials.advance(numbers, steps))
+                pipe.send(trials.advance(numbers, steps, horizon))
             except Exception as error:
                 pipe.send(error)
 
@@ -317,10 +375,10 @@ class _OnRay:
         actor = self._ray.remote(num_cpus=1)(Trials)
         self._actors = [actor.remote(question, candidates, seeds) for _ in range(workers)]
 
-    def advance(self, numbers: Sequence[int], steps: int) -> dict[int, Trace]:
+    def advance(self, numbers: Sequence[int], steps: int, horizon: float) -> dict[int, Trace]:
         count = len(self._actors)
         asked = [
-            actor.advance.remote([n for n in numbers if n % count == worker], steps)
+            actor.advance.remote([n for n in numbers if n % count == worker], steps, horizon)
             for worker, actor in enumerate(self._actors)
         ]
         return {number: trace for part in self._ray.get(asked) for number, trace in part.items()}

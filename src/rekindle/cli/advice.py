@@ -60,6 +60,9 @@ class Asked:
     fresh: Any = None
     candidates: Any = None
     copy: Any = None
+    judge: Any = None
+    schedule: Any = None
+    clip: float | None = None
     steps: int | None = None
 
 
@@ -123,7 +126,7 @@ def advise(
     budget: Annotated[str, typer.Option(help="The time for all candidates: 90s, 2m, 1h.")] = "2m",
     steps: Steps = None,
     seeds: Seeds = 3,
-    layers: Annotated[bool, typer.Option("--layers", help="Also FIRE on each third of the layers alone.")] = False,
+    layers: Annotated[bool, typer.Option("--layers", help="Also FIRE on each group of layers alone.")] = False,
     boundary: Boundary = None,
     seed: LabSeed = 0,
     changed: Changed = None,
@@ -136,9 +139,10 @@ def advise(
     """Try remedies on copies of the model, and report which to apply, if any. Nothing of the model is changed.
 
     The file defines `model` and `batches` (what is to be learned next), and where they are needed `loss`
-    (loss(model, batch)), `optimizer`, `old_batches` (what should not be forgotten), `held_out` (batches to judge by),
-    `candidates` (methods of yours) and `copy` (a function that copies the model). The answer may be "do nothing",
-    "do not" or "cannot tell".
+    (loss(model, batch)), `optimizer`, `old_batches` (what should not be forgotten), `held_out` (batches to judge by,
+    never seen by the model) with `judge` (judge(model, batch), less is better), `schedule` (the learning rate's factor
+    by the share of training) and `clip` (of gradients), `candidates` (methods of yours) and `copy` (a function that
+    copies the model). The answer may be "do nothing", "do not" or "cannot tell".
 
     [bold]Examples[/]
 
@@ -167,6 +171,9 @@ def advise(
         steps=steps or asked.steps,
         seeds=seeds,
         copy=asked.copy,
+        judge=asked.judge,
+        schedule=asked.schedule,
+        clip=asked.clip,
         workers=workers,
         on=on,
     )
@@ -217,9 +224,8 @@ def _from_file(path: Path) -> Asked:
         for name in ("old_batches", "held_out")
         if hasattr(defined, name)
     }
-    others = {
-        n: getattr(defined, n) for n in ("loss", "optimizer", "fresh", "candidates", "copy") if hasattr(defined, n)
-    }
+    given = ("loss", "optimizer", "fresh", "candidates", "copy", "judge", "schedule", "clip")
+    others = {name: getattr(defined, name) for name in given if hasattr(defined, name)}
     count = sum(p.numel() for p in model.parameters())
     return Asked(path.name, model, batches, f"{type(model).__name__}, {count:,} parameters", **more, **others)
 
@@ -245,5 +251,8 @@ def _from_laboratory(name: str, index: int | None, seed: int, changed: Any) -> A
             old_batches=found.old_batches,
             held_out=found.held_out,
             fresh=found.fresh,
+            judge=found.judge,
+            schedule=found.schedule,
+            clip=chosen.clip,
             steps=found.steps,
         )

@@ -8,22 +8,26 @@ row = boundary.follow(ARMS["fire"])                     # one more task with tha
 from __future__ import annotations
 
 import copy
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
 from typing import Any
 
+import torch
 from torch import nn
 
 from rekindle.isolation import Loss, random_states_kept
 from rekindle.lab.arms import ARMS, Arm
 from rekindle.lab.evaluation import loss_of
 from rekindle.lab.settings import Run, Setting, read_source
-from rekindle.lab.sources import Source, derive, generator
-from rekindle.lab.train import Learner, make_optimizers
+from rekindle.lab.sources import Examples, Source, Text, derive, generator
+from rekindle.lab.train import Learner, make_optimizers, rate
 
 _MOST = 256  # batches of the next task
+_JUDGED = 256  # rows of a batch that is held out
+_FINE = 10_000  # steps that stand for a whole task where only the share counts
 _OLD = 4  # batches of every earlier task
 _NOTHING = ARMS["nothing"]
 
@@ -35,9 +39,10 @@ Watch = Callable[[Row], object]
 class Boundary:
     """Before task `index` of a stream, with the network that learned all tasks before it without a remedy.
 
-    `rows` are those of the tasks so far. `batches` are of the next task, one pass at most; where the setting's
-    headline is on test data, a quarter of them is `held_out`. For agents they are the regression of the returns that
-    the agent has stored, for its next data do not exist yet.
+    `rows` are those of the tasks so far. `batches` are of the next task as its passes bring them, 256 at most. Where
+    the setting's headline is on test data, a part of the next task is `held_out`: examples that no earlier task had,
+    because a network knows what it has learned by heart. For agents they are the regression of the returns that the
+    agent has stored, for its next data do not exist yet.
     """
 
     setting: Setting
@@ -72,6 +77,15 @@ class Boundary:
 
         return sb3.fresh_networks(self.learner.agent)
 
+    @cached_property
+    def first(self) -> nn.Module | None:
+        """The network with its first weights; None for agents."""
+        if self.setting.agents:
+            return None
+        with random_states_kept():
+            found: nn.Module = self._learner(_NOTHING).model
+            return found
+
     @property
     def steps(self) -> int:
         """How long the next task is; for agents in environment steps."""
@@ -80,19 +94,30 @@ class Boundary:
         return int(self._stream[self.index].length(self.setting.batch))
 
     @property
+    def schedule(self) -> Callable[[float], float] | None:
+        """The factor of the learning rate by the share of the task that has passed; None where it is constant."""
+        factor = None if self.setting.agents else rate(self.setting, _FINE)
+        return None if factor is None else lambda share: factor(min(int(share * _FINE), _FINE - 1))
+
+    @property
+    def judge(self) -> Callable[[nn.Module, Any], Any] | None:
+        """What held-out batches are judged by where that is not the loss: the share of wrong answers."""
+        return wrong if self.setting.headline == "test_accuracy" else None
+
+    @property
     def batches(self) -> list[Any]:
         """What is to be learned."""
-        return self._next[0][len(self.held_out) :]
+        return self._next[0]
 
     @property
     def held_out(self) -> list[Any]:
         """What candidates are judged on where the headline is on test data."""
-        return self._next[0][: len(self._next[0]) // 4] if self.setting.headline.startswith("test") else []
+        return self._next[1]
 
     @property
     def loss(self) -> Loss:
         """The loss of the batches."""
-        return self._next[1]
+        return self._next[2]
 
     @cached_property
     def old_batches(self) -> list[Any]:
@@ -107,15 +132,36 @@ class Boundary:
         return self.setting.make_stream(self.seed)
 
     @cached_property
-    def _next(self) -> tuple[list[Any], Loss]:
+    def _next(self) -> tuple[list[Any], list[Any], Loss]:
         if not self.setting.agents:
-            return self._some(self._stream[self.index].train, "looking", _MOST), loss_of
+            task, judged = self._stream[self.index], None
+            if self.setting.headline.startswith("test"):
+                learned, judged = self._parted(task.train)
+                task = replace(task, train=learned)
+            held_out = [] if judged is None else list(judged.batches(_JUDGED, generator(self.seed, "judging")))
+            batches = task.batches(self.setting.batch, generator(self.seed, "looking", self.index))
+            return list(islice(batches, _MOST)), held_out, loss_of
         from rekindle.integrations import sb3
 
         found = sb3.value_regression(self.learner.agent, seed=derive(self.seed, "looking", self.index))
         if found is None:
             raise ValueError(f"setting {self.setting.name!r}: the agent has stored nothing that could be learned")
-        return list(found[0]), found[1]
+        return list(found[0]), [], found[1]
+
+    def _parted(self, source: Source) -> tuple[Source, Source | None]:
+        """What is learned, and what is held out: the last quarter of a text, half of the examples never seen before."""
+        if isinstance(source, Text):
+            edge = len(source.tokens) * 3 // 4
+            return Text(source.tokens[:edge], source.context), Text(source.tokens[edge:], source.context)
+        seen = {key for task in range(self.index) for key in _keys(self._stream[task].train)}
+        keys = _keys(source)
+        new = sorted(set(keys) - seen)
+        order = torch.randperm(len(new), generator=generator(self.seed, "held out", self.index)).tolist()
+        chosen = {new[place] for place in order[: min(len(new) // 2, len(keys) // 4)]}
+        if not chosen:
+            return source, None
+        out = torch.tensor([key in chosen for key in keys])
+        return Examples(source.x[~out], source.y[~out]), Examples(source.x[out], source.y[out])
 
     def _some(self, source: Source, what: str, most: int) -> list[Any]:
         return list(islice(source.batches(self.setting.batch, generator(self.seed, what, self.index)), most))
@@ -133,28 +179,43 @@ class Boundary:
                 told(rows[-1])
         return Boundary(self.setting, self.seed, index, rows, self.learner)
 
-    def follow(self, arm: Arm) -> Row:
-        """The row of the next task with this arm, from the state of the boundary, which stays as it is."""
-        run = Run(self.setting, arm, self.seed)
+    def method(self, arm: Arm) -> Any:
+        """The arm's method as its run has it here: with the first weights of the network, where it needs them."""
         with random_states_kept():
+            return self._learner(arm).method
+
+    def follow(self, arm: Arm, again: int = 0) -> Row:
+        """The row of the next task with this arm, from the state of the boundary, which stays as it is.
+
+        `again` is for more than one continuation: the same task in another order, with other draws of the method.
+        """
+        with random_states_kept():
+            learner = self._learner(arm)
             if self.setting.agents:
-                return self._follow_agent(run)
-            learner = Learner(run, self._stream)
-            learner.model.load_state_dict(self.learner.model.state_dict())
-            learner.earlier, learner.scores = list(self.learner.earlier), list(self.learner.scores)
+                learner.restore({**copy.deepcopy(self.learner.state()), "method": None})
+            else:
+                learner.model.load_state_dict(self.learner.model.state_dict())
+                learner.earlier, learner.scores = list(self.learner.earlier), list(self.learner.scores)
+            if again:
+                learner.seed = derive(self.seed, "again", again)
+                learner.generator = generator(learner.seed, "method")
+            if self.setting.agents:
+                row: Row = learner.train_task(self.index)
+                return row
             with learner:
                 if not self.setting.new_optimizer:
                     for own, other in zip(learner.optimizers, self.learner.optimizers, strict=True):
                         own.load_state_dict(copy.deepcopy(other.state_dict()))  # else it shares the tensors
                 return _finished(learner.train_task(self.index, self._stream[self.index]))
 
-    def _follow_agent(self, run: Run) -> Row:
+    def _learner(self, arm: Arm) -> Any:
+        """A learner that has learned nothing yet, with the first weights of this one."""
+        run = Run(self.setting, arm, self.seed)
+        if not self.setting.agents:
+            return Learner(run, self._stream)
         from rekindle.lab.agents.learning import AgentLearner
 
-        learner = AgentLearner(run, self.learner.stream)
-        learner.restore({**copy.deepcopy(self.learner.state()), "method": None})
-        row: Row = learner.train_task(self.index)
-        return row
+        return AgentLearner(run, self.learner.stream)
 
 
 def reach(setting: Setting, seed: int, index: int | None = None, watch: Watch | None = None) -> Boundary:
@@ -186,6 +247,24 @@ def reach(setting: Setting, seed: int, index: int | None = None, watch: Watch | 
             learner = Learner(run, stream)  # type: ignore[arg-type]
             learner.__enter__()  # nothing is observed without a remedy, so nothing has to be closed
     return Boundary(setting, seed, 0, [], learner).on_to(last, watch)
+
+
+def wrong(model: nn.Module, batch: Any) -> torch.Tensor:
+    """The share of wrong answers.
+
+    >>> float(wrong(nn.Identity(), (torch.eye(2), torch.tensor([0, 0]))))
+    0.5
+    """
+    x, y = batch
+    missed: torch.Tensor = model(x).argmax(-1) != y
+    return missed.float().mean()
+
+
+def _keys(source: Source) -> list[bytes]:
+    """One key per example: equal where input and label are."""
+    assert isinstance(source, Examples)
+    rows = zip(source.x.numpy(), source.y.numpy(), strict=True)
+    return [hashlib.blake2b(x.tobytes() + y.tobytes(), digest_size=16).digest() for x, y in rows]
 
 
 def quiet(setting: Setting) -> Setting:
