@@ -366,8 +366,8 @@ def picture(points: Sequence[dict[str, Any]]) -> str:
         ink = f"dot {inks.get(verdict, 'rest')}"
         marks.append(element("circle", told, class_=ink, cx=across(share), cy=down(score), r=5.0))
     for place, (verdict, ink) in enumerate(inks.items()):
-        marks.append(element("circle", class_=f"dot {ink}", cx=right - 180 + 66 * place, cy=452.0, r=5.0))
-        marks.append(label(verdict, right - 172 + 66 * place, 456, kind=f"name {ink}"))
+        marks.append(element("circle", class_=f"dot {ink}", cx=right - 240 + 84 * place, cy=452.0, r=5.0))
+        marks.append(label(verdict, right - 232 + 84 * place, 456, kind=f"name {ink}"))
     title = "Does the verdict agree with the probe?"
     described = f"{title} {len(shown)} networks: score of the probe against the share of dormant neurons."
     return Picture(title, described, 860, 470, joined(marks)).file()

@@ -21,7 +21,7 @@ from rekindle.advice.advising import advise, seconds_of
 from rekindle.advice.candidates import Candidate, candidates_for, layer_groups
 from rekindle.advice.judging import HORIZONS
 from rekindle.advice.trials import Question, Trace, Trial
-from rekindle.methods import FIRE, FullReset, L2Init, WeightClip
+from rekindle.methods import FIRE, FullReset, L2Init, ShrinkPerturb, WeightClip
 from rekindle.receipt import Receipt
 
 
@@ -432,3 +432,13 @@ def test_the_spread_over_seeds_is_shared_among_candidates() -> None:
     assert row.difference == pytest.approx(-0.4) and high - low == pytest.approx(2 * 2.447 * 0.1 / 3**0.5)
     alone = judging.row(Candidate("nothing"), curves["nothing"], curves["nothing"], [], 8, typical)
     assert (alone.difference, alone.difference_interval) == (0.0, (0.0, 0.0))
+
+
+def test_advised_remembers_the_start_for_candidates_that_go_back_to_it() -> None:
+    model = net()
+    asking = Advised(steps=20, candidates=[ShrinkPerturb()], seeds=2)
+    asking(model, batches=data())
+    assert asking.last is not None and "remember" in str(asking.last.rows[-1].error)
+    asking.remember(model)
+    asking(model, batches=data())
+    assert all(row.error is None for row in asking.last.rows)

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from torch import nn
+
 from rekindle.advice.advising import Advice, advise
 from rekindle.advice.trials import optimizers_like
 from rekindle.methods.call import Call
@@ -57,6 +59,14 @@ class Advised(Remedy):
         self.held_out, self.new_optimizer = held_out, new_optimizer
         self._candidates = candidates if candidates is None or isinstance(candidates, Mapping) else list(candidates)
         self.last: Advice | None = None
+
+    def remember(self, model: nn.Module) -> None:
+        """Keep the first weights for the candidates that go back to them (shrink-and-perturb)."""
+        given = self._candidates or ()
+        methods: Iterable[Any] = given.values() if isinstance(given, Mapping) else given
+        for method in methods:
+            if hasattr(method, "remember"):
+                method.remember(model)
 
     def apply(self, call: Call) -> Receipt:
         """Call `advise`, and apply its choice."""
