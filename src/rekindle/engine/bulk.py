@@ -18,15 +18,15 @@ from torch import Tensor
 from rekindle.engine import schedules
 from rekindle.engine.arithmetic import Solved, Start, lacking
 
-# σ_min/σ_max that the schedule covers, times n; 1 in 10 (FAR) or 1 in 5 (NEAR) random matrices have one value below it.
-FAR, NEAR = 0.1, 0.2
-FAR_UP_TO = 56  # rows up to which two products more cost less than correcting twice as many matrices
-PART = 2**18  # entries processed at a time: the four arrays of a part stay in the caches
+# σ_min/σ_max that the schedule must cover, times n: about one random matrix in 1/FAR or 1/NEAR has a value below it.
+FAR, NEAR = 0.1, 0.15
+FAR_UP_TO = 56  # rows up to which a product more costs less than correcting half as many matrices again
+PART = 2**18  # entries processed at a time, nearly: the four arrays of a part stay in the caches
+ROOM = 9 * PART // 2  # entries of three arrays of a part, which may be half as large again
 MOST = 128  # rows: beyond, a Gram matrix has more noise than the bound in `by_bulk` allows for
 BEFORE = 0.017  # over n^¼: how far from 1 the schedule leaves singular values before the last cubic step
-MILD = 0.1  # ‖XXᵀ − I‖²_F up to which one more cubic step is enough: all σ² are then above .68
-LIFTED = 0.02  # length that a missing direction must have been lifted to: below, float32 has too little left of it
-SIGNED = 3e-4  # the same for a square matrix, where its sign alone must be sure
+LIFTED = 0.045  # length that a missing direction must have been lifted to: below, float32 has too little left of it
+SIGNED = 7e-4  # the same for a square matrix, where its sign alone must be sure
 TILT = 2e-4  # by how much a corrected direction may lean towards another one
 
 
@@ -37,12 +37,12 @@ class _Workspace(threading.local):
 
     def arrays(self, like: Tensor, *shapes: tuple[int, ...]) -> list[Tensor]:
         sizes = [math.prod(shape) for shape in shapes]
-        if type(like) is not Tensor or sum(sizes) > 3 * PART:
+        if type(like) is not Tensor or sum(sizes) > ROOM:
             room = like.new_empty(sum(sizes))
         else:
             if self.room is None:
                 with torch.inference_mode(False):  # tensors made in inference mode cannot be written to outside of it
-                    self.room = torch.empty(3 * PART, dtype=torch.float32, device="cpu")
+                    self.room = torch.empty(ROOM, dtype=torch.float32, device="cpu")
             room = self.room[: sum(sizes)]
         return [part.view(shape) for part, shape in zip(torch.split(room, sizes), shapes, strict=True)]
 
@@ -67,58 +67,47 @@ def by_bulk(w: Tensor, known: Start, tol: float) -> Solved:
     count, n, m = w.shape
     steps = schedule(n)
     solved = Solved.new(torch.empty_like(w), len(steps) + 1)
-    solved.residual = torch.empty_like(known.norm2)
-    most = (0.8 * max(tol, 1e-6) * n / 0.64) ** 0.5
-    size = min(count, max(1, PART // (n * m)))
+    size = -(-count // max(1, round(count * n * m / PART)))
     room_x, room_a, room_p = _workspace.arrays(w, (size, n, m), (size, n, n), (size, n, n))
-    mild: list[tuple[Tensor, ...]] = []
-    far: list[tuple[Tensor, ...]] = []
+    bound, r = torch.empty_like(known.norm2), torch.empty_like(known.norm2)
     for top in range(0, count, size):
         part = slice(top, min(top + size, count))
         x, a, p = (room[: part.stop - top] for room in (room_x, room_a, room_p))
         y = solved.x[part]
-        torch.bmm(w[part], w[part].mT, out=a)
         if len(steps) % 2 == 0:  # steps alternate between two arrays, and the last one must end in `solved.x`
             x, y = y, x
-        bound = _first_step(w[part], a, known.norm2[part], steps[0], p, x)
+        bound[part] = _first_step(w[part], a, known.norm2[part], steps[0], p, x)
         for step in steps[1:]:
             torch.bmm(x, x.mT, out=a)
             _step(x, a, step, p, y)
             x, y = y, x
-        g = _off_identity(x, a)
-        r = torch.linalg.vector_norm(g, dim=(1, 2)).square()
-        enough = (lacking(tol) / 0.4 * (known.norm2[part] / bound).pow(2 / 3)).clamp_max(most)
-        for left, which in ((mild, ~(r <= enough) & (r <= MILD)), (far, ~(r <= MILD))):
-            index = which.nonzero().flatten()
-            if len(index):
-                left.append((index + top, x[index], g[index], enough[index]))
-        _last_step(x, g, out=y)
-        solved.residual[part] = 0.64 * r.square() / n
-    for left, finish in ((mild, _once_more), (far, _one_direction)):
-        # Up to so many rows calls cost more than the copies that join the parts.
-        joined = [tuple(map(torch.cat, zip(*left, strict=True)))] if len(left) > 1 and n <= FAR_UP_TO else left
-        for index, *rest in joined:
-            x, g, r = finish(*rest)
-            solved.x[index] = _last_step(x, g, out=torch.empty_like(x))
-            solved.hard[index] = ~(r <= rest[-1])
-            solved.residual[index] = 0.64 * r.square() / n
+        torch.linalg.vector_norm(_off_identity(x, a), dim=(1, 2), out=r[part])
+        _last_step(x, a, out=y)
+    r = r.square()
+    most = (0.8 * max(tol, 1e-6) * n / 0.64) ** 0.5
+    enough = (lacking(tol) / 0.4 * (known.norm2 / bound).pow(2 / 3)).clamp_max(most)
+    left = (~(r <= enough)).nonzero().flatten()
+    if len(left):
+        needed = enough[left]
+        solved.x[left], found = _finished(solved.x[left], needed)
+        solved.hard[left] = ~(found <= needed)
+        r[left] = found
+    solved.residual = 0.64 / n * r.square()
     return solved
 
 
 def _first_step(w: Tensor, a: Tensor, norm2: Tensor, step: schedules.Polynomial, p: Tensor, out: Tensor) -> Tensor:
-    """out ← the first step on W/√bound, where λ_max(A) ≤ bound = ‖A²‖_F^½, which is returned.
+    """out ← the first step on W/√bound, where λ_max(WWᵀ) ≤ bound = ‖(WWᵀ)²‖_F^½, which is returned.
 
-    A quintic has A and A² already. `p` is a work array.
+    It is a quintic, which needs A = WWᵀ and A² anyway. `a` and `p` are work arrays.
     """
+    torch.bmm(w, w.mT, out=a)
     torch.bmm(a, a, out=p)
     bound = torch.linalg.vector_norm(p, dim=(1, 2)).sqrt() * (1 + 2e-4)
     bound = torch.where(norm2 > 0, bound, 1.0)
     scale = bound.reciprocal()[:, None, None]
     root = scale.sqrt()
-    if step.c:
-        p.mul_(step.c * root * scale.square()).addcmul_(a, step.b * root * scale)
-    else:
-        torch.mul(a, step.b * root * scale, out=p)
+    p.mul_(step.c * root * scale.square()).addcmul_(a, step.b * root * scale)
     p.diagonal(0, 1, 2).add_(step.a * root[:, :, 0])
     torch.bmm(p, w, out=out)
     return bound
@@ -152,47 +141,48 @@ def _last_step(x: Tensor, g: Tensor, *, out: Tensor) -> Tensor:
     return out.baddbmm_(g, x, beta=0, alpha=-0.5)
 
 
-def _once_more(x: Tensor, g: Tensor, enough: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """One more cubic step, and a second one where that was not enough: no matrix depends on the others of its batch."""
-    x = torch.baddbmm(x, g, x, alpha=-0.5)
-    g = _off_identity(x, g)
+def _finished(x: Tensor, enough: Tensor) -> tuple[Tensor, Tensor]:
+    """One more cubic step, a missing direction where that is not enough, and the last step; r before it.
+
+    The first brings to 1 what the schedule left a little below it, so that where a direction is missing it stands out.
+    """
+    x = torch.baddbmm(x, _off_identity(x), x, alpha=-0.5)
+    g = _off_identity(x)
     r = torch.linalg.vector_norm(g, dim=(1, 2)).square()
-    index = (~(r <= enough)).nonzero().flatten()
-    if len(index):
-        again = torch.baddbmm(x[index], g[index], x[index], alpha=-0.5)
-        x[index], g[index] = again, _off_identity(again)
-        r[index] = torch.linalg.vector_norm(g[index], dim=(1, 2)).square()
-    return x, g, r
+    far = (~(r <= enough)).nonzero().flatten()
+    if len(far):
+        x[far], g[far], r[far] = _one_direction(x[far], g[far])
+    return _last_step(x, g, out=torch.empty_like(x)), r
 
 
 def _row_times(row: Tensor, x: Tensor) -> Tensor:
     """A row (batch, 1, n) times X: torch multiplies up to 400 numbers in a slow loop of its own."""
-    return torch.bmm(row, x) if x[0].numel() >= 400 else (row.mT * x).sum(1, keepdim=True)
+    return torch.bmm(row, x) if x.shape[1] * x.shape[2] >= 400 else (row.mT * x).sum(1, keepdim=True)
 
 
-def _one_direction(x: Tensor, g: Tensor, enough: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _one_direction(x: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Give the one left direction v that is missing its length: X ← X + v(û − vᵀX) with û near vᵀX/‖vᵀX‖.
 
-    G = XXᵀ − I is −(1 − s²)vvᵀ and a remainder of .02, so that its largest row is nearly v, and a few products with G
+    G = XXᵀ − I is −(1 − s²)vvᵀ and a remainder of .001, so that its largest row is nearly v, and a few products with G
     make it so. Of a square X the other rows leave one direction for û, however short vᵀX is: I − XᵀX multiplies what
-    leans towards them by .02. G changes by two rank-one terms, which are added instead of computed anew. Where û is
+    leans towards them by .001. G changes by two rank-one terms, which are added instead of computed anew. Where û is
     not sharp enough, or its sign not sure, r is infinite.
     """
     at = g.diagonal(0, 1, 2).abs().argmax(1)
     v = g[torch.arange(len(g), device=g.device), at][:, None]
-    for _ in range(4):  # the wanted eigenvalue is near −1, so that v keeps its length
-        v = torch.bmm(v, g.mT)  # G is symmetric, and this form is the faster one for few rows
+    transposed = g.mT  # G is symmetric, and products with this form are faster for few rows
+    for _ in range(3):  # the wanted eigenvalue is near −1, so that v keeps its length
+        v = torch.bmm(v, transposed)
     v = v / torch.linalg.vector_norm(v, dim=2, keepdim=True)
     row = _row_times(v, x)
     length = torch.linalg.vector_norm(row, dim=2, keepdim=True)
     u = row / length
     if x.shape[1] == x.shape[2]:
-        for _ in range(2):
-            u = u - _row_times(torch.bmm(u, x.mT), x)
+        u = u - _row_times(torch.bmm(u, x.mT), x)
         u = u / torch.linalg.vector_norm(u, dim=2, keepdim=True)
         image, shortest = torch.bmm(u, x.mT), SIGNED
     else:
-        image, shortest = torch.bmm(v, g.mT) / length, LIFTED
+        image, shortest = torch.bmm(v, transposed) / length, LIFTED
     lean = torch.linalg.vector_norm(image - (image * v).sum(2, keepdim=True) * v, dim=2)
     change = u - row
     moved = torch.bmm(change, x.mT).addcmul_(v, torch.linalg.vecdot(change, change)[:, :, None], value=0.5)

@@ -116,20 +116,32 @@ def products(low: float, spread: float = 5e-4) -> tuple[Polynomial, ...]:
 
 @lru_cache(maxsize=64)
 def bulk(low: float, spread: float) -> tuple[Polynomial, ...]:
-    """The cheapest cubic and quintic steps that take [low, 1] to within `spread` of 1.
+    """The fewest products that take [low, 1] to within `spread` of 1, as a quintic, up to two cubics, and quintics.
 
-    A quintic lifts by 4.3 for three products, a cubic by 2.6 for two; up to two cubics fill the gaps between quintics.
+    A quintic lifts by 4.3 for three products, a cubic by 2.6 for two. The steps reach below `low` as far as so many
+    can.
 
     >>> ["quintic" if step.c else "cubic" for step in bulk(0.02, 0.009)]
-    ['cubic', 'quintic', 'quintic', 'quintic']
+    ['quintic', 'cubic', 'quintic', 'quintic']
     """
-    for cost in range(2, 100):
-        cubics = -cost % 3
-        steps: list[Polynomial] = []
-        reached = low
-        for i in range(cubics + (cost - 2 * cubics) // 3):
-            steps.append(cubic(reached) if i < cubics else quintic(round(reached, 12)))
-            reached = steps[-1].reached
-        if (1 - reached) / (1 + reached) <= spread:
+    for products in range(3, 100):
+        cubics = -products % 3
+        if 3 + 2 * cubics <= products and _off(steps := _some(low, products, cubics)) <= spread:
             break
+    while _off(further := _some(low := 0.98 * low, products, cubics)) <= spread:
+        steps = further
     return (*steps[:-1], centred(steps[-1]))
+
+
+def _some(low: float, products: int, cubics: int) -> tuple[Polynomial, ...]:
+    """The best steps on [low, 1]: a quintic, the cubics, and quintics for the products that remain."""
+    steps: list[Polynomial] = []
+    for i in range(cubics + (products - 2 * cubics) // 3):
+        steps.append(cubic(low) if 1 <= i <= cubics else quintic(round(low, 12)))
+        low = steps[-1].reached
+    return tuple(steps)
+
+
+def _off(steps: tuple[Polynomial, ...]) -> float:
+    """How far from 1 the steps leave a spectrum once they are centred."""
+    return (1 - steps[-1].reached) / (1 + steps[-1].reached)
