@@ -254,9 +254,6 @@ class RekindleCallback(Application, _callbacks.BaseCallback):  # type: ignore[mi
             return  # it judges by what it saw in training, and there was none yet (`learning_starts`)
         if self._stored is not None and not self._stored.ready(self.model):
             return
-        if self._trigger is None and self._reason(self.num_timesteps, None) is None:
-            self._considered = self.num_timesteps  # some agents call this at every step: nothing more to do
-            return
         if self._trigger is not None:
             self.note(self.logger.name_to_value)
             self._note_episodes()
