@@ -26,7 +26,8 @@ LEVELS: tuple[Level, ...] = ("healthy", "watch", "act")  # in order; "unknown" i
 
 @dataclass(frozen=True)
 class Thresholds:
-    """Every threshold of the verdict. `docs/evidence/verdict.md` says how they were set and how often they err.
+    """Every threshold of the verdict. `docs/evidence/verdict.md` says how they were set and how often they err,
+    `docs/evidence/advice.md` how they agree with the probe.
 
     Absolute rules, which need no reference:
     - `tau`: a neuron is dormant where its score is at most this (ReDo's 0.025).
