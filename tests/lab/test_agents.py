@@ -255,6 +255,18 @@ def test_a_return_is_judged_against_random_actions() -> None:
     assert metrics.valid_stream([[{**rows[0], "return": -1300.0}, rows[1]]], setting) is None
 
 
+def test_a_page_of_agents_whose_first_task_ended_no_episode() -> None:
+    from lab_results import results
+    from rekindle.lab.views.text import document
+
+    found = results(settings=[tiny("sac", 8)], seeds=2)
+    for entry in found.entries:
+        entry.record.rows[1]["return"] = None
+    data = found.to_dict()
+    assert data["validity"]["tiny-sac"]["valid"] is None and "first task" in data["validity"]["tiny-sac"]["note"]
+    assert "FIRE was best of 5" in document(data, "agents").text
+
+
 @pytest.mark.parametrize("fields", [*presets.laptop(), *presets.paper()], ids=lambda fields: str(fields["name"]))
 def test_every_preset_builds(fields: dict[str, Any]) -> None:
     setting = SETTINGS[fields["name"]]

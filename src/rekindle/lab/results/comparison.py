@@ -272,11 +272,16 @@ class ArmComparison:
 
         `valid` is None, and `note` says why, where that cannot be decided.
         """
-        values = self.values.get(NOTHING)
-        if not values:
-            return {"valid": None, "first": None, "last": None, "fall": None, "note": f"no finished run of {NOTHING!r}"}
-        runs = list(self.arms[NOTHING].runs.values())
+        values, runs = self.values.get(NOTHING), list(self.arms[NOTHING].runs.values()) if NOTHING in self.arms else []
         firsts = [value for rows in runs if (value := metrics.first_task(rows, self.setting)) is not None]
+        if not values or not firsts:
+            # An agent has no return of a task in whose second half no episode ended.
+            note = (
+                f"no run of {NOTHING!r} with a value for its first task"
+                if values
+                else f"no finished run of {NOTHING!r}"
+            )
+            return {"valid": None, "first": None, "last": None, "fall": None, "note": note}
         first, last = fmean(firsts), fmean(values.values())
         valid, fall = metrics.valid_stream(runs, self.setting, self.classes), None
         if valid is not None:
