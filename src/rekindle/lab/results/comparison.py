@@ -276,12 +276,12 @@ class ArmComparison:
         firsts = [value for rows in runs if (value := metrics.first_task(rows, self.setting)) is not None]
         if not values or not firsts:
             # An agent has no return of a task in whose second half no episode ended.
-            note = (
+            missing = (
                 f"no run of {NOTHING!r} with a value for its first task"
                 if values
                 else f"no finished run of {NOTHING!r}"
             )
-            return {"valid": None, "first": None, "last": None, "fall": None, "note": note}
+            return {"valid": None, "first": None, "last": None, "fall": None, "note": missing}
         first, last = fmean(firsts), fmean(values.values())
         valid, fall = metrics.valid_stream(runs, self.setting, self.classes), None
         if valid is not None:
