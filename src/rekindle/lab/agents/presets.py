@@ -56,7 +56,7 @@ def _setting(
 
 def _shuffled() -> list[Fields]:
     sizes = (
-        ("sac-pendulum", "sac", "Pendulum-v1", 8, 5_000, 4_000, _SAC, "5 min per run", "2 min"),
+        ("sac-pendulum", "sac", "Pendulum-v1", 6, 5_000, 2_800, _SAC, "3 min per run", "1 min"),
         ("ppo-cartpole", "ppo", "CartPole-v1", 20, 16_384, 16_384, _PPO, "7 min per run", "1 min"),
         ("dqn-cartpole", "dqn", "CartPole-v1", 12, 8_000, 8_000, _DQN, "4 min per run", "1 min"),
     )
