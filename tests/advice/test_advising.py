@@ -259,6 +259,36 @@ def test_a_step_that_takes_longer_than_the_budget_ends_with_cannot_tell(monkeypa
     assert advice.answer == "cannot tell" and advice.steps == 1
 
 
+@pytest.mark.parametrize(("seconds", "enough"), [(1_000, True), (13, False)])
+def test_nobody_is_dropped_while_there_is_time_for_all(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, enough: bool
+) -> None:
+    """Early orders mislead: a remedy that is far behind at a quarter may end best."""
+    clock, names = Clock(), ["nothing", "fire", "slow", "slower"]
+    monkeypatch.setattr(advising, "perf_counter", clock)
+
+    class Where:
+        """Trials of which the last two learn slowly; a step of one takes a hundredth of a second."""
+
+        def __init__(self) -> None:
+            self.steps = [0] * 8
+            self.gone: list[int] = []
+
+        def advance(self, numbers: list[int], steps: int, horizon: float) -> dict[int, Trace]:
+            clock.now += 0.01 * steps * len(numbers)
+            for number in numbers:
+                self.steps[number] += steps
+            return {n: Trace(losses=[1.0 + n // 2 + 0.01 * (n % 2)] * self.steps[n]) for n in numbers}
+
+        def drop(self, numbers: list[int]) -> None:
+            self.gone += numbers
+
+    where = Where()
+    race = advising._Race(where, [Candidate(n, None) for n in names], [0, 1], 0.0, seconds, False)  # type: ignore[arg-type]
+    assert race.to_the_end(200) == 200 and race.steps == 200
+    assert (where.gone == []) == enough and ("slower" in race.running) == enough
+
+
 def test_budgets_are_times() -> None:
     assert seconds_of("90s") == 90
     with pytest.raises(ValueError, match="not a time"):

@@ -1,8 +1,8 @@
 """advise(): which remedy, for this model and this data? Candidates are tried on copies, and the best is named.
 
-Trials share their seeds, so candidates are compared pairwise. All run for a quarter of the horizon; then those that
-are clearly behind are dropped, and the rest goes on to a half and to the whole. Short horizons are misleading, so
-nothing is dropped earlier, and ranks are shown for each horizon.
+Trials share their seeds, so candidates are compared pairwise. All run for a quarter of the horizon; then, if the time
+is short, those that are clearly behind are dropped, and the rest goes on to a half and to the whole. Short horizons are
+misleading, so nothing is dropped earlier, or without need, and ranks are shown for each horizon.
 """
 
 from __future__ import annotations
@@ -254,12 +254,16 @@ class _Race:
                 self.ranks[name].append(rank)
             if self.steps < goal:
                 break
-            if share < 1:
+            if share < 1 and not self._in_time(horizon):
                 self._drop()
         if self._shown:
             sys.stderr.write("\r\x1b[K")
         # If no horizon was given, it is what was reached: fewer candidates were dropped than expected.
         return horizon if steps is not None else max(self.steps, _LEAST)
+
+    def _in_time(self, horizon: int) -> bool:
+        """Whether all that still run can go to the end in the time that is left: then nobody need be dropped."""
+        return perf_counter() + (horizon - self.steps) * self._per_step < self._end
 
     def _advance_in_time(self, goal: int, horizon: int) -> bool:
         """One round of a sixteenth of the horizon or of the time; False if that time is not left."""
