@@ -12,8 +12,8 @@ digits random-labels permuted-inputs label-shift drift warm-start continual clas
 random-labels+replay permuted-inputs+replay drift+replay alphabet+replay domains+replay random-labels+state
 alphabet+state domains+state sac-pendulum sac-pendulum-quick ppo-cartpole ppo-cartpole-quick dqn-cartpole
 dqn-cartpole-quick ppo-offsets-cartpole ppo-offsets-acrobot ppo-offsets-lunarlander dqn-games
-dqn-midpoint-breakout dqn-midpoint-asterix dqn-replay-ratio ppo-gravity ppo-slippery-ant sac-midpoint-hopper
-sac-midpoint-walker paper/warm-start-resnet18 paper/warm-start-vit paper/warm-start-vgg16
+dqn-midpoint-breakout dqn-midpoint-asterix dqn-atari-asterix dqn-replay-ratio ppo-gravity ppo-slippery-ant
+sac-midpoint-hopper sac-midpoint-walker paper/warm-start-resnet18 paper/warm-start-vit paper/warm-start-vgg16
 paper/continual-resnet18 paper/continual-vit paper/continual-vgg16 paper/class-incremental-vit
 paper/class-incremental-vgg16 paper/gpt paper/dqn-atari-asterix paper/dqn-atari-demonattack paper/sac-humanoid
 """.split()
@@ -21,10 +21,10 @@ ARMS = """
 nothing full-reset shrink-perturb shrink-perturb-fresh dash redo regrama continual-backprop
 self-normalized-reset l2-init parseval spectral isometry-loss adamo weight-decay weight-clip normalize-project
 upgd hare-tortoise injection layer-norm-reset muon fire fire-paper-cnn shrink-reset optimizer-reset rescale
-shrink fire-shrink random-isometry-shrink full-reset-shrink dash-shrink random-isometry
-random-isometry-nearest fresh-at-norm head-reset fire-10 fire-5 fire-nearest fire-norm fire-init fire-half
-fire-qk fire-attention fire-mlp fire-all fire-state-fresh fire-state-moments fire-state-step fire-state-none
-fire-heads
+shrink fire-shrink random-isometry-shrink full-reset-shrink dash-shrink effective-lr fire-effective-lr
+random-isometry random-isometry-nearest fresh-at-norm head-reset fire-10 fire-5 fire-nearest fire-norm
+fire-init fire-half fire-qk fire-attention fire-mlp fire-all fire-state-fresh fire-state-moments
+fire-state-step fire-state-none fire-heads
 """.split()
 GROUPS = """
 main controls norms solvers scales targets states nearness continuous all

@@ -125,6 +125,18 @@ def laptop() -> list[Fields]:
             for game in ("Breakout", "Asterix")
         ),
         _setting(
+            "dqn-atari-asterix",
+            "midpoint",
+            "dqn",
+            {"env": "ALE/Asterix-v5", "steps": 8_000},
+            _MINATAR | {"width": [], "extractor": "nature", "buffer_size": 8_000},
+            batch=32,
+            lr=2.5e-4,
+            last=1,
+            coefficients={"injection": {"head": "q_net.q_net"}},
+            about="Atari Asterix, the remedy once, at half; too short to learn much; about 3 min per run",
+        ),
+        _setting(
             "dqn-replay-ratio",
             "replay-ratio",
             "dqn",
