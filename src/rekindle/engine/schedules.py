@@ -118,8 +118,7 @@ def products(low: float, spread: float = 5e-4) -> tuple[Polynomial, ...]:
 def bulk(low: float, spread: float) -> tuple[Polynomial, ...]:
     """The fewest products that take [low, 1] to within `spread` of 1, as a quintic, up to two cubics, and quintics.
 
-    A quintic lifts by 4.3 for three products, a cubic by 2.6 for two. The steps reach below `low` as far as so many
-    can.
+    A quintic lifts by 4.3 for three products, a cubic by 2.6 for two.
 
     >>> ["quintic" if step.c else "cubic" for step in bulk(0.02, 0.009)]
     ['quintic', 'cubic', 'quintic', 'quintic']
@@ -128,8 +127,6 @@ def bulk(low: float, spread: float) -> tuple[Polynomial, ...]:
         cubics = -products % 3
         if 3 + 2 * cubics <= products and _off(steps := _some(low, products, cubics)) <= spread:
             break
-    while _off(further := _some(low := 0.98 * low, products, cubics)) <= spread:
-        steps = further
     return (*steps[:-1], centred(steps[-1]))
 
 
