@@ -215,6 +215,7 @@ def register(name: str, **fields: Any) -> Callable[[F], F]:
     ...         return Receipt("zeroed")
     >>> arms("zeroed")[0].build()
     Zeroed()
+    >>> del ARMS["zeroed"]  # registered for this example only
     """
 
     def keep(made: F) -> F:
