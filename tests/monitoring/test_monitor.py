@@ -205,9 +205,64 @@ def test_history_is_bounded_and_inputs_are_let_go() -> None:
     with Monitor(net, optimizer, every=1, history=2) as monitor:
         for seed in range(5):
             step(net, optimizer, seed)
-        assert monitor._input is None
+        assert not monitor._inputs
         assert monitor._before is None
     assert [s.step for s in monitor.history] == [4, 5]
+
+
+def test_a_model_that_is_never_called_is_watched_by_its_parts() -> None:
+    class Both(nn.Module):
+        """As a LightningModule: the training step calls the parts."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 8))
+            self.decoder = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+            self.loss = nn.MSELoss()
+
+    model = Both()
+    optimizer = torch.optim.Adam(model.parameters())
+    monitor = Monitor(model, optimizer, every=3)
+    for _ in range(2):
+        with monitor:  # attached a second time, it looks again who is called
+            for _ in range(3):
+                x = torch.randn(32, 4)
+                optimizer.zero_grad()
+                model.loss(model.decoder(model.encoder(x)), x).backward()
+                optimizer.step()
+        assert not monitor._inputs
+    inside, hidden = monitor.last.health, model.encoder(x)
+    assert inside.units.keys() == {"encoder.0", "decoder.0"} and inside.verdict != "unknown"
+    alone = health(model.encoder, [(x,)]).units["0"], health(model.decoder, [(hidden,)]).units["0"]
+    for name, there in zip(("encoder.0", "decoder.0"), alone, strict=True):
+        assert inside.units[name]["units"] == there["units"]
+        assert abs(inside.units[name]["usage"] - there["usage"]) < 0.05, name  # the step has moved the weights a little
+
+
+def test_parts_in_lists_are_watched_a_look_before_training_changes_nothing_and_no_part_counts_twice() -> None:
+    class Listed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(4, 16), nn.Sequential(nn.ReLU(), nn.Linear(16, 4))])
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    model = Listed()
+    optimizer = torch.optim.Adam(model.parameters())
+    x = torch.randn(32, 4)
+    with Monitor(model, optimizer, every=1) as monitor:
+        with torch.no_grad():
+            model(x)  # a summary of the model
+        for whole in (False, True):
+            out = model(x) if whole else model.layers[1](model.layers[0](x))
+            out.square().mean().backward()
+            optimizer.step()
+    parts, all_of_it = (sample.health for sample in monitor.history)
+    assert parts.verdict != "unknown" and list(parts.weights) == list(all_of_it.weights)
+    assert all_of_it.units and all_of_it.to_dict()["units"].keys() == health(model, [x]).to_dict()["units"].keys()
 
 
 def test_a_compiled_model() -> None:

@@ -14,7 +14,7 @@ from rich.markup import escape
 from rekindle.cli import options
 from rekindle.cli.page import described, made, write_page
 from rekindle.cli.terminal import FINDINGS, as_options, progress, refuse_existing, reported, say, show, show_json, width
-from rekindle.report.view import MOVED, NO_SIGN, how_far
+from rekindle.report.view import MOVED, how_far
 from rekindle.report.words import plural, printable
 
 if TYPE_CHECKING:
@@ -330,8 +330,7 @@ def text(
     words = {"only_A": "only in A", "only_B": "only in B", "shape": "other shape", "dtype": "other dtype"}
     said += [f"{words[kind]}: {len(names)} ({', '.join(names[:4])}…)" for kind, names in different.items() if names]
     said += [f"! {line}" for line in now.verdict.lines()]
-    word = now.verdict if now.verdict != "healthy" else NO_SIGN
-    said += [signs.text, f"verdict: {word} for B against A ({now.verdict.rule}); activity not measured"]
+    said += [signs.text, f"verdict: {now.verdict} for B against A ({now.verdict.rule})"]
     return "\n".join([*lines, "", *(part for sentence in said for part in wrapped(sentence, columns))])
 
 

@@ -27,7 +27,7 @@ from rekindle.cli.interrupt import pressed
 from rekindle.report.words import printable
 
 FINDINGS, BAD_INPUT, INTERRUPTED = 1, 2, 130
-_COLORS = {"healthy": "green", "watch": "yellow", "act": "red"}
+_COLORS = {"healthy": "green", "watch": "yellow", "act": "red", "unknown": "bright_black"}
 _PATIENCE = 2.0  # seconds without a progress bar
 _WIDE = 220  # columns where no terminal limits them: full layer names fit
 
@@ -162,10 +162,9 @@ def show(text: str) -> None:
     heed()
     console = _Pipe(soft_wrap=True, highlight=False)
     for line in as_options(text).splitlines():
-        word = re.match(r"(?:! |.*?verdict: )?(healthy|watch|act)?", line)
+        word = re.match(r"(?:! |.*?verdict: )?(healthy|watch|act|unknown)?", line)
         level = word[1] if word else None
         style = _COLORS[level] if level and "verdict" in line else "yellow" if line.startswith("! ") else None
-        style = "bright_black" if line.startswith("verdict: no sign") else style
         console.print(printable(line), style=style, markup=False)
 
 

@@ -128,7 +128,7 @@ def examine(
     ...     stored = open_checkpoint(file.name)
     ...     found = examine(stored, layers_of(stored)[0])
     >>> str(found.health.verdict), found.spectra["a.weight"]["mean"]
-    ('healthy', [1.0, 1.0, 1.0])
+    ('unknown', [1.0, 1.0, 1.0])
     """
     limits = thresholds or Thresholds()
     start = time.perf_counter()

@@ -262,7 +262,7 @@ def described(health: Health, width: int, following: str | None = None, worded: 
     verdict = health.verdict
     lines += ["", *(part for line in verdict.lines() for part in fitted(f"! {line}"))]
     lines += fitted(f"verdict: {concluded(health)}")
-    if not verdict.sure and verdict != "unknown":
+    if not verdict.sure and (verdict != "unknown" or health.weights):
         lines += fitted(
             "low confidence: there is no reference to compare with, so only absolute rules could fire; pass "
             "reference= an earlier Health or a fresh model"
@@ -300,18 +300,18 @@ def _following(health: Health) -> str:
 
 
 def concluded(health: Health) -> str:
-    """The verdict with its rule; without signs, weights alone do not make a network healthy: its neurons may be dead.
+    """The verdict with its rule, and how many weights it rests on where that is all that was measured.
 
     >>> from torch import nn
     >>> from rekindle.diagnosis.examination import health
     >>> concluded(health(nn.Linear(3, 3)))
-    'no sign in the weights (activity not measured, 1 of 1 weights read)'
+    'unknown: no sign in the weights (activity not measured, 1 of 1 weights read)'
     """
-    if health.verdict != "healthy" or health.units:
+    if health.verdict != "unknown" or not health.weights:
         return f"{health.verdict} ({health.verdict.rule})"
     read = len({name.partition("[")[0] for name in health.weights})
     skipped = sum(each.what == "weight" for each in health.unmeasured)
-    return f"no sign in the weights (activity not measured, {read} of {read + skipped} weights read)"
+    return f"unknown: no sign in the weights (activity not measured, {read} of {read + skipped} weights read)"
 
 
 def _unmeasured(health: Health) -> list[str]:

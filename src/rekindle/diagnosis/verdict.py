@@ -184,8 +184,14 @@ REMEDIES = {
 def judge(now: Numbers, then: Numbers | None, thresholds: Thresholds) -> Verdict:
     """All findings, and the verdict that follows from them.
 
+    Weights alone can show a sign, but never that a network is healthy: its neurons may be dead.
+
     >>> judge(Numbers(), None, Thresholds())
     'unknown'
+    >>> judge(Numbers(weights={"fc.weight": {"rows": 8.0}}), None, Thresholds()).rule
+    'no sign in the weights, and activity was not measured'
+    >>> judge(Numbers(units={"fc": {"dormant": 0.1}}), None, Thresholds())
+    'healthy'
     """
     t = thresholds
     findings = [*_broken(now), *_units(now, then, t), *_weights(now, then, t), *_whole(now, then, t)]
@@ -208,6 +214,8 @@ def judge(now: Numbers, then: Numbers | None, thresholds: Thresholds) -> Verdict
     if not now.weights and now.unread:
         rule = f"no rule fired on activity, and none of {now.unread} weights could be measured"
         return Verdict("unknown", (), rule, sure=False)
+    if not (now.units or now.heads):
+        return Verdict("unknown", (), "no sign in the weights, and activity was not measured", sure=sure)
     return Verdict("healthy", (), "no rule fired", sure=sure)
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -55,17 +55,18 @@ class Sample:
 class Monitor:
     """Samples the health of a model every `every` steps of its optimizer, keeps it, and sends it to sinks.
 
-    The data are `batches`, or else the input of the forward pass before the sampled step; padding is left out
-    where an `attention_mask` says so. Gradient norms are those that the step used, and the effective learning
-    rate is ‖update‖/‖w‖ of that step. With `loss` gradient dormancy is measured on `batches` too, at the cost of a
-    backward pass. A sample that fails warns and is skipped: monitoring must not stop a training run.
+    The data are `batches`, or else the input of the forward pass before the sampled step (of the model, or of its
+    parts where only those are called, as in Lightning); padding is left out where an `attention_mask` says so.
+    Gradient norms are those that the step used, and the effective learning rate is ‖update‖/‖w‖ of that step. With
+    `loss` gradient dormancy is measured on `batches` too, at the cost of a backward pass. A sample that fails warns
+    and is skipped: monitoring must not stop a training run.
 
     `reference` is an earlier Health; `set_reference()` takes the present state, for example at the end of a task.
 
     >>> layer = nn.Linear(2, 2)
     >>> monitor = Monitor(layer, torch.optim.SGD(layer.parameters()), every=10)
-    >>> monitor.sample().health.verdict in ("healthy", "watch", "act")
-    True
+    >>> monitor.sample().health.verdict  # there was no forward pass yet, so no activity
+    'unknown'
     >>> monitor.detach()
     """
 
@@ -99,7 +100,8 @@ class Monitor:
         self.history: deque[Sample] = deque(maxlen=history)
         self._handles: list[RemovableHandle] = []
         self._stepping = Steps()
-        self._input: Recorded | None = None
+        self._inputs: dict[nn.Module, Recorded] = {}  # of the model, or else of its parts
+        self._beginning = True  # until the first step shows whether the model itself is called
         self._before: list[Tensor] | None = None
         self._found: list[Found] | None = None
         self._samples = 0
@@ -122,6 +124,7 @@ class Monitor:
             self.optimizer.register_step_pre_hook(self._before_step),
             self.optimizer.register_step_post_hook(self._after_step),
         ]
+        self._beginning = True
         if self.batches is None:
             self._handles.append(self.model.register_forward_pre_hook(self._on_forward, with_kwargs=True))
 
@@ -130,7 +133,7 @@ class Monitor:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        self._input = self._before = None
+        self._forget()
 
     def __enter__(self) -> Monitor:
         self.attach()
@@ -176,9 +179,11 @@ class Monitor:
         return sample
 
     def _activity(self) -> Activity:
-        batches = self.batches if self.batches is not None else [self._input] if self._input is not None else None
+        whole = self._inputs.get(self.model)  # its parts are called inside it
+        seen = list(self._inputs.values()) if whole is None else [whole]
+        batches = seen if self.batches is None else self.batches
         with passes(self.model, distributed(self.model, copies=False)[0]):
-            if batches is None:
+            if self.batches is None and not self._inputs:
                 reason = "no forward pass of this model was seen; give batches, or watch the module that is called"
                 return Activity((), unmeasured=(Unmeasured("", "activity", reason),))
             return activity(self.model, batches, loss=self.loss, mode=self.mode, attention=self.mode == "full")
@@ -205,11 +210,23 @@ class Monitor:
         return (self.steps + 1) % self.every == 0 and not self._sampling
 
     def _on_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._due():
-            self._input = Recorded(args, kwargs)
+        # Before the first step a call without gradients is a summary or a check, not the training.
+        if self._due() or (self._beginning and torch.is_grad_enabled()):
+            self._inputs[module] = Recorded(args, kwargs, None if module is self.model else module)
+
+    def _watch_parts(self) -> None:
+        """Record the parts that are called instead of the model."""
+        for part in _parts(self.model):
+            if next(part.parameters(), None) is not None:
+                self._handles.append(part.register_forward_pre_hook(self._on_forward, with_kwargs=True))
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if self._stepping.begins(optimizer) and self._due():
+        if not self._stepping.begins(optimizer):
+            return
+        if self._beginning and self.batches is None and not self._inputs:
+            self._watch_parts()
+        self._beginning = False
+        if self._due():
             self._before = [p.detach().clone() for _, p in self._named]
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -218,13 +235,17 @@ class Monitor:
         due = self._due()
         self.steps += 1
         if not due:
+            self._forget()
             return
         try:
             self.sample()
         except Exception as error:
             warnings.warn(f"no health sample at step {self.steps}: {error}", RuntimeWarning, stacklevel=2)
-        # Not kept until the next sample: a batch takes GPU memory.
-        self._input = self._before = None
+        self._forget()
+
+    def _forget(self) -> None:
+        """Keep nothing until the next sample: a batch takes GPU memory."""
+        self._inputs, self._before = {}, None
 
     def state_dict(self) -> dict[str, Any]:
         """Steps, history and reference, as plain values."""
@@ -249,3 +270,12 @@ class Monitor:
         for each in state["history"]:
             self.history.append(Sample(each["step"], Health.from_dict(each["health"])))
         self.reference = None if state["reference"] is None else Health.from_dict(state["reference"])
+
+
+def _parts(model: nn.Module) -> Iterator[nn.Module]:
+    """What is called: children, and those in lists and dicts of modules, which are never called themselves."""
+    for child in model.children():
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield from _parts(child)
+        else:
+            yield child

@@ -15,7 +15,6 @@ from rekindle.report.words import number, plural
 
 Numbers = Mapping[str, Any]
 MOVED = "the function has changed: train the network before it is used"
-NO_SIGN = "no sign in the weights"
 _LEVELS = ("healthy", "watch", "act")
 _DIFFERENCES = {
     "only_A": "only in A",
@@ -295,11 +294,11 @@ def _done(receipt: Mapping[str, Any], health: Mapping[str, Any] | None, after: M
     if health and after:
         words = [_verdict(side)[1] for side in (health, after)]
         more.append(f"Verdict: {words[0]} before, {words[1]} after. {' '.join(_scope(health))}")
-        if health["verdict"] == "healthy":
+        if _without_sign(health):
             more.append("The weights gave no reason to change them.")
     if totals.get("matrices"):
         more += [_sentence(how_far(receipt.get("outputs_moved"))), _sentence(MOVED)]
-    needless = bool(health) and health is not None and health["verdict"] == "healthy"
+    needless = health is not None and _without_sign(health)
     return Headline("watch" if missed or needless else "done", "watch" if missed else "done", said, tuple(more))
 
 
@@ -315,10 +314,14 @@ def how_far(outputs_moved: float | None) -> str:
 
 
 def _verdict(health: Mapping[str, Any]) -> tuple[str, str]:
-    """Its color and its word: weights alone can show a sign, but never that the network is healthy."""
-    if health["verdict"] == "healthy" and not health.get("units"):
-        return "unknown", NO_SIGN
-    return health["verdict"], health["verdict"]
+    """Its color and its words."""
+    word = health["verdict"]
+    return word, health["rule"].partition(",")[0] if word == "unknown" and _without_sign(health) else word
+
+
+def _without_sign(health: Mapping[str, Any]) -> bool:
+    """Whether weights were measured and no rule fired, which does not make the network healthy."""
+    return bool(health.get("weights")) and health["verdict"] in ("healthy", "unknown")
 
 
 def _scope(health: Mapping[str, Any]) -> list[str]:
@@ -336,10 +339,10 @@ def _judged(health: Mapping[str, Any], table: Sequence[BlockRow]) -> str:
     found = [finding for finding in health.get("findings", ()) if finding.get("layer")]
     worst = max((finding["level"] for finding in found), key=_LEVELS.index, default=None)
     marked = len({finding["layer"] for finding in found if finding["level"] == worst})
+    if _without_sign(health):
+        return f"None of {plural(count, 'block')} shows a sign of lost plasticity in its weights."
     if health["verdict"] == "unknown":
         return _sentence(health["rule"])
-    if health["verdict"] == "healthy":
-        return f"None of {plural(count, 'block')} shows a sign of lost plasticity in its weights."
     if not marked:
         return f"The model as a whole shows signs: {health['rule']}."
     return f"{plural(marked, 'layer')} {'show' if marked > 1 else 'shows'} signs: {health['rule']}."
