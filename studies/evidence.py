@@ -31,7 +31,8 @@ RESULTS = Path("results")
 STUDIES = (
     *("random-labels", "permuted-inputs", "warm-start", "class-incremental", "alphabet", "domains", "optimizer-state"),
     *("nearness", "replay", "tuned", "scales", "over-streams"),
-    *("norms", "norms-continual", "tuned-warm-start", "better", "class-incremental-20", "warm-start-15"),
+    *("norms", "norms-continual", "norms-channel", "start-norm", "tuned-warm-start", "better"),
+    *("class-incremental-20", "warm-start-15"),
     *("random-labels-all", "mlp-streams", "tuned-domains", "widths", "widths-warm-start", "long"),
 )
 AGENTS = ("rl-observations", "rl-midpoint")  # their page, rl.md, is written by hand from several studies

@@ -176,7 +176,7 @@ def on_cpu(state: Any) -> Any:
 
 @pytest.mark.parametrize("method_name", MAKERS)
 def test_a_method_goes_on_from_a_state_that_was_mapped_to_the_cpu(method_name: str) -> None:
-    name = "nanogpt" if method_name == "norm reset" else "mlp"
+    name = {"norm reset": "nanogpt", "start norm": "resnet"}.get(method_name, "mlp")
     model, start, optimizer, batch = moved(name)
     method, again = MAKERS[method_name](), MAKERS[method_name]()
     apply(method, model, start, optimizer, batch)

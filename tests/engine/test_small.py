@@ -51,6 +51,19 @@ def test_random_square_matrices_are_hardly_ever_hard() -> None:
         assert float((solved.x - u @ vh)[~solved.hard].flatten(1).norm(dim=1).max()) < 3e-3
 
 
+@pytest.mark.parametrize("n", [16, 24, 48, 96])
+def test_two_values_below_the_reach_need_no_float64(n: int) -> None:
+    """One is far below and one just below: a step more brings the second to 1, and the first stands out."""
+    s = torch.linspace(1, 0.2, n, dtype=torch.float64)
+    reach = (bulk.FAR if n <= bulk.FAR_UP_TO else bulk.NEAR) / n
+    s[-2:] = torch.tensor([0.6, 0.2], dtype=torch.float64) * reach
+    w = torch.stack([with_spectrum(s, seed) for seed in range(8)])
+    solved = bulk.by_bulk(w, arithmetic.norms(w), 1e-6)
+    assert not bool(solved.hard.any())
+    u, _, vh = torch.linalg.svd(w.double())
+    assert float((solved.x - u @ vh).flatten(1).norm(dim=1).max()) < 3e-3
+
+
 @pytest.mark.parametrize("n", [16, 24, 48])
 def test_a_matrix_does_not_depend_on_the_others_of_its_batch(n: int) -> None:
     w = torch.randn(400, n, n, generator=torch.Generator().manual_seed(n))

@@ -45,6 +45,7 @@ MAKERS = {
     "optimizer reset": lambda: methods.OptimizerReset(),
     "weight clip": lambda: methods.WeightClip(0.5),
     "nap": lambda: methods.NormalizeAndProject(),
+    "start norm": lambda: methods.StartNorm(),
     "upgd": lambda: methods.UPGD(),
     "singular clip": lambda: methods.SingularClip(high=0.1),
     "compose": lambda: methods.Compose([methods.Rescale(), methods.AdamRel()]),
@@ -56,6 +57,7 @@ REFUSED = {
     ("head reset", "gpt2"): "tied",
     ("norm reset", "mlp"): "no normalisation layer",
     ("norm reset", "lstm"): "no normalisation layer",
+    **{("start norm", name): "no norm is free" for name in MODELS if name != "resnet"},
     **{(name, "lstm"): "feed back into its own gates" for name in NEURONS},
 }
 # A class token has no scheme: its module says nothing, transformers' _init_weights does.
@@ -217,7 +219,7 @@ def test_every_exported_method_is_swept_here():
 
 @pytest.mark.parametrize("method_name", MAKERS)
 def test_methods_can_be_copied_and_sent_to_another_process(method_name):
-    kind = "encoder" if method_name == "norm reset" else "mlp"
+    kind = {"norm reset": "encoder", "start norm": "resnet"}.get(method_name, "mlp")
     model, start, optimizer, batch = ready(kind)
     method = MAKERS[method_name]()
     apply(method, model, start, optimizer, batch)  # with its caches filled

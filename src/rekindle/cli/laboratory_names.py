@@ -22,8 +22,8 @@ nothing full-reset shrink-perturb shrink-perturb-fresh dash redo regrama continu
 self-normalized-reset l2-init parseval spectral isometry-loss adamo weight-decay weight-clip normalize-project
 upgd hare-tortoise injection layer-norm-reset muon fire fire-paper-cnn shrink-reset optimizer-reset rescale
 shrink fire-shrink random-isometry-shrink full-reset-shrink dash-shrink effective-lr fire-effective-lr
-random-isometry random-isometry-nearest fresh-at-norm head-reset fire-10 fire-5 fire-nearest fire-norm
-fire-init fire-half fire-qk fire-attention fire-mlp fire-all fire-state-fresh fire-state-moments
+start-norm random-isometry random-isometry-nearest fresh-at-norm head-reset fire-10 fire-5 fire-nearest
+fire-norm fire-init fire-half fire-qk fire-attention fire-mlp fire-all fire-state-fresh fire-state-moments
 fire-state-step fire-state-none fire-heads
 """.split()
 GROUPS = """

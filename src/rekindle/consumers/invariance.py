@@ -58,7 +58,7 @@ def norms_behind(model: nn.Module) -> dict[str, str]:
             if times.count(name) != 1:
                 continue
             norm = _norm_behind(calls[name], children, layer.bias is not None)
-            if norm:
+            if norm and (layer.bias is None or per_output(layer, children[norm])):
                 found[f"{path}.{name}" if path else name] = f"{path}.{norm}" if path else norm
     return found
 
@@ -76,6 +76,20 @@ def _chain(owner: nn.Module) -> fx.Graph:
 def _traced(owner: nn.Module, top: bool) -> fx.Graph:
     with restored(owner):
         return graph_of(owner, top=top, closed=frozenset(owner.children()))
+
+
+def per_output(layer: nn.Module, norm: nn.Module) -> bool:
+    """Whether the normalisation treats each output of the layer by itself, so that its bias and its norm are free.
+
+    A BatchNorm behind a Linear normalises the second axis, which is the layer's output where there are two axes. Where
+    the sizes differ there are more; where they are the same by chance, that is not seen.
+
+    >>> per_output(nn.Linear(6, 4), nn.BatchNorm1d(4)), per_output(nn.Linear(6, 4), nn.BatchNorm1d(3))
+    (True, False)
+    """
+    size = getattr(layer, "out_features", None) or getattr(layer, "out_channels", None)
+    kinds = (nn.BatchNorm1d, nn.SyncBatchNorm) if isinstance(layer, nn.Linear) else _CENTRING
+    return isinstance(norm, kinds) and getattr(norm, "num_features", None) == size
 
 
 def is_norm(module: nn.Module) -> bool:

@@ -14,7 +14,6 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Protocol, TypeVar
 
 from rekindle import methods
-from rekindle.lab.norms import StartNorm
 
 Factory = Callable[..., Any]
 F = TypeVar("F", bound=Factory)
@@ -140,7 +139,7 @@ class Arm:
         return cls(**data)
 
 
-_own: dict[str, Factory] = {"StartNorm": StartNorm}  # of the laboratory alone, and what users register
+_own: dict[str, Factory] = {}  # what users register
 _RENAMED = {"fire-no-head": "fire"}
 
 
@@ -339,14 +338,21 @@ ARMS: dict[str, Arm] = {
         Arm(
             "effective-lr",
             "StartNorm",
+            {"factor": 1.0},
             tuning=_options("factor", 0.03, 0.1, 0.3),
             about="scale-invariant weights at the norm of their start",
         ),
         Arm(
             "fire-effective-lr",
             "Compose",
-            {"methods": [["FIRE", {}], ["StartNorm", {}]]},
+            {"methods": [["FIRE", {}], ["StartNorm", {"factor": 1.0}]]},
             about="FIRE, then these norms",
+        ),
+        Arm(
+            "start-norm",
+            "StartNorm",
+            tuning=_options("factor", 0.03, 0.3, 1.0),
+            about="scale-invariant weights at a tenth of their first norm",
         ),
         Arm("random-isometry", "RandomIsometry", tuning=(_HALF, *_options("scale", "nearest", "norm"))),
         Arm("random-isometry-nearest", "RandomIsometry", {"scale": "nearest"}),

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rekindle.advice.advising import Advice, advise
 from rekindle.isolation import Loss, random_states_kept
 from rekindle.lab.arms import ARMS, Arm
 from rekindle.lab.evaluation import loss_of
@@ -42,7 +43,7 @@ class Boundary:
     `rows` are those of the tasks so far. `batches` are of the next task as its passes bring them, 256 at most. Where
     the setting's headline is on test data, a part of the next task is `held_out`: examples that no earlier task had,
     because a network knows what it has learned by heart. For agents they are the regression of the returns that the
-    agent has stored, for its next data do not exist yet.
+    agent has stored, for its next data do not exist yet: that is what a probe learns; `advise` lets copies play.
     """
 
     setting: Setting
@@ -178,6 +179,34 @@ class Boundary:
                     rows.append(_finished(self.learner.train_task(place, self._stream[place]), told))
                 told(rows[-1])
         return Boundary(self.setting, self.seed, index, rows, self.learner)
+
+    def advise(self, **options: Any) -> Advice:
+        """What `rekindle.advise` says here; trials train as the next task will. `options` are its own."""
+        if not self.setting.agents:
+            given = {
+                "held_out": self.held_out,
+                "judge": self.judge,
+                "schedule": self.schedule,
+                "clip": self.setting.clip,
+            }
+            about = {"loss": self.loss, "optimizer": self.optimizer, "steps": self.steps, **given, **options}
+            return advise(self.model, self.batches, **about)
+        from rekindle.integrations.agent_advice import advise_agent
+
+        stream = self.learner.stream
+        made = {
+            "copies": self._agent,
+            "prepare": self.learner.settle,
+            "restart": not stream.continuing,
+            "steps": self.steps,
+        }
+        return advise_agent(self.learner.agent, lambda: stream.environment(self.index), **{**made, **options})
+
+    def _agent(self) -> Any:
+        """A copy of the agent."""
+        learner = self._learner(_NOTHING)
+        learner.restore(copy.deepcopy(self.learner.state()))
+        return learner.agent
 
     def method(self, arm: Arm) -> Any:
         """The arm's method as its run has it here: with the first weights of the network, where it needs them."""

@@ -286,7 +286,7 @@ class Run:
 
     def _shared_code(self) -> list[Any]:
         """What every arm of a setting depends on."""
-        rescaling = [] if self.setting.norm is None else [_source("rekindle.lab.norms")]
+        rescaling = [] if self.setting.norm is None else [_source("rekindle.methods.start_norm")]
         return [*self._loop_code(), *rescaling]
 
     def _loop_code(self) -> list[Any]:

@@ -27,7 +27,6 @@ from torch.optim import Optimizer
 import rekindle
 from rekindle.lab.arms import Arm
 from rekindle.lab.evaluation import Score, Track, average, drift_of, evaluate, log_probabilities, look, loss_of
-from rekindle.lab.norms import StartNorm
 from rekindle.lab.settings import Run, Setting, read_source
 from rekindle.lab.sources import Examples, Stream, Task, derive, generator, isolated
 from rekindle.methods import muon
@@ -117,7 +116,8 @@ class Learner:
         self.remedy_seconds = 0.0  # in this task
         if hasattr(self.method, "remember"):
             self.method.remember(self.model)
-        self.level = None if run.setting.norm is None else StartNorm(run.setting.norm)
+        norm = run.setting.norm
+        self.level = None if norm is None else Arm("norm", "StartNorm", {"factor": norm}).build()
         if self.level is not None:
             self.level.remember(self.model)
 

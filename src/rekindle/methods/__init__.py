@@ -31,6 +31,7 @@ from rekindle.methods.regularisers import IsometryLoss, L2Init, Parseval, Spectr
 from rekindle.methods.resets import AdamRel, FullReset, HeadReset, LayerNormReset, LayerReset, OptimizerReset
 from rekindle.methods.self_normalized_reset import SelfNormalizedReset
 from rekindle.methods.shrink_perturb import ShrinkPerturb
+from rekindle.methods.start_norm import StartNorm
 from rekindle.methods.upgd import UPGD
 from rekindle.methods.weight_clip import WeightClip
 
@@ -61,6 +62,7 @@ __all__ = [
     "ShrinkPerturb",
     "SingularClip",
     "SpectralRegulariser",
+    "StartNorm",
     "WeightClip",
     "WeightDecay",
     "muon",

@@ -1,7 +1,8 @@
 """The agent of a setting: a stable-baselines3 class with the setting's options, its weights drawn from the run's seed.
 
 `network_options` are SB3's own, but for three: `width` and `activation` of the hidden layers, and `extractor`
-("minatar": a small convolutional network for 10×10 observations, "nature": SB3's for Atari).
+("minatar": a small convolutional network for 10×10 observations, "nature": SB3's for Atari, "normed": two hidden layers
+with a LayerNorm behind each).
 
 `state_of` is what an agent needs to continue from a task boundary bit for bit: tensors and plain values, nothing
 pickled. Environments and random generators are not part of it: each task has a new environment, and all generators are
@@ -47,6 +48,25 @@ class SmallCNN(_extractors.BaseFeaturesExtractor):  # type: ignore[misc]
         return found
 
 
+class NormedMLP(_extractors.BaseFeaturesExtractor):  # type: ignore[misc]
+    """Two hidden layers without a bias and with a LayerNorm behind each: the norms of their weights are free."""
+
+    def __init__(self, observation_space: Any, features_dim: int = 64) -> None:
+        super().__init__(observation_space, features_dim)
+        layers: list[nn.Module] = []
+        for size in (int(np.prod(observation_space.shape)), features_dim):
+            layers += [nn.Linear(size, features_dim, bias=False), nn.LayerNorm(features_dim), nn.ReLU()]
+        self.body = nn.Sequential(nn.Flatten(), *layers)
+
+    def forward(self, observations: Tensor) -> Tensor:
+        """Features (batch, features_dim)."""
+        found: Tensor = self.body(observations)
+        return found
+
+
+_EXTRACTORS = {"minatar": SmallCNN, "normed": NormedMLP}
+
+
 def build(setting: Setting, arm: Arm, env: Any, seed: int) -> Any:
     """The agent as it starts; `seed` is the run's. Draws from torch's global random state: fork it first."""
     if setting.network not in AGENTS:
@@ -56,14 +76,14 @@ def build(setting: Setting, arm: Arm, env: Any, seed: int) -> Any:
     extractor, width = options.pop("extractor", None), options.pop("width", [64, 64])
     policy["net_arch"] = {key: list(each) for key, each in width.items()} if isinstance(width, dict) else list(width)
     activation = options.pop("activation", "relu")
-    if activation not in _ACTIVATIONS or extractor not in (None, "minatar", "nature"):
+    if activation not in _ACTIVATIONS or extractor not in (None, "nature", *_EXTRACTORS):
         raise ValueError(
             f"setting {setting.name!r}: activation={activation!r} is one of {', '.join(_ACTIVATIONS)}; "
-            f'extractor={extractor!r} is "minatar", "nature" or none'
+            f'extractor={extractor!r} is "minatar", "nature", "normed" or none'
         )
     policy["activation_fn"] = _ACTIVATIONS[activation]
-    if extractor == "minatar":
-        policy["features_extractor_class"] = SmallCNN
+    if extractor in _EXTRACTORS:
+        policy["features_extractor_class"] = _EXTRACTORS[extractor]
     policy |= _optimizer(setting, arm)
     if setting.network != "a2c":
         options["batch_size"] = setting.batch

@@ -186,31 +186,31 @@ class AgentLearner:
 
     def boundary(self, index: int) -> Row | None:
         """The boundary before a task: the remedy, then targets, replay, temperature, optimizers, equal for all arms."""
-        agent, found = self.agent, None
         torch.manual_seed(derive(self.seed, "boundary", index) % 2**31)
-        if "event" in self.acts and self.arm.when == "boundary":
-            found = self._treated(index)
+        found = self._treated(index) if "event" in self.acts and self.arm.when == "boundary" else None
+        self.settle(self.agent)
+        return found
+
+    def settle(self, agent: Any) -> None:
+        """What happens to the rest of an agent at a boundary, after the remedy."""
         sb3.follow_targets(agent)
         if self.stream.temperature == "reset":
             sb3.reset_temperature(agent)
         if self.stream.buffer == "empty":
             sb3.empty_replay(agent)
         if self.setting.new_optimizer:
-            for optimizer in self.optimizers:
+            for optimizer in sb3.trained(agent)[1]:
                 optimizer.state.clear()
-        return found
 
     def _treated(self, index: int) -> Row:
-        module, optimizers = sb3.trained(self.agent)
-        act, seen = self.acts["event"], _seen(self.agent)
-        needs = getattr(act, "batches", "none") != "none"
-        batches: list[Any] | None = [seen] if needs and seen is not None else None
-        loss = None
-        if needs and (found := sb3.value_regression(self.agent, seed=derive(self.seed, "looking", index))) is not None:
-            batches, loss = found
         begun, failed, receipt = time.perf_counter(), None, None
         try:
-            receipt = act(module, optimizers, batches=batches, loss=loss, generator=self.generator)
+            receipt = sb3.apply_to_agent(
+                self.agent,
+                self.acts["event"],
+                generator=self.generator,
+                seed=derive(self.seed, "looking", index),
+            )
         except (ValueError, NotImplementedError) as error:
             if self._finite():
                 raise Refused(str(error)) from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,10 +13,10 @@ from torch import Tensor, nn
 
 from rekindle.lab import networks, streams
 from rekindle.lab.arms import ARMS
-from rekindle.lab.norms import StartNorm, scale_invariant
 from rekindle.lab.settings import SETTINGS, Run, Setting
 from rekindle.lab.sources import Examples, Stream, Task, generator
 from rekindle.lab.train import Learner, execute
+from rekindle.methods.start_norm import StartNorm, scale_invariant
 
 EPS = 1e-12  # the usual 1e-5 is the one thing that a smaller norm does change in the function
 BLOBS = Setting("blobs", "blobs", "blob-net", batch=20, norm=0.3, health=False)
@@ -93,21 +94,115 @@ def test_the_norm_is_that_of_the_start_and_the_function_stays(training: bool, fa
             assert torch.equal(parameter, others[name])
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_each_channel_by_itself_where_its_norm_is_free(training: bool) -> None:
+    method, model, start, x = StartNorm(0.5, per="channel"), worn(), Net(), torch.randn(20, 1, 6, 6)
+    method.remember(start)
+    with torch.no_grad():
+        model.hidden.weight[3] = 0.0  # a channel without a direction stays
+        before = model.train(training)(x)
+        method(model)
+        after = model.train(training)(x)
+    torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-5)
+    for name in ("conv", "hidden"):
+        own, first = (net.get_parameter(f"{name}.weight").detach().flatten(1).norm(dim=1) for net in (model, start))
+        expected = 0.5 * first
+        if name == "hidden":
+            expected[3] = 0.0
+        torch.testing.assert_close(own, expected)
+    grouped = model.second.weight.norm().item()  # GroupNorm takes out the norm of a group, not of a channel
+    assert grouped == pytest.approx(0.5 * start.second.weight.norm().item())
+    with pytest.raises(ValueError, match="neither"):
+        StartNorm(per="neuron")  # type: ignore[arg-type]
+
+
+class OwnNorm(nn.Module):
+    """A normalisation of somebody's own, with statistics and without an ε."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.register_buffer("running_mean", torch.zeros(size))
+        self.register_buffer("running_var", torch.ones(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x - self.running_mean) / self.running_var.sqrt()
+
+
+@pytest.mark.parametrize("per", ["weight", "channel"])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(
+    ("layer", "behind", "shape"),
+    [
+        (lambda bias: nn.Linear(6, 4, bias=bias), nn.InstanceNorm1d(3, eps=EPS), (16, 3, 6)),
+        (lambda bias: nn.Linear(6, 4, bias=bias), nn.BatchNorm1d(3, eps=EPS), (16, 3, 6)),
+        (
+            lambda bias: nn.Conv2d(1, 4, 3, bias=bias),
+            nn.Sequential(nn.Flatten(), nn.BatchNorm1d(64, eps=EPS)),
+            (9, 1, 6, 6),
+        ),
+        (lambda bias: nn.Linear(6, 4, bias=bias), OwnNorm(4), (16, 6)),
+        (lambda bias: nn.Linear(6, 4, bias=bias), nn.BatchNorm1d(4, eps=EPS), (16, 6)),
+    ],
+)
+def test_a_normalisation_of_another_axis_is_not_one_of_channels(
+    per: Any, bias: bool, layer: Any, behind: nn.Module, shape: tuple[int, ...]
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(layer(bias), *(behind if isinstance(behind, nn.Sequential) else [behind]), nn.ReLU())
+    x = torch.randn(shape)
+    with torch.no_grad():
+        before = model(x)
+        if scale_invariant(model):
+            StartNorm(0.3, per=per)(model)
+        torch.testing.assert_close(model(x), before, rtol=1e-4, atol=1e-5)
+
+
 def test_without_a_stored_start_the_scheme_of_the_layer_says_its_norm() -> None:
     model = worn()
-    StartNorm()(model, generator=torch.Generator().manual_seed(3))
+    StartNorm(1.0)(model, generator=torch.Generator().manual_seed(3))
     draws = [nn.Linear(64, 8).weight.norm().item() for _ in range(20)]
     assert min(draws) * 0.9 < model.hidden.weight.norm().item() < max(draws) * 1.1
+
+
+def test_a_receipt_says_where_epsilon_counts() -> None:
+    for eps, said in ((1e-12, False), (1e-1, True)):
+        model = worn()
+        model.conv_norm.eps = eps
+        notes = [note for note in StartNorm(0.1)(model).notes if "ε" in note]
+        assert len(notes) == said and all("conv_norm" in note for note in notes)
+
+
+def test_weights_that_are_shared_frozen_or_computed_stay() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.norm = nn.Linear(6, 6, bias=False), nn.BatchNorm1d(6)
+            self.second = nn.Linear(6, 6, bias=False)
+            self.second.weight = self.first.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.second(self.norm(self.first(x)))
+            return out
+
+    assert scale_invariant(Tied()) == {}
+    layer = nn.Linear(6, 6)
+    twice = nn.ModuleList([nn.Sequential(layer, nn.BatchNorm1d(6)), nn.Sequential(layer, nn.ReLU())])
+    assert scale_invariant(twice) == {}
+    frozen = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))
+    assert scale_invariant(frozen) == {"0": "1"}
+    assert scale_invariant(frozen.requires_grad_(False)) == {}
+    computed = nn.utils.parametrizations.weight_norm(nn.Linear(6, 6))
+    assert scale_invariant(nn.Sequential(computed, nn.BatchNorm1d(6))) == {}
 
 
 def test_a_zero_weight_stays_and_a_network_without_a_free_norm_is_refused() -> None:
     model = worn()
     model.second.weight.data.zero_()
-    method = StartNorm()
+    method = StartNorm(1.0)
     method.remember(Net())
     assert "second.weight" not in method(model).changed
     with pytest.raises(ValueError, match="no weight here has a normalisation"):
-        StartNorm()(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)))
+        StartNorm(1.0)(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)))
     with pytest.raises(ValueError, match="factor=0"):
         StartNorm(0)
 
