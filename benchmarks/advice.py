@@ -43,11 +43,19 @@ RULES = {  # thresholds of the verdict, and others beside them
     "rank_fall": (1.2, 1.5, 2.0, 3.0),
     "norm_growth": (1.2, 1.5, 2.0, 3.0),
 }
+USUAL = "fire-nearest"  # what is chosen where trials cannot tell; the other column has nothing there
+CLEAR = 0.1  # of (best − worst): the standard error of the arms' means until which they continue again
 POLICIES = ("nothing", "fire", "fire-nearest", "dash", "full-reset")
 
 
 def run(
-    folder: Path, seeds: list[int], names: list[str] | None, points: int, times: int, shares: Sequence[float]
+    folder: Path,
+    seeds: list[int],
+    names: list[str] | None,
+    points: int,
+    times: int,
+    shares: Sequence[float],
+    most: int,
 ) -> None:
     """Every setting with every seed that is not there yet, in the order of the names."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -57,16 +65,16 @@ def run(
         for setting in [known[name] for name in names or known]:
             if (setting.name, seed) in done:
                 continue
-            found = entry(quiet(setting), seed, points, times, shares)
+            found = entry(quiet(setting), seed, points, times, shares, most)
             with (folder / "entries.jsonl").open("a") as file:
                 file.write(json.dumps(found) + "\n")
             print(f"{setting.name} {seed}: {found['seconds']:.0f} s, {found.get('chosen')}", flush=True)
 
 
 def entry(
-    setting: Setting, seed: int, count: int = 4, times: int = 3, shares: Sequence[float] = SHARES
+    setting: Setting, seed: int, count: int = 4, times: int = 3, shares: Sequence[float] = SHARES, most: int = 8
 ) -> dict[str, Any]:
-    """One setting with one seed."""
+    """One setting with one seed: every arm learns the task at least `times` times, and until it is clear or `most`."""
     begun = time.process_time()
     if setting.source is not None:
         read_source(setting.source)
@@ -83,16 +91,9 @@ def entry(
     methods = {name: boundary.method(ARMS[name]) for name in ARMS_TRIED}
     for share in shares:
         asked = time.process_time()
-        advice = rekindle.advise(
-            boundary.model,
-            boundary.batches,
-            held_out=boundary.held_out,
-            loss=boundary.loss,
-            optimizer=boundary.optimizer,
+        advice = boundary.advise(
             candidates=methods,
-            judge=boundary.judge,
-            schedule=boundary.schedule,
-            clip=setting.clip,
+            otherwise=USUAL,
             steps=max(20, round(share * boundary.steps)),
             budget="10h",
             workers=1,
@@ -103,10 +104,12 @@ def entry(
         found[str(share)] = {
             row.name: [row.level, row.difference, *row.difference_interval, row.error] for row in advice.rows
         }
-    values = {
-        name: [boundary.follow(ARMS[name], again).get(setting.headline) for again in range(times)]
-        for name in ARMS_TRIED
-    }
+    values: dict[str, list[float | None]] = {name: [] for name in ARMS_TRIED}
+    for again in range(most):
+        for name in ARMS_TRIED:
+            values[name].append(boundary.follow(ARMS[name], again).get(setting.headline))
+        if again + 1 >= times and clear(values):
+            break
     return {
         "setting": setting.name,
         "seed": seed,
@@ -120,6 +123,16 @@ def entry(
         "points": points,
         "seconds": time.process_time() - begun,
     }
+
+
+def clear(values: dict[str, list[float | None]]) -> bool:
+    """Whether the arms' means are known well beside their differences; arms without a value count for nothing."""
+    known = [torch.tensor(each, dtype=torch.double) for each in values.values() if None not in each]
+    if len(known) < 2 or len(known[0]) < 2:
+        return True
+    means = torch.stack([each.mean() for each in known])
+    error = torch.stack([each.var() for each in known]).mean().sqrt() / len(known[0]) ** 0.5
+    return bool(error <= CLEAR * (means.max() - means.min()))
 
 
 def measured(boundary: Boundary) -> dict[str, Any]:
@@ -204,9 +217,10 @@ def regrets(each: dict[str, Any]) -> dict[str, float]:
     best, worst = max(sign * v for v in values.values()), min(sign * v for v in values.values())
     if best == worst:
         return {}
-    policies = {name: name for name in POLICIES} | {
-        f"advise {float(s):.0%}": name for s, name in each["chosen"].items()
-    }
+    policies = {name: name for name in POLICIES}
+    for share, name in each["chosen"].items():
+        policies[f"advise {float(share):.0%}"] = "nothing" if each["answer"][share] == "cannot tell" else name
+        policies[f"advise {float(share):.0%}, else {USUAL}"] = name
     return {
         policy: (best - sign * values[name]) / (best - worst) if name in values else 1.0
         for policy, name in policies.items()
@@ -217,7 +231,7 @@ def show(folder: Path, plot: Path | None = None, earlier: Sequence[Path] = ()) -
     """The tables, as Markdown; `plot` is where the picture goes, `earlier` folders whose points are added to it."""
     found = entries(folder)
     settings = list(dict.fromkeys(each["setting"] for each in found))
-    columns = [*POLICIES, *(f"advise {share:.0%}" for share in SHARES)]
+    columns = [*POLICIES, *(f"advise {share:.0%}{more}" for more in ("", f", else {USUAL}") for share in SHARES)]
     per: dict[str, dict[str, list[float]]] = {s: {c: [] for c in columns} for s in settings}
     for each in found:
         for policy, value in regrets(each).items():
@@ -399,11 +413,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["run", "show"])
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--seeds", default="800,801,802")
+    parser.add_argument("--seeds", default="820,821")
     parser.add_argument("--points", type=int, default=4, help="boundaries where the probe is compared with health")
     parser.add_argument(
-        "--times", type=int, default=3, help="how often each arm learns the task; its value is the mean"
+        "--times", type=int, default=3, help="how often each arm learns the task at least; its value is the mean"
     )
+    parser.add_argument("--most", type=int, default=8, help="how often at most, where arms are near each other")
     parser.add_argument("--shares", default="0.1,0.25,0.5", help="of the next task, that trials last")
     parser.add_argument("--settings", default=None, help="names with commas; all without it")
     parser.add_argument("--plot", type=Path, default=None, help="of show: where the picture goes")
@@ -412,7 +427,15 @@ def main() -> None:
     if given.what == "run":
         shares = [float(share) for share in given.shares.split(",")]
         names = given.settings.split(",") if given.settings else None
-        run(given.folder, [int(seed) for seed in given.seeds.split(",")], names, given.points, given.times, shares)
+        run(
+            given.folder,
+            [int(seed) for seed in given.seeds.split(",")],
+            names,
+            given.points,
+            given.times,
+            shares,
+            given.most,
+        )
     else:
         show(given.folder, given.plot, given.earlier)
 

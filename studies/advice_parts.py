@@ -1,32 +1,8 @@
-"""What studies/advice.yaml needs beside the laboratory's own: the arm that asks for advice, and two networks.
-
-`advised` tries the arms of the study on copies at every boundary and applies what the advice names. `steps` is how
-long each is tried: a tenth and a quarter of a task in the arms of the study.
-"""
-
-from typing import Any
+"""What studies/advice.yaml needs beside the laboratory's own: two networks."""
 
 from torch import Tensor, nn
 
 from rekindle import lab
-from rekindle.advice.advised import Advised
-from rekindle.methods import DASH, FIRE, FullReset, ShrinkPerturb
-
-
-@lab.arm("advised", about="asks rekindle.advise at every boundary")
-def advised(*, steps: int, held_out: float = 0.0, new_optimizer: bool = True) -> Advised:
-    """The arm: its candidates are the fixed arms of the study, and the clock decides nothing."""
-    candidates: dict[str, Any] = {
-        "nothing": None,
-        "fire": FIRE(),
-        "fire-nearest": FIRE(scale="nearest"),
-        "dash": DASH(),
-        "full-reset": FullReset(),
-        "shrink-perturb": ShrinkPerturb(),
-    }
-    return Advised(
-        steps=steps, budget="10h", candidates=candidates, held_out=held_out, new_optimizer=new_optimizer, workers=1
-    )
 
 
 @lab.network("own-residual")

@@ -31,10 +31,15 @@ Loss: TypeAlias = "Callable[[nn.Module, Any], Tensor]"
 
 @dataclass(frozen=True, eq=False)
 class Recorded:
-    """A batch as a forward pass got it: positional and keyword arguments."""
+    """A batch as a forward pass got it: positional and keyword arguments.
+
+    `part` is the module that was called, where that was not the model itself: a LightningModule is never called, but
+    the network that it holds.
+    """
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
+    part: nn.Module | None = None
 
 
 def call(model: nn.Module, batch: Batch, device: torch.device | None = None) -> Any:
@@ -44,7 +49,7 @@ def call(model: nn.Module, batch: Batch, device: torch.device | None = None) -> 
     torch.Size([2, 12])
     """
     if isinstance(batch, Recorded):
-        return model(*batch.args, **batch.kwargs)
+        return (model if batch.part is None else batch.part)(*batch.args, **batch.kwargs)
     if isinstance(batch, Tensor):
         return model(_moved(batch, device))
     if isinstance(batch, Mapping):
@@ -81,6 +86,9 @@ def check_asked(verb: str, model: Any, batches: Any) -> None:
     """
     if not isinstance(model, nn.Module):
         hint = ": load a state dict into its model first (load_state_dict)" if isinstance(model, Mapping) else ""
+        if hasattr(model, "policy") and hasattr(model, "learn"):  # stable-baselines3
+            way = "advise_agent of rekindle.integrations.agent_advice, or trained and value_regression of …sb3"
+            hint = f": for an agent take {way}"
         raise TypeError(f"{verb}() needs an nn.Module, got {type(model).__name__}{hint}")
     iterable = hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")
     if not iterable or isinstance(batches, Tensor | Mapping | str):

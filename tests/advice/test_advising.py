@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 import multiprocessing
 import random
 import threading
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from rekindle.advice import advising, judging
+from rekindle.advice import advising
 from rekindle.advice.advised import Advised
 from rekindle.advice.advising import advise, seconds_of
 from rekindle.advice.candidates import Candidate, candidates_for, layer_groups
@@ -284,7 +283,7 @@ def test_nobody_is_dropped_while_there_is_time_for_all(
             self.gone += numbers
 
     where = Where()
-    race = advising._Race(where, [Candidate(n, None) for n in names], [0, 1], 0.0, seconds, False)  # type: ignore[arg-type]
+    race = advising._Race(where, [Candidate(n, None) for n in names], [0, 1], 0.0, seconds, False, 4)  # type: ignore[arg-type]
     assert race.to_the_end(200) == 200 and race.steps == 200
     assert (where.gone == []) == enough and ("slower" in race.running) == enough
 
@@ -293,34 +292,6 @@ def test_budgets_are_times() -> None:
     assert seconds_of("90s") == 90
     with pytest.raises(ValueError, match="not a time"):
         seconds_of("soon")
-
-
-def traces(*curves: list[float]) -> list[Trace]:
-    return [Trace(losses=curve, rises=[0.0, 0.1], drifts=[0.2, 0.3]) for curve in curves]
-
-
-def test_nothing_is_decided_before_a_quarter() -> None:
-    """A remedy that is far ahead after a tenth of the horizon: nobody knows yet."""
-    curves = {"nothing": traces([2.0] * 100, [2.1] * 100), "fire": traces([1.0] * 100, [1.1] * 100)}
-    for horizon, answer in ((1000, "cannot tell"), (400, "apply")):
-        rows = [judging.row(Candidate(n, None), t, curves["nothing"], [], horizon, 0.0) for n, t in curves.items()]
-        assert judging.decide(rows, list(curves), 100, horizon)[0] == answer
-    assert rows[1].difference == pytest.approx(-1) and rows[1].share == 0.25
-
-
-def test_gains_too_small_to_matter_are_no_reason_to_act() -> None:
-    curves = {"nothing": traces([2.0] * 100, [2.1] * 100), "fire": traces([1.99] * 100, [2.09] * 100)}
-    rows = [judging.row(Candidate(n, None), t, curves["nothing"], [], 100, 0.0) for n, t in curves.items()]
-    assert rows[1].difference_interval[1] < 0 and judging.decide(rows, list(curves), 100, 100)[0] == "do nothing"
-
-
-def test_a_curve_is_extrapolated_with_the_error_of_its_fit() -> None:
-    generator = torch.Generator().manual_seed(0)
-    noise = (0.01 * torch.randn(200, generator=generator)).tolist()
-    straight = [3 - 0.3 * math.log(step) + each for step, each in enumerate(noise, start=1)]
-    value, error = judging.expected(traces(straight), 800)
-    assert value == pytest.approx(3 - 0.3 * math.log(700), abs=4 * error) and 0 < error < 0.02
-    assert judging.expected(traces(straight), 200)[1] == 0  # all of it was seen
 
 
 def test_what_a_remedy_does_at_once_has_intervals_over_batches() -> None:
@@ -448,20 +419,6 @@ def test_held_out_data_are_judged_as_asked_with_statistics_of_the_weights_as_the
     assert 0 <= share <= 1 and share == pytest.approx(sum(reference) / 4)
     assert float(made._model[1].running_mean.abs().max()) < 10
     assert float(model[1].running_mean.min()) == 1e3
-
-
-def test_the_spread_over_seeds_is_shared_among_candidates() -> None:
-    def traces(*levels: float) -> list[Trace]:
-        return [Trace(losses=[level] * 8) for level in levels]
-
-    curves = {"nothing": traces(1.0, 1.0, 1.0), "a": traces(0.8, 0.9, 1.0), "b": traces(0.5, 0.7, 0.6)}
-    typical = judging.typical_spread(curves)
-    assert typical == pytest.approx(0.1)
-    row = judging.row(Candidate("b", FIRE()), curves["b"], curves["nothing"], [], 8, typical)
-    low, high = row.difference_interval
-    assert row.difference == pytest.approx(-0.4) and high - low == pytest.approx(2 * 2.447 * 0.1 / 3**0.5)
-    alone = judging.row(Candidate("nothing"), curves["nothing"], curves["nothing"], [], 8, typical)
-    assert (alone.difference, alone.difference_interval) == (0.0, (0.0, 0.0))
 
 
 def test_advised_remembers_the_start_for_candidates_that_go_back_to_it() -> None:

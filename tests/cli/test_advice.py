@@ -74,6 +74,38 @@ def test_a_setting_is_learned_up_to_a_boundary_and_asked_there() -> None:
     assert "boundaries 1 to 2" in one_line(run("probe", "digits", *small, "--boundary", 7))
 
 
+AGENT = """
+import gymnasium
+from stable_baselines3 import DQN
+
+def make_env():
+    return gymnasium.make("CartPole-v1")
+
+agent = DQN("MlpPolicy", make_env(), learning_starts=20, buffer_size=500, seed=0).learn(200)
+"""
+
+
+def test_copies_of_an_agent_play(tmp_path: Path) -> None:
+    pytest.importorskip("stable_baselines3")
+    short = ["--set", "stream_options.steps=200", "--boundary", 1]
+    few = ["--steps", 40, "--seeds", 2, "--workers", 1, "--json"]
+    path = tmp_path / "mine.py"
+    path.write_text(AGENT)
+    for what in (["dqn-cartpole-quick", *short], [path]):
+        result = run("advise", *what, *few, "--otherwise", "fire-nearest", "--html", tmp_path / "page.html", "--force")
+        assert result.exit_code == 0, result.output
+        found = json.loads(result.stdout)["advice"]
+        assert found["measure"] == "return" and found["steps"] == 40
+        assert all(row["level"] > 0 for row in found["rows"])  # a pole stands for some steps
+        assert "Return against steps" in (tmp_path / "page.html").read_text()
+        result = run("probe", *what, "--steps", 20, "--seeds", 2)
+        assert result.exit_code == 0 and "steps" in result.stdout
+    assert "give --steps" in one_line(run("advise", path))
+    path.write_text(AGENT.replace(".learn(200)", ""))  # as one that was loaded: its buffers are empty
+    assert "no stored returns" in one_line(run("probe", path))
+    assert run("advise", path, "--steps", 20, "--seeds", 1, "--workers", 1).exit_code == 0
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -92,6 +124,7 @@ def test_what_a_file_lacks_is_said_in_one_line(tmp_path: Path, text: str, words:
 def test_bad_input_is_one_line(tmp_path: Path, mine: Path) -> None:
     assert "there is no file" in one_line(run("probe", tmp_path / "none.py"))
     assert "did you mean" in one_line(run("advise", "digitz"))
+    assert "none of the candidates: nothing, full-reset" in one_line(run("advise", mine, "--otherwise", "fires"))
     assert "not a time" in one_line(run("advise", mine, "--budget", "soon"))
     assert "for settings" in one_line(run("advise", mine, "--boundary", 2))
     (tmp_path / "model.pt").write_bytes(b"")

@@ -22,7 +22,7 @@ from rekindle.projection.receipt import Receipt
 class Advised(Remedy):
     """Apply what `rekindle.advise` recommends on the batches of the call, which may be nothing.
 
-    steps, budget, candidates, seeds, workers: those of `advise`.
+    steps, budget, candidates, otherwise, seeds, workers: those of `advise`.
     held_out: the share of the batches that candidates are judged on instead of trained on.
     new_optimizer: training goes on with a new optimizer, so that candidates are tried with one.
     `last` is the advice that was followed; its sentence is the first note of the receipt.
@@ -46,6 +46,7 @@ class Advised(Remedy):
         steps: int | None = None,
         budget: float | str = "2m",
         candidates: Mapping[str, Method | None] | Iterable[Method] | None = None,
+        otherwise: str | None = None,
         seeds: int = 3,
         held_out: float = 0.0,
         new_optimizer: bool = False,
@@ -56,7 +57,7 @@ class Advised(Remedy):
         if not 0 <= held_out < 1:
             raise ValueError(f"held_out={held_out} is a share of the batches, from 0 up to 1")
         self.steps, self.budget, self.seeds, self.workers = steps, budget, seeds, workers
-        self.held_out, self.new_optimizer = held_out, new_optimizer
+        self.held_out, self.new_optimizer, self.otherwise = held_out, new_optimizer, otherwise
         self._candidates = candidates if candidates is None or isinstance(candidates, Mapping) else list(candidates)
         self.last: Advice | None = None
 
@@ -84,6 +85,7 @@ class Advised(Remedy):
             loss=call.loss,
             optimizer=optimizer,
             candidates=self._candidates,
+            otherwise=self.otherwise,
             steps=self.steps,
             budget=self.budget,
             seeds=self.seeds,

@@ -17,11 +17,25 @@ from typing import Any
 
 from torch import nn
 
-from rekindle.advice.candidates import NOTHING, Candidate, candidates_for, given_candidates, layer_groups
+from rekindle.advice.candidates import NOTHING, Candidate, to_try
+from rekindle.advice.executors import Triable, TrialExecutor, executor
 from rekindle.advice.intervals import Interval, mean_interval
-from rekindle.advice.judging import HORIZONS, Answer, Row, decide, levels, ranked, row, sentence, typical_spread
+from rekindle.advice.judging import (
+    HORIZONS,
+    Answer,
+    Measure,
+    Row,
+    decide,
+    levels,
+    ranked,
+    risen,
+    row,
+    sentence,
+    typical_spread,
+    unlearned,
+)
 from rekindle.advice.tasks import default_loss
-from rekindle.advice.trials import Judge, Question, Rate, Trace, TrialExecutor, executor, shown
+from rekindle.advice.trials import Judge, Question, Rate, Trace, shown
 from rekindle.blocks.names import unwrapped
 from rekindle.isolation import Batch, Loss, check_asked, check_loss, random_states_kept
 from rekindle.projection.method import Method
@@ -29,7 +43,7 @@ from rekindle.projection.receipt import Receipt
 from rekindle.sharding.team import refuse_shards
 from rekindle.tables import table, terminal_width
 
-_FIRST_STEPS = 4  # trained before the time of a step is known
+_FIRST_STEPS = 4  # at least, of a first round
 _LEAST = 20  # steps of the shortest horizon
 _LOOKS = 16  # at the clock, and at held-out data, per horizon
 
@@ -47,6 +61,7 @@ class Advice:
     seeds: int
     seconds: float
     judged_on: str = "the new data"
+    measure: Measure = "loss"
     candidates: tuple[Candidate, ...] = field(repr=False, default=())
 
     @property
@@ -71,14 +86,16 @@ class Advice:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON and for the page."""
-        about = ("answer", "sentence", "chosen", "call", "steps", "horizon", "seeds", "judged_on", "seconds")
+        about = ("answer", "sentence", "chosen", "call", "steps", "horizon", "seeds", "judged_on", "measure", "seconds")
         return {**{name: getattr(self, name) for name in about}, "rows": [asdict(row) for row in self.rows]}
 
     def __str__(self) -> str:
         short = any(each.error is None and each.share < 1 for each in self.rows)
         old = any(not math.isnan(each.old_end) for each in self.rows)
-        heads = ["candidate", "loss", "− nothing", "95 % interval", "ranks"]
-        heads += ["expected"] * short + ["right after"] + ["old: right after", "old: at the end"] * old + ["drift"]
+        at_once = any(not math.isnan(each.rise) for each in self.rows)
+        heads = ["candidate", self.measure, "− nothing", "95 % interval", "ranks"]
+        heads += ["expected"] * short + ["right after"] * at_once
+        heads += ["old: right after", "old: at the end"] * old + ["drift"] * at_once
         lines = []
         for each in self.rows:
             if each.error:
@@ -94,18 +111,18 @@ class Advice:
                 "/".join(map(str, each.ranks)),
             ]
             line += [f"{each.expected:.3g} ± {each.expected_error:.2g}" if each.share < 1 else ""] * short
-            line.append(_around(each.rise, each.rise_interval) if own else "")
+            line += [_around(each.rise, each.rise_interval) if own else ""] * at_once
             line += [_around(each.old_rise, each.old_rise_interval) if own else ""] * old
             line += [_around(each.old_end, each.old_end_interval)] * old
-            line.append(_around(each.drift, each.drift_interval, sign="") if own else "")
+            line += [_around(each.drift, each.drift_interval, sign="") if own else ""] * at_once
             lines.append(line)
         shown = table(heads, lines, terminal_width(), left=(0, 1))
         reached = f"{self.steps} of {self.horizon} steps" if self.steps < self.horizon else f"{self.steps} steps"
+        at_first = "; right after, old: change of the loss; drift: of the function (KL)" if at_once else ""
         notes = [
-            f"{reached}, {self.seeds} seeds, {self.seconds:.0f} s; loss: on {self.judged_on}, mean over the last "
-            "quarter of the steps;",
-            "ranks: at a quarter, a half and the whole; right after, old: change of the loss; drift: of the function "
-            "(KL); [95 % intervals]",
+            f"{reached}, {self.seeds} seeds, {self.seconds:.0f} s; {self.measure}: on {self.judged_on}, mean over the "
+            "last quarter of the steps;",
+            f"ranks: at a quarter, a half and the whole{at_first}; [95 % intervals]",
         ]
         notes += ["expected: the curve's line in log(step) at the whole horizon ± the error of the fit"] * short
         return "\n".join([self.sentence, self.call, "", *shown, "", *notes])
@@ -129,6 +146,7 @@ def advise(
     optimizer: Any = None,
     candidates: Mapping[str, Method | None] | Iterable[Method] | None = None,
     layers: bool = False,
+    otherwise: str | None = None,
     judge: Judge | None = None,
     schedule: Rate | None = None,
     clip: float | None = None,
@@ -151,6 +169,8 @@ def advise(
         (0 to 1; `lambda share: min(1, share / 0.1)` is a warm-up), and the largest norm of the gradients.
     candidates: methods, or a mapping of names to methods; without it those of `candidates_for(model)`.
     layers: also FIRE on each group of layers alone, by kind (convolutions, queries and keys, MLPs, …) and by depth.
+    otherwise: the candidate that is chosen where trials cannot tell, if they did not show that it does harm; without
+        it that is doing nothing. "fire-nearest" did best over the laboratory's settings.
     budget: seconds, or a text such as "90s", "2m", "1h". `steps` is the horizon: how long training will go on; without
         it the longest that the budget allows. A budget that ends before a quarter of it gives "cannot tell".
     seeds: how many, or which; at least three for a useful interval.
@@ -178,26 +198,67 @@ def advise(
         if not new or not chosen:
             raise ValueError("advise needs at least one batch of new data and one seed")
         question = Question(model, optimizer, new, old, loss or default_loss, copy, judged, schedule, clip, judge)
-        inner = unwrapped(model)
-        tried = candidates_for(inner, new) if candidates is None else given_candidates(candidates)
-        if layers:
-            names = {one.name for one in tried}
-            tried += [one for one in layer_groups(inner) if one.name not in names]
-        where = executor(question, tried, chosen, on=on, workers=workers)
-        try:
-            race = _Race(where, tried, chosen, began, seconds, progress)
-            horizon = race.to_the_end(steps)
-        finally:
-            where.close()
+        tried = to_try(unwrapped(model), new, candidates, layers)
+        return compared(
+            question,
+            tried,
+            chosen,
+            until=(began, seconds),
+            steps=steps,
+            otherwise=otherwise,
+            workers=workers,
+            on=on,
+            progress=progress,
+            judged_on="held-out data" if judged else "the new data while learning",
+        )
+
+
+def compared(
+    question: Triable,
+    tried: Sequence[Candidate],
+    seeds: Sequence[int],
+    *,
+    until: tuple[float, float],
+    steps: int | None,
+    otherwise: str | None,
+    workers: int | None,
+    on: str | None,
+    progress: bool | None,
+    judged_on: str,
+    measure: Measure = "loss",
+) -> Advice:
+    """Let all candidates try, and judge them. `until` is when the time began and how many seconds it has."""
+    if otherwise is not None and otherwise not in (known := [one.name for one in tried]):
+        raise ValueError(f"otherwise={otherwise!r} is none of the candidates: {', '.join(known)}")
+    where = executor(question, tried, seeds, on=on, workers=workers)
+    try:
+        race = _Race(where, tried, seeds, *until, progress, question.first_steps)
+        horizon = race.to_the_end(steps)
+    finally:
+        where.close()
     nothing, typical = race.traces[NOTHING], typical_spread(race.traces)
-    rows = [row(one, race.traces[one.name], nothing, race.ranks[one.name], horizon, typical) for one in tried]
+    rows = [
+        row(one, race.traces[one.name], nothing, race.ranks[one.name], horizon, typical, question.call(one))
+        for one in tried
+    ]
     rows.sort(key=lambda each: (each.error is not None, -each.share, each.level))
-    answer, name = decide(rows, race.running, race.steps, horizon)
+    waiting = unlearned([each for each in rows if each.name in race.running], nothing, measure)
+    answer, name = decide(rows, race.running, race.steps, horizon, otherwise or NOTHING, waiting=bool(waiting))
+    if measure == "return":
+        rows = [risen(each) for each in rows]
     method = next(one.method for one in tried if one.name == name)
-    said = sentence(answer, next(each for each in rows if each.name == name), rows, race.steps, horizon)
-    about = "held-out data" if judged else "the new data while learning"
+    said = sentence(
+        answer,
+        next(each for each in rows if each.name == name),
+        rows,
+        race.steps,
+        horizon,
+        measure,
+        waiting,
+    )
     return Advice(
-        *(answer, said, method, tuple(rows), race.steps, horizon, len(chosen), perf_counter() - began, about),
+        *(answer, said, method, tuple(rows), race.steps, horizon, len(seeds), perf_counter() - until[0], judged_on),
+        measure=measure,
         candidates=tuple(tried),
     )
 
@@ -225,7 +286,9 @@ class _Race:
         began: float,
         seconds: float,
         progress: bool | None,
+        first_steps: int,
     ) -> None:
+        self._first_steps = first_steps
         self._where, self._seconds, self._end = where, seconds, began + seconds
         self._seeds = len(seeds)
         self._shown = sys.stderr.isatty() if progress is None else progress
@@ -235,14 +298,17 @@ class _Race:
         self.ranks: dict[str, list[int]] = {name: [] for name in self.names}
         self.steps = 0
         self._horizon = math.inf
-        self._per_step = 0.0  # of all that are running, as the last round was
+        self._rounds: list[tuple[int, float]] = []  # steps and seconds
+        self._per_step = 0.0  # of all that are running, as the last rounds were
 
     def to_the_end(self, steps: int | None) -> int:
         """Advance to each horizon in turn, dropping candidates in between; the horizon in steps."""
         self._horizon = max(steps, _LEAST) if steps else math.inf
         self._advance(1)  # the remedies themselves are applied in this round
-        if perf_counter() < self._end:
-            self._advance(_FIRST_STEPS)
+        first = min(self._first_steps, self._horizon - 1)
+        while self.steps <= first and perf_counter() < self._end:
+            piece = max(1, min(_FIRST_STEPS, first), min(first // _LOOKS, self.steps))
+            self._advance(int(min(piece, first + 1 - self.steps)))
         # All go to a quarter, about half of them to a half, a quarter of them to the end.
         allowed = int((self._end - perf_counter()) / max(self._per_step, 1e-9) / (0.25 + 0.125 + 0.125))
         self._horizon = horizon = max(steps or allowed, _LEAST)
@@ -282,7 +348,14 @@ class _Race:
             self.traces.setdefault(name, [Trace() for _ in range(self._seeds)])[seed] = trace
         self.running = [name for name in self.running if not any(trace.error for trace in self.traces[name])]
         self.steps += steps
-        self._per_step = (perf_counter() - began) / steps
+        self._rounds.append((steps, perf_counter() - began))
+        # An on-policy agent trains after many steps: the time of a step is that over as many.
+        taken, passed = 0, 0.0
+        for count, seconds in reversed(self._rounds):
+            taken, passed = taken + count, passed + seconds
+            if taken >= self._first_steps:
+                break
+        self._per_step = passed / taken
 
     def _drop(self) -> None:
         """Drop the worse half; candidates that are not clearly worse than the best stay, and so does doing nothing."""
@@ -290,8 +363,9 @@ class _Race:
         best = levels(self.traces[order[0]])
         out = []
         for name in order[-(-len(order) // 2) :]:
-            _, (low, _) = mean_interval([a - b for a, b in zip(levels(self.traces[name]), best, strict=True)])
-            if name != NOTHING and low > 0:
+            own = levels(self.traces[name])
+            _, (low, _) = mean_interval([a - b for a, b in zip(own, best, strict=True)])
+            if name != NOTHING and (low > 0 or not all(map(math.isfinite, own))):
                 out.append(name)
         self.running = [name for name in self.running if name not in out]
         self._where.drop([self.names.index(name) * self._seeds + s for name in out for s in range(self._seeds)])

@@ -9,7 +9,8 @@ from typing import Any
 from torch import nn
 
 from rekindle.isolation import Batch
-from rekindle.methods import DASH, FIRE, FullReset, HeadReset, ReDo, ShrinkPerturb
+from rekindle.methods import DASH, FIRE, FullReset, HeadReset, ReDo, ShrinkPerturb, StartNorm
+from rekindle.methods.start_norm import scale_invariant
 from rekindle.projection.method import Method
 from rekindle.projection.planning import plan
 
@@ -33,10 +34,25 @@ class Candidate:
     @property
     def call(self) -> str:
         """What to write to apply it."""
-        if self.method is None:
-            return "pass  # do nothing"
+        return f"{self.written}(model, optimizer)" if self.method is not None else "pass  # do nothing"
+
+    @property
+    def written(self) -> str:
+        """The method as it is written in Python."""
         inside = repr(self.method)
-        return f"rekindle.methods.{inside}(model, optimizer)" if inside[0].isupper() else f"{inside}(model, optimizer)"
+        return f"rekindle.methods.{inside}" if inside[0].isupper() and self.method is not None else inside
+
+
+def to_try(
+    model: nn.Module,
+    batches: Sequence[Batch],
+    given: Mapping[str, Method | None] | Iterable[Method] | None,
+    layers: bool,
+) -> list[Candidate]:
+    """The candidates that were given, or those that make sense for the model; with `layers` also groups of layers."""
+    found = candidates_for(model, batches) if given is None else given_candidates(given)
+    names = {one.name for one in found}
+    return found + [one for one in layer_groups(model) if one.name not in names] if layers else found
 
 
 def candidates_for(model: nn.Module, batches: Sequence[Batch] = ()) -> list[Candidate]:
@@ -65,6 +81,8 @@ def candidates_for(model: nn.Module, batches: Sequence[Batch] = ()) -> list[Cand
                 found += [(f"fire-{group}", FIRE(targets=group)), (f"fire-nearest-{group}", _nearest(group))]
     if any(isinstance(module, _NORMS) for module in model.modules()):
         found.append(("dash", DASH()))
+    if scale_invariant(model):
+        found.append(("start-norm", StartNorm()))
     found += [
         ("shrink-perturb", ShrinkPerturb(0.8, "fresh")),
         ("head-reset", HeadReset()),
@@ -89,9 +107,7 @@ def layer_groups(model: nn.Module) -> list[Candidate]:
     held = {entry.name: {_kind(block.role) for block in entry.blocks} for entry in entries}
     named = []
     for kind in sorted({kind for kinds in held.values() for kind in kinds}):
-        alone = [
-            name for name, kinds in held.items() if kinds == {kind}
-        ]  # one that also holds queries has another kind
+        alone = [name for name, kinds in held.items() if kinds == {kind}]  # a fused weight has several kinds
         if len(alone) < len(entries) and (kind in _GROUPS or alone):
             named.append(Candidate(f"fire-{kind}", FIRE(targets=kind if kind in _GROUPS else alone)))
     names = [entry.name for entry in entries]

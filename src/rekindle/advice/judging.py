@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Literal
 
@@ -16,7 +16,10 @@ from rekindle.advice.intervals import Interval, mean_interval, shared_interval, 
 from rekindle.advice.trials import Trace
 
 Answer = Literal["apply", "do nothing", "do not", "cannot tell"]
+Measure = Literal["loss", "return"]
+"""What candidates are judged by. Trials of agents have −return in place of a loss, until `risen`."""
 HORIZONS = (0.25, 0.5, 1.0)
+LEARNED = 0.2  # of the level at the beginning: until a candidate is better by this, nobody has learned anything
 SMALL = 0.02  # of the loss: gains below this are no reason to act
 _NONE: Interval = (math.nan, math.nan)
 _DRAWN = 60  # points of a curve that are kept for a picture
@@ -109,11 +112,12 @@ def row(
     ranks: Sequence[int],
     horizon: int,
     typical: float,
+    call: str | None = None,
 ) -> Row:
     """What the trials of a candidate show, next to those of doing nothing; `typical` is that of `typical_spread`."""
     error = next((trace.error for trace in traces if trace.error), None)
     if error:
-        return Row(candidate.name, candidate.call, error=error)
+        return Row(candidate.name, call or candidate.call, error=error)
     taken = traces[0].steps
     level, interval = mean_interval(levels(traces))
     difference, around = 0.0, (0.0, 0.0)
@@ -128,7 +132,7 @@ def row(
     stride = max(1, -(-len(curve) // _DRAWN))
     return Row(
         candidate.name,
-        candidate.call,
+        call or candidate.call,
         min(taken / horizon, 1.0),
         level,
         interval,
@@ -149,39 +153,108 @@ def row(
     )
 
 
-def decide(rows: Sequence[Row], running: Sequence[str], steps: int, horizon: int) -> tuple[Answer, str]:
+def unlearned(rows: Sequence[Row], nothing: Sequence[Trace], measure: Measure) -> str:
+    """Why it is too early to decide: nobody has learned anything; empty where somebody has, or that is not known.
+
+    Only returns have a beginning.
+
+    >>> unlearned([Row("fire", "", level=-21.0)], [Trace(begun=-20.0)], "return")
+    'no candidate has learned anything yet, the return began at 20'
+    >>> unlearned([Row("fire", "", level=-30.0)], [Trace(begun=-20.0)], "return")
+    ''
+    """
+    if measure == "loss" or any(trace.losses and not math.isfinite(trace.losses[-1]) for trace in nothing):
+        return ""
+    known = [trace.begun for trace in nothing if not math.isnan(trace.begun)]
+    if not known:
+        return "no episode of doing nothing has ended"
+    begun = sum(known) / len(known)
+    if any(each.level < begun - LEARNED * abs(begun) for each in rows if each.error is None):
+        return ""
+    return f"no candidate has learned anything yet, the return began at {0.0 - begun:.3g}"
+
+
+def decide(
+    rows: Sequence[Row],
+    running: Sequence[str],
+    steps: int,
+    horizon: int,
+    otherwise: str = NOTHING,
+    waiting: bool = False,
+) -> tuple[Answer, str]:
     """The answer, and the name of the candidate that it means.
 
-    Below a quarter of the horizon nothing is decided: the order of candidates still changes there.
+    Below a quarter of the horizon nothing is decided: the order of candidates still changes there. Nor is it where
+    everybody is still `waiting` to learn anything. Where trials cannot tell, `otherwise` is meant, unless it was seen
+    to be worse than doing nothing at a time when something had been learned.
     """
     alive = [each for each in rows if each.error is None and each.name in running]
     nothing = next(each for each in alive if each.name == NOTHING)
     others = [each for each in rows if each.error is None and each.name != NOTHING]
     if not others:
         return "do nothing", NOTHING
+    usual = next((each.name for each in alive if each.name == otherwise and each.difference_interval[0] <= 0), NOTHING)
+    if waiting:
+        return "cannot tell", otherwise if any(each.name == otherwise for each in alive) else NOTHING
     if steps < round(HORIZONS[0] * horizon):
-        return "cannot tell", NOTHING
+        return "cannot tell", usual
+    if not math.isfinite(nothing.level):
+        sound = [each for each in alive if math.isfinite(each.level)]
+        return ("apply", min(sound, key=lambda each: each.level).name) if sound else ("cannot tell", NOTHING)
     small = SMALL * abs(nothing.level)
     tried = [each for each in alive if each.name != NOTHING]
     better = [each for each in tried if each.difference_interval[1] < 0 and each.difference < -small]
     if better:
         best = min(better, key=lambda each: each.level)
         # Of those that learn as well as the best, the one that forgets least.
-        equal = [each for each in better if each.interval[0] <= best.interval[1] and each.level <= best.level * 1.01]
+        equal = [
+            each
+            for each in better
+            if each.interval[0] <= best.interval[1] and each.level <= best.level + 0.01 * abs(best.level)
+        ]
         keeps = [each for each in equal if not math.isnan(each.old_end)]
         return "apply", (min(keeps, key=lambda each: each.old_end) if keeps else best).name
     if all(each.difference_interval[0] > 0 for each in others):
         return "do not", NOTHING
     unclear = any(each.difference_interval[0] < -small for each in tried)
-    return ("cannot tell" if unclear else "do nothing"), NOTHING
+    return ("cannot tell", usual) if unclear else ("do nothing", NOTHING)
 
 
-def sentence(answer: Answer, chosen: Row, rows: Sequence[Row], steps: int, horizon: int) -> str:
-    """The answer as a sentence."""
+def risen(row: Row) -> Row:
+    """The row of an agent as people read it: returns instead of their negatives.
+
+    >>> risen(Row("fire", "", level=-200.0, difference=-50.0, difference_interval=(-60.0, -40.0))).difference_interval
+    (40.0, 60.0)
+    """
+    (low, high), (less, more) = row.interval, row.difference_interval
+    return replace(
+        row,
+        level=-row.level,
+        interval=(-high, -low),
+        difference=-row.difference,
+        difference_interval=(-more, -less),
+        expected=-row.expected,
+        curve=tuple((step, -value) for step, value in row.curve),
+    )
+
+
+def sentence(
+    answer: Answer,
+    chosen: Row,
+    rows: Sequence[Row],
+    steps: int,
+    horizon: int,
+    measure: Measure = "loss",
+    waiting: str = "",
+) -> str:
+    """The answer as a sentence; `waiting` is that of `unlearned`."""
+    if answer == "apply" and not math.isfinite(chosen.difference):
+        return f"Apply {chosen.name}: doing nothing diverges."
     if answer == "apply":
-        low, high = chosen.difference_interval
-        said = f"Apply {chosen.name}: its loss is {-chosen.difference:.3g} lower than doing nothing "
-        said += f"[{-high:.3g}, {-low:.3g}]"
+        low, high = sorted(map(abs, chosen.difference_interval))
+        side = "lower" if measure == "loss" else "higher"
+        said = f"Apply {chosen.name}: its {measure} is {abs(chosen.difference):.3g} {side} than doing nothing "
+        said += f"[{low:.3g}, {high:.3g}]"
         if chosen.old_end > 0:
             said += f", and the loss on the old data ends {chosen.old_end:.3g} higher than before"
         return f"{said}."
@@ -191,11 +264,15 @@ def sentence(answer: Answer, chosen: Row, rows: Sequence[Row], steps: int, horiz
         return "Do nothing: no remedy learns better than the network as it is."
     if steps < round(HORIZONS[0] * horizon):
         reason = f"a quarter of the horizon is {round(HORIZONS[0] * horizon)} steps, and earlier orders mislead"
+    elif waiting:
+        reason = waiting
     else:
-        wide = [each for each in rows if each.error is None and each.difference < 0]
-        best = min(wide, key=lambda each: each.difference) if wide else None
+        sign = 1 if measure == "loss" else -1
+        wide = [each for each in rows if each.error is None and sign * each.difference < 0]
+        best = min(wide, key=lambda each: sign * each.difference) if wide else None
         reason = f"{best.name} may be better, but its interval includes no gain" if best else "nothing stands out"
-    return f"Cannot tell with this budget ({steps} of {horizon} steps): {reason}. Give more time or seeds."
+    said = f"Cannot tell with this budget ({steps} of {horizon} steps): {reason}. Give more time or seeds."
+    return said if chosen.name == NOTHING else f"{said} Until then {chosen.name}, as you asked."
 
 
 def ranked(traces: Mapping[str, Sequence[Trace]], names: Sequence[str], horizon: int) -> dict[str, int]:

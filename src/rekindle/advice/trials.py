@@ -1,20 +1,16 @@
 """Trials: copies of a model, each with another remedy, that learn the same new data side by side.
 
-A trial can pause and continue, so that poor candidates can be dropped early. `Trials` holds several and is what runs in
-another process or in a Ray actor.
+A trial can pause and continue, so that poor candidates can be dropped early; `executors` says where trials run.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from multiprocessing import get_context
-from multiprocessing.connection import Connection
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,11 +19,11 @@ from torch.nn import functional
 from rekindle.advice.candidates import Candidate
 from rekindle.advice.tasks import output
 from rekindle.blocks.names import unwrapped
-from rekindle.extras import require
 from rekindle.isolation import Loss, forked_rng, isolated
 from rekindle.optimizers import unwrap
 from rekindle.projection.recalibration import recalibrate
 
+_FIRST_STEPS = 4
 _LOOKED_AT = 8  # batches for the loss before and after
 _SHOWN = 20  # batches that a method is applied with
 _STATISTICS = 4  # batches that BatchNorm's statistics are estimated from before a look
@@ -55,13 +51,31 @@ class Question:
     clip: float | None = None
     judge: Judge | None = None
 
+    @property
+    def device(self) -> str:
+        """The type of device that the model is on."""
+        return next((tensor.device.type for tensor in self.model.parameters() if tensor.device.type != "cpu"), "cpu")
+
+    @property
+    def first_steps(self) -> int:
+        """Steps after which it is known how long one takes."""
+        return _FIRST_STEPS
+
+    def call(self, candidate: Candidate) -> str:
+        """What to write to apply this candidate."""
+        return candidate.call
+
+    def trial(self, candidate: Candidate, seed: int) -> Trial:
+        """A copy of the model with this candidate's remedy."""
+        return Trial(self, candidate, seed)
+
 
 @dataclass
 class Trace:
     """What one trial has shown so far. `error` says why the candidate could not be applied.
 
     `losses` are those of every step, `looks` those on the held-out batches with the step. Changes right after the
-    remedy have one number per batch.
+    remedy have one number per batch. `begun` is the level at which learning began, nan where that is not known.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -71,6 +85,7 @@ class Trace:
     drifts: list[float] = field(default_factory=list)
     old_before: float = math.nan
     old_end: float = math.nan
+    begun: float = math.nan
     error: str | None = None
 
     @property
@@ -132,6 +147,9 @@ class Trial:
                 held_out = self._losses(self._question.held_out[:_JUDGED], judge)
                 self.trace.looks.append((self.trace.steps, _mean(held_out)))
         return self.trace
+
+    def close(self) -> None:
+        """Nothing to stop: the copy is freed with the trial."""
 
     def _set_rate(self, share: float) -> None:
         if self._question.schedule is not None:
@@ -251,160 +269,3 @@ def _drifts(before: Sequence[Tensor], after: Sequence[Tensor]) -> list[float]:
         else:
             found.append(float((new - old).square().sum() / old.square().sum().clamp_min(1e-12)))
     return found
-
-
-class Trials:
-    """Several trials by number, made when first needed."""
-
-    def __init__(self, question: Question, candidates: Sequence[Candidate], seeds: Sequence[int]) -> None:
-        self._question, self._candidates, self._seeds = question, candidates, seeds
-        self._trials: dict[int, Trial] = {}
-
-    def advance(self, numbers: Iterable[int], steps: int, horizon: float) -> dict[int, Trace]:
-        """Advance these trials; what each has shown so far."""
-        found = {}
-        for number in numbers:
-            if number not in self._trials:
-                candidate, seed = divmod(number, len(self._seeds))
-                self._trials[number] = Trial(self._question, self._candidates[candidate], self._seeds[seed])
-            found[number] = self._trials[number].advance(steps, horizon)
-        return found
-
-    def drop(self, numbers: Iterable[int]) -> None:
-        """Forget trials: their copies are freed."""
-        for number in numbers:
-            self._trials.pop(number, None)
-
-
-class TrialExecutor(Protocol):
-    """Where trials run."""
-
-    def advance(self, numbers: Sequence[int], steps: int, horizon: float) -> dict[int, Trace]:
-        """Advance these trials; what each has shown so far."""
-        ...
-
-    def drop(self, numbers: Iterable[int]) -> None:
-        """Forget trials."""
-        ...
-
-    def close(self) -> None:
-        """Stop the processes."""
-        ...
-
-
-class _Here:
-    """In this process, one after the other."""
-
-    def __init__(self, trials: Trials) -> None:
-        self._trials = trials
-
-    def advance(self, numbers: Sequence[int], steps: int, horizon: float) -> dict[int, Trace]:
-        return self._trials.advance(numbers, steps, horizon)
-
-    def drop(self, numbers: Iterable[int]) -> None:
-        self._trials.drop(numbers)
-
-    def close(self) -> None:
-        pass
-
-
-class _Forked:
-    """In forked processes of one torch thread each; a trial stays in the process where it began."""
-
-    def __init__(self, trials: Trials, workers: int) -> None:
-        context = get_context("fork")
-        self._pipes, self._processes = [], []
-        for _ in range(workers):
-            here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(trials, there), daemon=True)
-            process.start()
-            there.close()
-            self._pipes.append(here)
-            self._processes.append(process)
-
-    def advance(self, numbers: Sequence[int], steps: int, horizon: float) -> dict[int, Trace]:
-        for worker, pipe in enumerate(self._pipes):
-            pipe.send(("advance", [n for n in numbers if n % len(self._pipes) == worker], steps, horizon))
-        found: dict[int, Trace] = {}
-        for pipe in self._pipes:
-            try:
-                answer = pipe.recv()
-            except EOFError:
-                raise RuntimeError(
-                    "a process that tried candidates ended without an answer, most likely out of memory: "
-                    "give workers=1, or fewer candidates or seeds"
-                ) from None
-            if isinstance(answer, BaseException):
-                raise answer
-            found.update(answer)
-        return found
-
-    def drop(self, numbers: Iterable[int]) -> None:
-        numbers = list(numbers)
-        for pipe in self._pipes:
-            pipe.send(("drop", numbers, 0, 0))
-
-    def close(self) -> None:
-        for process in self._processes:
-            process.kill()
-            process.join()
-
-
-def _serve(trials: Trials, pipe: Connection) -> None:
-    torch.set_num_threads(1)  # after a fork more threads would wait for ones that do not exist here
-    with suppress(EOFError, KeyboardInterrupt, BrokenPipeError):
-        while True:
-            verb, numbers, steps, horizon = pipe.recv()
-            if verb == "drop":
-                trials.drop(numbers)
-                continue
-            try:
-                pipe.send(trials.advance(numbers, steps, horizon))
-            except Exception as error:
-                pipe.send(error)
-
-
-class _OnRay:
-    """In Ray actors, one per worker."""
-
-    def __init__(self, question: Question, candidates: Sequence[Candidate], seeds: Sequence[int], workers: int) -> None:
-        self._ray = require("ray", "ray", "advise(on='ray')")
-        self._own = not self._ray.is_initialized()
-        if self._own:
-            self._ray.init(num_cpus=workers, include_dashboard=False, log_to_driver=False)
-        actor = self._ray.remote(num_cpus=1)(Trials)
-        self._actors = [actor.remote(question, candidates, seeds) for _ in range(workers)]
-
-    def advance(self, numbers: Sequence[int], steps: int, horizon: float) -> dict[int, Trace]:
-        count = len(self._actors)
-        asked = [
-            actor.advance.remote([n for n in numbers if n % count == worker], steps, horizon)
-            for worker, actor in enumerate(self._actors)
-        ]
-        return {number: trace for part in self._ray.get(asked) for number, trace in part.items()}
-
-    def drop(self, numbers: Iterable[int]) -> None:
-        for actor in self._actors:
-            actor.drop.remote(list(numbers))
-
-    def close(self) -> None:
-        for actor in self._actors:
-            self._ray.kill(actor)
-        if self._own:
-            self._ray.shutdown()
-
-
-def executor(
-    question: Question, candidates: Sequence[Candidate], seeds: Sequence[int], *, on: str | None, workers: int | None
-) -> TrialExecutor:
-    """Where the trials run: Ray if asked for, else processes where cores allow and the model is on the CPU."""
-    count = workers or min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1, len(candidates))
-    if on == "ray":
-        return _OnRay(question, candidates, seeds, count)
-    if on is not None:
-        raise ValueError(f"on={on!r}: only 'ray' is known; leave it out for this machine")
-    trials = Trials(question, candidates, seeds)
-    on_cpu = all(tensor.device.type == "cpu" for tensor in question.model.parameters())
-    if count < 2 or not on_cpu or not hasattr(os, "fork"):
-        return _Here(trials)
-    return _Forked(trials, count)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -15,7 +16,11 @@ from rekindle.cli.terminal import heed, progress, refuse_existing, reported, sho
 from rekindle.report.words import printable
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import nn
+
+    from rekindle.advice.advising import Advice
 
 What = Annotated[
     str,
@@ -64,6 +69,7 @@ class Asked:
     schedule: Any = None
     clip: float | None = None
     steps: int | None = None
+    advise: Callable[..., Advice] | None = None  # where that is not `rekindle.advise` of what is above
 
 
 @reported
@@ -102,6 +108,10 @@ def probe(
     if html is not None:
         refuse_existing(html, force)
     asked = _asked(what, boundary, seed, changed or ())
+    if asked.batches is None:
+        raise ValueError(
+            f"{what}: the agent has no stored returns to learn (loading restores no buffers): let it play first"
+        )
     from rekindle.advice.advising import seconds_of
     from rekindle.advice.probing import probe as measure
 
@@ -123,10 +133,19 @@ def probe(
 @reported
 def advise(
     what: What,
-    budget: Annotated[str, typer.Option(help="The time for all candidates: 90s, 2m, 1h.")] = "2m",
+    budget: Annotated[
+        str | None,
+        typer.Option(help="The time for all candidates: 90s, 2m, 1h.", show_default="2m; 10m for agents"),
+    ] = None,
     steps: Steps = None,
-    seeds: Seeds = 3,
+    seeds: Annotated[
+        int | None, typer.Option("--seeds", "-n", min=1, help="Copies per candidate.", show_default="3; 5 for agents")
+    ] = None,
     layers: Annotated[bool, typer.Option("--layers", help="Also FIRE on each group of layers alone.")] = False,
+    otherwise: Annotated[
+        str | None,
+        typer.Option(help="The candidate to choose where trials cannot tell: fire-nearest.", show_default="nothing"),
+    ] = None,
     boundary: Boundary = None,
     seed: LabSeed = 0,
     changed: Changed = None,
@@ -144,6 +163,9 @@ def advise(
     by the share of training) and `clip` (of gradients), `candidates` (methods of yours) and `copy` (a function that
     copies the model). The answer may be "do nothing", "do not" or "cannot tell".
 
+    For an agent of stable-baselines3 the file defines `agent` and `make_env`, a function that returns a new
+    environment of what comes next: copies of the agent play there for --steps, and the return decides.
+
     [bold]Examples[/]
 
       rekindle advise mine.py
@@ -155,29 +177,20 @@ def advise(
     if html is not None:
         refuse_existing(html, force)
     asked = _asked(what, boundary, seed, changed or ())
+    heed()
+    named = {"steps": steps or asked.steps, "budget": budget, "seeds": seeds}
+    given = {name: value for name, value in named.items() if value is not None}
+    ask = asked.advise or _tried(asked)
+    found = ask(otherwise=otherwise, layers=layers, workers=workers, on=on, **given)
+    _give(asked, "advise", found, json, html, force)
+
+
+def _tried(asked: Asked) -> Callable[..., Advice]:
+    """Ask with copies of the model that learn the batches."""
     from rekindle.advice.advising import advise as ask
 
-    heed()
-    found = ask(
-        asked.model,
-        asked.batches,
-        loss=asked.loss,
-        old_batches=asked.old_batches,
-        held_out=asked.held_out,
-        optimizer=asked.optimizer,
-        candidates=asked.candidates,
-        layers=layers,
-        budget=budget,
-        steps=steps or asked.steps,
-        seeds=seeds,
-        copy=asked.copy,
-        judge=asked.judge,
-        schedule=asked.schedule,
-        clip=asked.clip,
-        workers=workers,
-        on=on,
-    )
-    _give(asked, "advise", found, json, html, force)
+    names = ("loss", "old_batches", "held_out", "optimizer", "candidates", "copy", "judge", "schedule", "clip")
+    return partial(ask, asked.model, asked.batches, **{name: getattr(asked, name) for name in names})
 
 
 def _give(asked: Asked, command: str, found: Any, json: bool, html: Path | None, force: bool) -> None:
@@ -214,6 +227,8 @@ def _from_file(path: Path) -> Asked:
             raise ValueError(f"{path} does not define {name}: write for example {example}")
         return getattr(defined, name)
 
+    if hasattr(defined, "agent") and not hasattr(defined, "model"):
+        return _from_agent(path, defined)
     model = taken("model", "model = MyNetwork()")
     model = model if isinstance(model, nn.Module) else model()
     if not isinstance(model, nn.Module):
@@ -230,6 +245,39 @@ def _from_file(path: Path) -> Asked:
     return Asked(path.name, model, batches, f"{type(model).__name__}, {count:,} parameters", **more, **others)
 
 
+def _from_agent(path: Path, defined: Any) -> Asked:
+    """A file that defines an agent of stable-baselines3, and the environment that it will play in."""
+    with needing_extras():
+        from rekindle.integrations import sb3
+        from rekindle.integrations.agent_advice import advise_agent
+
+        agent = defined.agent
+        model = sb3.trained(agent)[0]
+    stored = sb3.value_regression(agent) or (None, None)
+    given = ("candidates", "prepare", "restart", "copies")
+    options = {name: getattr(defined, name) for name in given if hasattr(defined, name)}
+
+    def asking(**more: Any) -> Advice:
+        if not callable(make := getattr(defined, "make_env", None)) or "steps" not in more:
+            raise ValueError(
+                f"{path}: advice lets copies of the agent play: define make_env, a function that returns a new "
+                "environment, and give --steps, or define steps"
+            )
+        return advise_agent(agent, make, **options, **more)
+
+    return Asked(
+        path.name,
+        model,
+        stored[0],
+        f"{type(agent).__name__}, {sum(p.numel() for p in model.parameters()):,} parameters",
+        loss=stored[1],
+        optimizer=sb3.trained(agent)[1],
+        fresh=sb3.fresh_networks(agent),
+        steps=getattr(defined, "steps", None),
+        advise=asking,
+    )
+
+
 def _from_laboratory(name: str, index: int | None, seed: int, changed: Any) -> Asked:
     from rekindle.lab.boundaries import quiet, reach
     from rekindle.lab.catalogue import altered
@@ -241,6 +289,8 @@ def _from_laboratory(name: str, index: int | None, seed: int, changed: Any) -> A
     with progress(f"learning {last} tasks of {name}", last) as advance:
         found = reach(chosen, seed, last, lambda row: advance(row["kind"] == "task"))
         text = f"{name}, seed {seed}: the network after {last} of {len(stream)} tasks without a remedy"
+        if chosen.agents:
+            text += "; copies of the agent play for advice, a probe learns the stored returns"
         return Asked(
             f"{name} before task {last + 1}",
             found.model,
@@ -255,4 +305,5 @@ def _from_laboratory(name: str, index: int | None, seed: int, changed: Any) -> A
             schedule=found.schedule,
             clip=chosen.clip,
             steps=found.steps,
+            advise=found.advise if chosen.agents else None,
         )

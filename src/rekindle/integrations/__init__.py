@@ -4,8 +4,9 @@
 constructor's arguments, `rounds` counts optimizer steps, `gradients` is what happens to them between backward pass and
 step, `ranks` keeps several processes in sync, `mirroring` EMA and target networks. `attaching` is for plain loops and
 accelerate (`rekindle.attach`); `transformers`, `lightning`, `ignite` and `sb3` each translate the hooks of one trainer;
-`agent_networks` is an agent as one model; `peft` is FIRE on LoRA layers. May import everything up to `advice`; knows
-nothing of checkpoints, the command line or the lab. Start reading at `application.Application`.
+`agent_networks` is an agent as one model, `agent_advice` lets copies of it play; `peft` is FIRE on LoRA layers. May
+import everything up to `advice`; knows nothing of checkpoints, the command line or the lab. Start reading at
+`application.Application`.
 """
 
 from rekindle.integrations.application import Application

@@ -19,6 +19,7 @@ from rekindle.isolation import Recorded, random_states_kept
 from rekindle.methods.compose import Compose
 from rekindle.methods.plasticity_injection import PlasticityInjection
 from rekindle.methods.remedy import FromStart
+from rekindle.projection.receipt import Receipt
 
 _off_policy: Any = require("stable_baselines3.common.off_policy_algorithm", "rl", "RekindleCallback")
 
@@ -103,6 +104,37 @@ def refuse_what_breaks(agent: Any, method: Any) -> None:
                 f"head={path!r}: SB3 holds its networks and critics outside the modules too, where an injected one "
                 "would not be seen; name a layer inside, such as 'q_net.q_net' or 'critic.qf0.4'"
             )
+
+
+def apply_to_agent(agent: Any, method: Any, *, generator: torch.Generator | None = None, seed: int = 0) -> Receipt:
+    """Apply a method to all trained networks at once, between two calls of `learn`; targets of what changed follow.
+
+    Fresh draws follow the policy's own scheme. A method that needs batches gets what the agent has stored. Of one that
+    also acts while learning only the part for an event is applied. None does nothing, as an advice may say.
+    """
+    if method is None:
+        return Receipt("nothing")
+    act = method.at("event") if hasattr(method, "at") else method
+    if act is None or getattr(act, "moment", "event") != "event":
+        raise ValueError(f"{method!r} acts while an agent learns: give agent.learn a RekindleCallback of it")
+    refuse_what_breaks(agent, act)
+    module, optimizers = trained(agent)
+    batches: list[Any] | None = None
+    loss = None
+    if getattr(act, "batches", "none") != "none":
+        if (seen := observations(agent)) is not None:
+            batches = [seen["critic"]]
+        recurrent = hasattr(agent, "_last_lstm_states")
+        if not recurrent and (found := value_regression(agent, seed=seed)) is not None:
+            batches, loss = found
+    given = draw_as_the_policy(agent, act)
+    try:
+        receipt: Receipt = act(module, optimizers, batches=batches, loss=loss, generator=generator)
+    finally:
+        for each in given:
+            each._fresh = None  # it may be applied to another agent next
+    follow_targets(agent, receipt.changed)
+    return receipt
 
 
 def members(method: Any) -> list[Any]:

@@ -22,6 +22,7 @@ from rekindle.diagnosis.examination import Health, health
 from rekindle.extras import require
 from rekindle.integrations.agent_networks import (
     Networks,
+    apply_to_agent,
     draw_as_the_policy,
     empty_replay,
     follow_targets,
@@ -44,6 +45,7 @@ from rekindle.projection.receipt import Receipt
 __all__ = [
     "Networks",
     "RekindleCallback",
+    "apply_to_agent",
     "draw_as_the_policy",
     "empty_replay",
     "follow_targets",

@@ -95,7 +95,8 @@ def parts(data: Mapping[str, Any]) -> dict[str, Any]:
 def _advised(advice: Mapping[str, Any]) -> dict[str, Any]:
     tried = [row for row in advice["rows"] if not row["error"]]
     table = [_cells(row) for row in tried]
-    headings = listed(_HEADINGS)
+    measure = advice.get("measure", "loss")  # an older file has none
+    headings = [(measure if name == "loss" else name, about) for name, about in listed(_HEADINGS)]
     shown = [place for place in range(len(headings)) if any(cells[place] for cells in table)]
     curves = {row["name"]: row["curve"] for row in tried}
     return {
@@ -104,7 +105,7 @@ def _advised(advice: Mapping[str, Any]) -> dict[str, Any]:
         "headings": [headings[place] for place in shown],
         "rows": [[cells[place] for place in shown] for cells in table],
         "refused": [(row["name"], row["error"]) for row in advice["rows"] if row["error"]],
-        "chart": lines(curves),
+        "chart": lines(curves, measure),
         "under": "Mean over seeds. A line that ends early was dropped: it was clearly behind.",
     }
 
@@ -168,8 +169,8 @@ def _around(value: float | None, interval: Sequence[float | None]) -> str:
     return number(value) + (f" [{number(low)}, {number(high)}]" if known else "")
 
 
-def lines(curves: Mapping[str, Sequence[Sequence[float]]]) -> Markup | str:
-    """Curves of (step, loss), for a window and for a phone, with their names below; empty where there are none.
+def lines(curves: Mapping[str, Sequence[Sequence[float]]], measure: str = "loss") -> Markup | str:
+    """Curves of (step, loss or return), for a window and for a phone, with their names below; empty if there are none.
 
     >>> str(lines({"fresh": [(1, 2.0), (9, 1.0)]})).count('class="l0"')
     3
@@ -182,13 +183,13 @@ def lines(curves: Mapping[str, Sequence[Sequence[float]]]) -> Markup | str:
         return ""
     others = [name for name in known if name not in _FIRST]
     ink = {name: f"l{0 if name in _FIRST else 1 + others.index(name) % (_COLORS - 1)}" for name in known}
-    title = "Loss against steps: " + ", ".join(known)
+    title = f"{measure.capitalize()} against steps: " + ", ".join(known)
     sizes = (("large", 860, 300), ("small", 340, 230))
     drawings = [
         element(
             "svg",
             element("title", title),
-            _curves(known, ink, wide, high),
+            _curves(known, ink, wide, high, measure),
             class_=kind,
             viewBox=f"0 0 {wide} {high}",
             role="img",
@@ -207,11 +208,14 @@ def lines(curves: Mapping[str, Sequence[Sequence[float]]]) -> Markup | str:
     return element("div", *drawings, element("ul", *names), class_="lines")
 
 
-def _curves(known: Mapping[str, Sequence[tuple[float, float]]], ink: Mapping[str, str], wide: int, high: int) -> Markup:
+def _curves(
+    known: Mapping[str, Sequence[tuple[float, float]]], ink: Mapping[str, str], wide: int, high: int, measure: str
+) -> Markup:
     most = max(x for curve in known.values() for x, _ in curve)
-    # Remedies may start far above: the picture shows up to twice the middle of all losses.
     losses = sorted(y for curve in known.values() for _, y in curve)
-    low, top = min(0.0, losses[0]), max(min(losses[-1], 2 * losses[len(losses) // 2]), losses[0] + 1e-9)
+    low, top = min(0.0, losses[0]), max(losses[-1], losses[0] + 1e-9)
+    if measure == "loss":  # remedies may start far above: the picture shows up to twice the middle of all losses
+        top = max(min(top, 2 * losses[len(losses) // 2]), losses[0] + 1e-9)
 
     def place(x: float, y: float) -> str:
         across = _LEFT + (x / most) * (wide - _LEFT - 8)
@@ -223,7 +227,7 @@ def _curves(known: Mapping[str, Sequence[tuple[float, float]]], ink: Mapping[str
         element("text", number(value), x=_LEFT - 6, y=28 + share * (high - 52), text_anchor="end")
         for value, share in ((top, 0.0), ((low + top) / 2, 0.5), (low, 1.0))
     ]
-    drawn.append(element("text", "loss", x=_LEFT - 6, y=12, text_anchor="end"))
+    drawn.append(element("text", measure, x=_LEFT - 6, y=12, text_anchor="end"))
     drawn.append(element("text", f"{number(most)} steps", x=wide - 8, y=high - 10, text_anchor="end"))
     paths = {name: "M" + " L".join(place(x, y) for x, y in curve) for name, curve in known.items()}
     drawn += [element("path", class_=ink[name], d=path) for name, path in paths.items()]

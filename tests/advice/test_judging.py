@@ -1,0 +1,88 @@
+"""What the curves of trials say, on curves built by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from rekindle.advice import judging
+from rekindle.advice.candidates import Candidate
+from rekindle.advice.trials import Trace
+from rekindle.methods import FIRE
+
+
+def traces(*curves: list[float]) -> list[Trace]:
+    return [Trace(losses=curve, rises=[0.0, 0.1], drifts=[0.2, 0.3]) for curve in curves]
+
+
+def test_nothing_is_decided_before_a_quarter() -> None:
+    """A remedy that is far ahead after a tenth of the horizon: nobody knows yet."""
+    curves = {"nothing": traces([2.0] * 100, [2.1] * 100), "fire": traces([1.0] * 100, [1.1] * 100)}
+    for horizon, answer in ((1000, "cannot tell"), (400, "apply")):
+        rows = [judging.row(Candidate(n, None), t, curves["nothing"], [], horizon, 0.0) for n, t in curves.items()]
+        assert judging.decide(rows, list(curves), 100, horizon)[0] == answer
+    assert rows[1].difference == pytest.approx(-1) and rows[1].share == 0.25
+
+
+def test_what_is_done_otherwise_must_not_be_seen_to_do_harm() -> None:
+    levels = {"nothing": (2.0, 2.0, 2.0), "fire": (1.6, 2.5, 1.9), "dash": (2.3, 2.4, 2.35)}
+    curves = {name: traces(*([level] * 100 for level in each)) for name, each in levels.items()}
+    rows = [judging.row(Candidate(n, None), t, curves["nothing"], [], 100, 0.0) for n, t in curves.items()]
+    for steps in (100, 10):
+        assert judging.decide(rows, list(curves), steps, 100) == ("cannot tell", "nothing")
+        assert judging.decide(rows, list(curves), steps, 100, "fire") == ("cannot tell", "fire")
+        assert judging.decide(rows, list(curves), steps, 100, "dash") == ("cannot tell", "nothing")
+    said = judging.sentence("cannot tell", rows[1], rows, 100, 100)
+    assert said.startswith("Cannot tell") and said.endswith("Until then fire, as you asked.")
+
+
+def test_gains_too_small_to_matter_are_no_reason_to_act() -> None:
+    curves = {"nothing": traces([2.0] * 100, [2.1] * 100), "fire": traces([1.99] * 100, [2.09] * 100)}
+    rows = [judging.row(Candidate(n, None), t, curves["nothing"], [], 100, 0.0) for n, t in curves.items()]
+    assert rows[1].difference_interval[1] < 0 and judging.decide(rows, list(curves), 100, 100)[0] == "do nothing"
+
+
+def test_a_curve_is_extrapolated_with_the_error_of_its_fit() -> None:
+    generator = torch.Generator().manual_seed(0)
+    noise = (0.01 * torch.randn(200, generator=generator)).tolist()
+    straight = [3 - 0.3 * math.log(step) + each for step, each in enumerate(noise, start=1)]
+    value, error = judging.expected(traces(straight), 800)
+    assert value == pytest.approx(3 - 0.3 * math.log(700), abs=4 * error) and 0 < error < 0.02
+    assert judging.expected(traces(straight), 200)[1] == 0  # all of it was seen
+
+
+def test_the_spread_over_seeds_is_shared_among_candidates() -> None:
+    levels = {"nothing": (1.0, 1.0, 1.0), "a": (0.8, 0.9, 1.0), "b": (0.5, 0.7, 0.6)}
+    curves = {name: traces(*([level] * 8 for level in each)) for name, each in levels.items()}
+    typical = judging.typical_spread(curves)
+    assert typical == pytest.approx(0.1)
+    row = judging.row(Candidate("b", FIRE()), curves["b"], curves["nothing"], [], 8, typical)
+    low, high = row.difference_interval
+    assert row.difference == pytest.approx(-0.4) and high - low == pytest.approx(2 * 2.447 * 0.1 / 3**0.5)
+    alone = judging.row(Candidate("nothing"), curves["nothing"], curves["nothing"], [], 8, typical)
+    assert (alone.difference, alone.difference_interval) == (0.0, (0.0, 0.0))
+
+
+def test_nothing_is_decided_before_anybody_has_learned() -> None:
+    worse = judging.Row("fire", "", 1.0, -9.0, difference=10.0, difference_interval=(8.0, 12.0))
+    rows, running = [judging.Row("nothing", "", 1.0, -19.0), worse], ["nothing", "fire"]
+    early, late, never = (judging.unlearned(rows, [Trace(begun=b)], "return") for b in (-19.0, -10.0, math.nan))
+    assert "the return began at 19" in early and late == "" and "no episode" in never
+    assert judging.unlearned(rows, [Trace()], "loss") == ""  # a loss has no such beginning
+    assert judging.decide(rows, running, 100, 100, "fire", waiting=True) == ("cannot tell", "fire")
+    assert judging.decide(rows, running, 100, 100, "fire") == ("do not", "nothing")
+    refused = [rows[0], judging.Row("fire", "", error="ValueError: no")]
+    other = judging.Row("dash", "", 1.0, -9.0, difference=10.0, difference_interval=(8.0, 12.0))
+    assert judging.decide([*refused, other], ["nothing", "dash"], 9, 9, "fire", waiting=True) == (
+        "cannot tell",
+        "nothing",
+    )
+    assert early in judging.sentence("cannot tell", rows[0], rows, 100, 100, "return", early)
+
+
+def test_where_doing_nothing_diverges_something_is_done() -> None:
+    rows = [judging.Row("fire", "", 1.0, 2.0, difference=-math.inf), judging.Row("nothing", "", 1.0, math.inf)]
+    assert judging.decide(rows, ["nothing", "fire"], 9, 9) == ("apply", "fire")
+    assert judging.sentence("apply", rows[0], rows, 9, 9) == "Apply fire: doing nothing diverges."
