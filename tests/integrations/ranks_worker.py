@@ -77,7 +77,7 @@ def main() -> None:
         train(lambda m, o: rekindle.attach(m, o, broken, at=2))
     except Exception as error:
         found["error"] = type(error).__name__
-    print(json.dumps(found))
+    print(json.dumps(found), flush=True)
     dist.destroy_process_group()
 
 
