@@ -7,6 +7,7 @@ import math
 import random
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,9 +24,16 @@ from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv  # noqa:
 
 import rekindle  # noqa: E402
 from rekindle import methods  # noqa: E402
+from rekindle.advice import keeping  # noqa: E402
 from rekindle.advice.candidates import Candidate  # noqa: E402
 from rekindle.integrations.agent_advice import AgentQuestion, advise_agent  # noqa: E402
-from rekindle.integrations.sb3 import apply_to_agent, empty_replay, trained  # noqa: E402
+from rekindle.integrations.sb3 import (  # noqa: E402
+    RekindleCallback,
+    apply_to_agent,
+    empty_replay,
+    trained,
+    value_regression,
+)
 from rekindle.isolation import random_states_kept  # noqa: E402
 from rekindle.methods.remedy import Remedy  # noqa: E402
 from rekindle.receipt import Receipt  # noqa: E402
@@ -382,3 +390,34 @@ def test_bad_arguments_say_what_is_wrong(options: dict[str, Any], words: str) ->
 def test_the_verbs_for_networks_name_those_for_agents(verb: Any) -> None:
     with pytest.raises(TypeError, match=r"got DQN: for an agent take advise_agent"):
         verb(agent("DQN", 0), [])
+
+
+def test_a_keeper_of_an_agent_lets_copies_play(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the probe says that plasticity is lost, its remedy is chosen by playing, not by stored returns."""
+    lost = SimpleNamespace(score=0.1, verdict="lost", enough=True)
+    monkeypatch.setattr(keeping, "probe", lambda *_, **__: lost)
+    made, candidates = agent("DQN"), {"nothing": None, "full-reset": methods.FullReset()}
+    asked: list[float] = []
+
+    def playing(seconds: float) -> Any:
+        asked.append(seconds)
+        return advise_agent(made, Lights, steps=96, candidates=candidates, otherwise="full-reset", seeds=2, workers=1)
+
+    keeper = rekindle.Keeper(
+        lambda: value_regression(made)[0], every=40, share=0.9, candidates=candidates, advise=playing, background=False
+    )
+    keeper.trigger.elapsed = 1e6
+    before = held(made)
+    callback = RekindleCallback(keeper)
+    made.learn(60, callback=callback, reset_num_timesteps=False)
+    assert [note.what for note in keeper.log] == ["ask", "act"] and len(asked) == 1
+    assert {receipt.method for receipt in callback.receipts} == {"full-reset"}
+    assert any(not torch.equal(before[name], each) for name, each in made.policy.state_dict().items())
+
+
+def test_a_keeper_is_told_where_its_advice_names_what_it_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keeping, "probe", lambda *_, **__: SimpleNamespace(score=0.1, verdict="lost", enough=True))
+    other = SimpleNamespace(chosen="dash", sentence="", answer="apply")
+    keeper = rekindle.Keeper([torch.zeros(2, 8)], candidates=[methods.FIRE()], advise=lambda _: other)
+    with pytest.raises(ValueError, match=r"chose 'dash'.*nothing, fire.*same candidates="):
+        keeper.trigger.inquiry.ask(nn.Linear(8, 4), None, 1.0, lambda: 0.0)

@@ -75,6 +75,9 @@ class Keeper(Schedule):
         the next waits for twice its time.
     steps: how far ahead advice looks; without it as far as its time allows.
     candidates, old_batches, fresh, seeds: those of `advise` and `probe`.
+    advise: how a remedy is chosen among the same candidates: a function of the seconds that it may take, which returns
+        an `Advice`. Without it `rekindle.advise` on the batches. For an agent copies should play instead:
+        `lambda seconds: advise_agent(agent, make_env, steps=…, candidates=…, budget=seconds, workers=1)`.
     monitor: the `every` of a `Monitor` of its own; its numbers are then looked at too.
     background: whether copies are tried in a forked process while training goes on. By default where the network is on
         the CPU and there is more than one core.
@@ -104,6 +107,7 @@ class Keeper(Schedule):
         old_batches: Given = (),
         fresh: nn.Module | Callable[[], nn.Module] | None = None,
         seeds: int = 3,
+        advise: Callable[[float], Advice] | None = None,
         monitor: int | None = None,
         background: bool | None = None,
         guard: Guard | None = None,
@@ -115,7 +119,7 @@ class Keeper(Schedule):
             if isinstance(given, Iterator):
                 raise TypeError(f"{name} can be read only once, and a keeper reads them often: give a list")
         asking = Asking(every, share, clock, sinks)
-        asking.inquiry = Inquiry(batches, loss, steps, candidates, old_batches, fresh, seeds)
+        asking.inquiry = Inquiry(batches, loss, steps, candidates, old_batches, fresh, seeds, advise)
         asking.background, asking.watching = background, monitor
         super().__init__(Chosen(asking), asking, guard=guard)
 
@@ -144,6 +148,7 @@ class Inquiry:
     old_batches: Given
     fresh: Any
     seeds: int
+    advise: Callable[[float], Advice] | None = None
 
     def tried(self, model: nn.Module) -> list[Candidate]:
         """The candidates by name."""
@@ -170,21 +175,33 @@ class Inquiry:
         left = seconds - took
         if probed.verdict != "lost":
             return Reply(probed.score, probed.verdict, said, None, took, not probed.enough)
-        advice: Advice = advise(
-            model,
-            batches,
-            loss=self.loss,
-            old_batches=list(_now(self.old_batches)),
-            optimizer=optimizer,
-            candidates={one.name: one.method for one in self.tried(model)},
-            steps=self.steps,
-            budget=max(left / _OVERRUN, 1e-3),
-            seeds=self.seeds,
-            workers=1,
-            progress=False,
-        )
+        advice = self._advice(model, batches, optimizer, max(left / _OVERRUN, 1e-3))
         both, short = f"{said}; {advice.sentence}", advice.answer == "cannot tell"
         return Reply(probed.score, probed.verdict, both, advice.chosen, clock() - began, short)
+
+    def _advice(self, model: nn.Module, batches: list[Batch], optimizer: Any, seconds: float) -> Advice:
+        candidates = {one.name: one.method for one in self.tried(model)}
+        if self.advise is None:
+            return advise(
+                model,
+                batches,
+                loss=self.loss,
+                old_batches=list(_now(self.old_batches)),
+                optimizer=optimizer,
+                candidates=candidates,
+                steps=self.steps,
+                budget=seconds,
+                seeds=self.seeds,
+                workers=1,
+                progress=False,
+            )
+        advice = self.advise(seconds)
+        if advice.chosen not in candidates:
+            raise ValueError(
+                f"the keeper's advise= chose {advice.chosen!r}, which is none of its candidates "
+                f"({', '.join(candidates)}): give both the same candidates="
+            )
+        return advice
 
 
 class Asking(Trigger):
