@@ -392,6 +392,15 @@ def test_the_verbs_for_networks_name_those_for_agents(verb: Any) -> None:
         verb(agent("DQN", 0), [])
 
 
+def test_ray_gives_the_same_answer() -> None:
+    pytest.importorskip("ray", reason='pip install "torch-rekindle[ray]"')
+    made = sb3.DQN("MlpPolicy", "CartPole-v1", seed=0, device="cpu", **OPTIONS["DQN"]).learn(64)  # Ray imports classes
+    make = partial(gymnasium.make, "CartPole-v1")
+    ask = partial(advise_agent, made, make, steps=48, candidates=[methods.FullReset()], seeds=2, workers=1)
+    there, here = ask(on="ray"), ask()
+    assert [row.level for row in there.rows] == pytest.approx([row.level for row in here.rows], rel=1e-5)
+
+
 def test_a_keeper_of_an_agent_lets_copies_play(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the probe says that plasticity is lost, its remedy is chosen by playing, not by stored returns."""
     lost = SimpleNamespace(score=0.1, verdict="lost", enough=True)

@@ -225,13 +225,15 @@ def risen(row: Row) -> Row:
 
     >>> risen(Row("fire", "", level=-200.0, difference=-50.0, difference_interval=(-60.0, -40.0))).difference_interval
     (40.0, 60.0)
+    >>> risen(Row("fire", "", difference=0.0)).difference
+    0.0
     """
     (low, high), (less, more) = row.interval, row.difference_interval
     return replace(
         row,
         level=-row.level,
         interval=(-high, -low),
-        difference=-row.difference,
+        difference=0.0 - row.difference,
         difference_interval=(-more, -less),
         expected=-row.expected,
         curve=tuple((step, -value) for step, value in row.curve),
