@@ -21,7 +21,7 @@ from rekindle.lab.results.wording import measure
 from rekindle.lab.settings import Setting
 from rekindle.lab.study import Study
 from rekindle.lab.views.terminal import Board, live, tables
-from rekindle.lab.views.text import document, sentences, won
+from rekindle.lab.views.text import RESULTS_BELOW, document, sentences, won
 
 OWN = Path(__file__).parents[2] / "examples" / "lab_own.py"
 TINY = ("--set", "stream_options.tasks=2", "--set", "stream_options.epochs=1", "--set", "stream_options.count=64")
@@ -135,6 +135,11 @@ def test_report_writes_page_and_document(folder: Path, tmp_path: Path) -> None:
         if line.startswith("!["):
             assert (tmp_path / line.rpartition("(")[2].rstrip(")")).read_text().startswith("<svg")
     assert "--force" in one_line(run("lab", "report", folder, "--html", page))
+    text.write_text(shown.replace("# ", "# What we learned\n\nNot for this.\n", 1).replace("| arm |", "| old |"))
+    assert run("lab", "report", folder, "--markdown", text, "--force").exit_code == 0
+    again = text.read_text()  # what somebody wrote stays, and the results are new
+    assert "Not for this." in again and "| old |" not in again
+    assert again.partition(RESULTS_BELOW)[2] == shown.partition(RESULTS_BELOW)[2]
     assert run("lab", "report", folder, "--html", page, "--force").exit_code == 0
 
 

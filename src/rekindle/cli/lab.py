@@ -174,6 +174,8 @@ def lab_report(
 ) -> None:
     """Make the page of a study (--html), or a Markdown document with pictures (--markdown).
 
+    Write your conclusions above the line that the document marks: with --force only what is below it is made anew.
+
     [bold]Examples[/]
 
       rekindle lab report results/lab/random-labels --html report.html
@@ -196,7 +198,8 @@ def lab_report(
             written = document(data, markdown.stem)
             for name, content in written.pictures.items():
                 write_text(markdown.with_name(name), content, force)
-            write_text(markdown, written.text, force)
+            page = markdown.read_text(encoding="utf-8") if markdown.exists() else ""
+            write_text(markdown, written.on(page), force)
             say(f"document: {markdown}, with {len(written.pictures)} pictures beside it")
 
 

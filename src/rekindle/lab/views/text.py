@@ -314,6 +314,9 @@ def pair_table(pairs: Iterable[Pair]) -> list[str]:
 # The document
 
 
+RESULTS_BELOW = "<!-- Below: written by `rekindle lab report`, which keeps what stands above this line. -->"
+
+
 @dataclass(frozen=True)
 class Document:
     """The text, and the pictures that it shows by their file names."""
@@ -321,21 +324,33 @@ class Document:
     text: str
     pictures: Mapping[str, str]
 
+    def on(self, page: str) -> str:
+        """This text on a page that is there already: what somebody has written above the results stays.
+
+        >>> print(Document(f"# a study\\n{RESULTS_BELOW}\\nnew", {}).on(f"# What we learned\\n{RESULTS_BELOW}\\nold"))
+        # What we learned
+        <!-- Below: written by `rekindle lab report`, which keeps what stands above this line. -->
+        new
+        """
+        above, line, _ = page.partition(RESULTS_BELOW)
+        return above + line + self.text.partition(RESULTS_BELOW)[2] if line else self.text
+
 
 def document(data: Mapping[str, Any], stem: str) -> Document:
     """A study as Markdown; its pictures are called `<stem>-….svg`, so that several documents share a folder.
 
-    >>> document({"study": {"name": "empty"}, "settings": {}, "runs": []}, "empty").text
-    '# empty\\n\\nNo run has finished yet.\\n'
+    >>> document({"study": {"name": "empty"}, "settings": {}, "runs": []}, "empty").text.splitlines()[-1]
+    'No run has finished yet.'
     """
     listed = comparisons(data)
     study = data.get("study") or {}
     lines = [f"# {study.get('name', 'A study')}", ""]
     pictures: dict[str, str] = {}
     if not any(found.ranked for found in listed):
-        return Document("\n".join([*lines, NOT_YET, ""]), {})
+        return Document("\n".join([*lines, RESULTS_BELOW, "", NOT_YET, ""]), {})
     if study.get("command"):
         lines += ["```sh", str(study["command"]), "```", ""]
+    lines += [RESULTS_BELOW, ""]
     if len(listed) > 1:
         lines += _drawn([*figures.over_streams(listed), *figures.trade_off(listed)], f"{stem}-streams", pictures)
     for found in listed:
