@@ -90,6 +90,11 @@ def check_asked(verb: str, model: Any, batches: Any) -> None:
             way = "advise_agent of rekindle.integrations.agent_advice, or trained and value_regression of …sb3"
             hint = f": for an agent take {way}"
         raise TypeError(f"{verb}() needs an nn.Module, got {type(model).__name__}{hint}")
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise ValueError(f"{verb}(): {name} has no shape yet (a lazy module): run the model on a batch once, first")
+        if parameter.is_meta:
+            raise ValueError(f"{verb}(): {name} is on the meta device, without values: load the weights first")
     iterable = hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")
     if not iterable or isinstance(batches, Tensor | Mapping | str):
         raise TypeError(
@@ -172,7 +177,6 @@ def isolated(
     modules = list(model.modules())
     modes = [module.training for module in modules]
     chosen = None if isinstance(training, bool) else {id(module) for module in training}
-    grads = [(parameter, parameter.grad) for parameter in model.parameters()]
     buffers = [
         (module, name, buffer, None if buffer is None else buffer.detach().clone())
         for module in (modules if keep_buffers else ())
@@ -181,6 +185,7 @@ def isolated(
     fast_attention = torch.backends.mha.get_fastpath_enabled()
     with ExitStack() as stack:
         stack.enter_context(random_states_kept())
+        stack.enter_context(gradients_kept(model))
         if "torch._dynamo" in sys.modules:
             # A graph compiled before the hooks were added, or in another mode, would run without them.
             stack.enter_context(torch.compiler.set_stance("force_eager"))
@@ -188,20 +193,72 @@ def isolated(
             torch.backends.mha.set_fastpath_enabled(False)
             for module in modules:
                 module.training = bool(training) if chosen is None else id(module) in chosen
-            for parameter, _ in grads:
-                parameter.grad = None
             yield
         finally:
             torch.backends.mha.set_fastpath_enabled(fast_attention)
             for module, mode in zip(modules, modes, strict=True):
                 module.training = mode
-            for parameter, grad in grads:
-                parameter.grad = grad
             for module, name, buffer, kept in buffers:
                 module._buffers[name] = buffer
                 if buffer is not None and kept is not None and not _same(buffer, kept):
                     with torch.no_grad():
                         buffer.copy_(kept)
+
+
+@contextmanager
+def gradients_kept(model: nn.Module) -> Iterator[None]:
+    """The model has no gradients inside; afterwards those that it had.
+
+    >>> layer = nn.Linear(1, 1)
+    >>> with gradients_kept(layer):
+    ...     layer(torch.ones(1, 1)).sum().backward()
+    >>> layer.weight.grad is None
+    True
+    """
+    grads = [(parameter, parameter.grad) for parameter in model.parameters()]
+    for parameter, _ in grads:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, grad in grads:
+            parameter.grad = grad
+
+
+@contextmanager
+def attributes_kept(model: nn.Module) -> Iterator[None]:
+    """What a forward pass writes into its module beside buffers (a carried state, a counter) is undone.
+
+    >>> layer = nn.Linear(1, 1)
+    >>> with attributes_kept(layer):
+    ...     layer.calls = 3
+    >>> hasattr(layer, "calls")
+    False
+    """
+    kept = [
+        (
+            module,
+            {
+                name: (value, value.detach().clone() if isinstance(value, Tensor) else None)
+                for name, value in vars(module).items()
+                if not name.startswith("_") and name != "training"
+            },
+        )
+        for module in model.modules()
+    ]
+    try:
+        yield
+    finally:
+        for module, values in kept:
+            for name in [name for name in vars(module) if not name.startswith("_") and name not in values]:
+                if name != "training":
+                    delattr(module, name)
+            for name, (value, copied) in values.items():
+                if copied is not None and not _same(value.detach(), copied):
+                    with torch.no_grad():
+                        value.copy_(copied)
+                if vars(module).get(name) is not value:
+                    setattr(module, name, value)
 
 
 @contextmanager
@@ -254,4 +311,7 @@ def _moved(value: Any, device: torch.device | None) -> Any:
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
+    """Whether nothing has changed; sparse tensors cannot be compared, and count as changed."""
+    if a.layout != torch.strided or a.shape != b.shape:
+        return False
+    return bool(((a == b) | ((a != a) & (b != b))).all())

@@ -12,7 +12,8 @@ from typing import Any
 from torch import nn
 
 from rekindle.advice.advising import Advice, advise
-from rekindle.advice.trials import optimizers_like
+from rekindle.advice.trials import optimizers_like, twins
+from rekindle.isolation import random_states_kept
 from rekindle.methods.call import Call
 from rekindle.methods.remedy import Remedy
 from rekindle.projection.method import Method
@@ -71,13 +72,19 @@ class Advised(Remedy):
 
     def apply(self, call: Call) -> Receipt:
         """Call `advise`, and apply its choice."""
-        batches = list(call.batches or ())
+        if call.replicas is not None:
+            raise ValueError(
+                "Advised decides by trials, which differ from process to process: give it to rekindle.attach or to a "
+                "trainer's callback, which let the first process decide for all"
+            )
+        with random_states_kept():  # a loader draws its order from the global states
+            batches = [] if call.batches is None else list(call.batches)
         judged = round(self.held_out * len(batches))
         if len(batches) <= judged:
             raise ValueError("Advised needs batches of what is to be learned: give batches= with the call")
         optimizer = call.optimizer
         if self.new_optimizer and optimizer is not None:
-            optimizer = _begun_anew(optimizers_like(optimizer, call.inner, call.inner, state=False))
+            optimizer = _begun_anew(optimizers_like(optimizer, twins(call.inner, call.inner)))
         self.last = advise(
             call.inner,
             batches[judged:],
@@ -92,7 +99,7 @@ class Advised(Remedy):
             workers=self.workers,
             progress=False,
         )
-        receipt = self.last.apply(call.model, call.optimizer, batches=batches, loss=call.loss, generator=call.generator)
+        receipt = self.last.apply(call.model, call.optimizer, generator=call.generator)
         return replace(receipt, notes=(f"advised: {self.last.sentence}", *receipt.notes))
 
 

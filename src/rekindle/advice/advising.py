@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from rekindle.advice.candidates import NOTHING, Candidate, to_try
+from rekindle.advice.candidates import NOTHING, Candidate, part_at, to_try
 from rekindle.advice.executors import Triable, TrialExecutor, executor
 from rekindle.advice.intervals import Interval, mean_interval
 from rekindle.advice.judging import (
@@ -35,9 +35,9 @@ from rekindle.advice.judging import (
     unlearned,
 )
 from rekindle.advice.tasks import default_loss
-from rekindle.advice.trials import Judge, Question, Rate, Trace, shown
+from rekindle.advice.trials import JUDGED, Judge, Question, Rate, Trace, shown, spread_out
 from rekindle.blocks.names import unwrapped
-from rekindle.isolation import Batch, Loss, check_asked, check_loss, random_states_kept
+from rekindle.isolation import Batch, Loss, check_asked, check_loss, gradients_kept, random_states_kept
 from rekindle.projection.method import Method
 from rekindle.projection.receipt import Receipt
 from rekindle.sharding.team import refuse_shards
@@ -63,6 +63,7 @@ class Advice:
     judged_on: str = "the new data"
     measure: Measure = "loss"
     candidates: tuple[Candidate, ...] = field(repr=False, default=())
+    tried_with: tuple[Sequence[Batch], Loss | None] = field(repr=False, default=((), None))
 
     @property
     def chosen(self) -> str:
@@ -77,12 +78,20 @@ class Advice:
         return next(each.call for each in self.rows if each.name == self.chosen)
 
     def apply(self, model: nn.Module, optimizer: Any = None, **arguments: Any) -> Receipt:
-        """Do it: apply the chosen method to the model itself. Doing nothing gives an empty receipt."""
+        """Do it: apply the chosen method to the model itself, with the batches and the loss that it was tried with.
+
+        Doing nothing gives an empty receipt. A method that acts while training is not applied but attached.
+        """
         if self.choice is None:
             return Receipt(NOTHING)
-        if isinstance(arguments.get("batches"), Sequence):
-            arguments["batches"] = shown(self.choice, arguments["batches"])  # as it was tried
-        return self.choice(model, optimizer, **arguments)
+        act = part_at(self.choice, "event")
+        if act is None or getattr(act, "watches", False):
+            raise ValueError(f"{self.chosen} acts while you train: rekindle.attach(model, optimizer, advice.choice)")
+        batches, loss = self.tried_with
+        other, arguments["loss"] = arguments.pop("batches", None), arguments.get("loss") or loss
+        with random_states_kept():  # a loader draws its order from the global states
+            given = list(batches if other is None else other)
+        return act(model, optimizer, batches=shown(act, given) or None, **arguments)  # type: ignore[no-any-return]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON and for the page."""
@@ -110,7 +119,8 @@ class Advice:
                 f"[{low:+.3g}, {high:+.3g}]" if own else "",
                 "/".join(map(str, each.ranks)),
             ]
-            line += [f"{each.expected:.3g} ± {each.expected_error:.2g}" if each.share < 1 else ""] * short
+            fitted = each.share < 1 and not math.isnan(each.expected_error)
+            line += [f"{each.expected:.3g} ± {each.expected_error:.2g}" if fitted else ""] * short
             line += [_around(each.rise, each.rise_interval) if own else ""] * at_once
             line += [_around(each.old_rise, each.old_rise_interval) if own else ""] * old
             line += [_around(each.old_end, each.old_end_interval)] * old
@@ -141,8 +151,8 @@ def advise(
     new_batches: Iterable[Batch],
     *,
     loss: Loss | None = None,
-    old_batches: Iterable[Batch] = (),
-    held_out: Iterable[Batch] = (),
+    old_batches: Iterable[Batch] | None = None,
+    held_out: Iterable[Batch] | None = None,
     optimizer: Any = None,
     candidates: Mapping[str, Method | None] | Iterable[Method] | None = None,
     layers: bool = False,
@@ -172,7 +182,8 @@ def advise(
     otherwise: the candidate that is chosen where trials cannot tell, if they did not show that it does harm; without
         it that is doing nothing. "fire-nearest" did best over the laboratory's settings.
     budget: seconds, or a text such as "90s", "2m", "1h". `steps` is the horizon: how long training will go on; without
-        it the longest that the budget allows. A budget that ends before a quarter of it gives "cannot tell".
+        it the longest that the budget allows; 20 at least. A budget that ends before a quarter of it gives "cannot
+        tell".
     seeds: how many, or which; at least three for a useful interval.
     copy: a function that returns a copy of the model, for models that cannot be deep-copied.
     workers, on: how many processes (as many as cores without it), and "ray" for Ray. Each candidate has one copy of
@@ -193,8 +204,12 @@ def advise(
     check_loss(loss)
     seconds = seconds_of(budget)
     chosen = list(range(seeds)) if isinstance(seeds, int) else list(seeds)
-    with random_states_kept():  # a loader draws its order from the global states
-        new, old, judged = list(new_batches), list(old_batches), list(held_out)
+    if steps is not None and steps < 1:
+        raise ValueError(f"steps={steps}: give the steps that training will go on")
+    with random_states_kept(), gradients_kept(model):  # a loader draws its order from the global states
+        new, old, judged = ([] if given is None else list(given) for given in (new_batches, old_batches, held_out))
+        if judge is not None and not judged:
+            raise ValueError("judge= looks at held-out batches: give held_out= too")
         if not new or not chosen:
             raise ValueError("advise needs at least one batch of new data and one seed")
         question = Question(model, optimizer, new, old, loss or default_loss, copy, judged, schedule, clip, judge)
@@ -209,8 +224,17 @@ def advise(
             workers=workers,
             on=on,
             progress=progress,
-            judged_on="held-out data" if judged else "the new data while learning",
+            judged_on=_judged_on(judged),
+            measure="loss" if judge is None else "judged",
+            tried_with=(new, loss or default_loss),
         )
+
+
+def _judged_on(held_out: Sequence[Batch]) -> str:
+    if not held_out:
+        return "the new data while learning"
+    used = len(spread_out(held_out, JUDGED))
+    return "held-out data" if used == len(held_out) else f"{used} of {len(held_out)} held-out batches"
 
 
 def compared(
@@ -226,6 +250,7 @@ def compared(
     progress: bool | None,
     judged_on: str,
     measure: Measure = "loss",
+    tried_with: tuple[Sequence[Batch], Loss | None] = ((), None),
 ) -> Advice:
     """Let all candidates try, and judge them. `until` is when the time began and how many seconds it has."""
     if otherwise is not None and otherwise not in (known := [one.name for one in tried]):
@@ -260,6 +285,7 @@ def compared(
         *(answer, said, method, tuple(rows), race.steps, horizon, len(seeds), perf_counter() - until[0], judged_on),
         measure=measure,
         candidates=tuple(tried),
+        tried_with=tried_with,
     )
 
 
@@ -269,7 +295,7 @@ def seconds_of(budget: float | str) -> float:
     >>> seconds_of("2m"), seconds_of("1.5h"), seconds_of(30)
     (120.0, 5400.0, 30.0)
     """
-    found = re.fullmatch(r"\s*([\d.]+)\s*([smh]?)\s*", str(budget))
+    found = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([smh]?)\s*", str(budget))
     if not found or float(found[1]) <= 0:
         raise ValueError(f'budget={budget!r} is not a time: give seconds, or a text such as "90s", "2m", "1h"')
     return float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[found[2]]
@@ -304,7 +330,7 @@ class _Race:
     def to_the_end(self, steps: int | None) -> int:
         """Advance to each horizon in turn, dropping candidates in between; the horizon in steps."""
         self._horizon = max(steps, _LEAST) if steps else math.inf
-        self._advance(1)  # the remedies themselves are applied in this round
+        self._begin()
         first = min(self._first_steps, self._horizon - 1)
         while self.steps <= first and perf_counter() < self._end:
             piece = max(1, min(_FIRST_STEPS, first), min(first // _LOOKS, self.steps))
@@ -327,6 +353,20 @@ class _Race:
         # If no horizon was given, it is what was reached: fewer candidates were dropped than expected.
         return horizon if steps is not None else max(self.steps, _LEAST)
 
+    def _begin(self) -> None:
+        """The first step, in which the remedies are applied. Who has not begun when the time is over is not tried."""
+        everybody, self.running = [NOTHING, *(name for name in self.names if name != NOTHING)], []
+        began = perf_counter()
+        for name in everybody:
+            if self.running and perf_counter() > self._end:
+                late = Trace(error="the budget was over before its turn")
+                self.traces[name] = [late for _ in range(self._seeds)]
+            elif self._tried([name], 1):
+                self.running.append(name)
+        self.steps = 1
+        self._rounds.append((1, perf_counter() - began))
+        self._per_step = perf_counter() - began
+
     def _in_time(self, horizon: int) -> bool:
         """Whether all that still run can go to the end in the time that is left: then nobody need be dropped."""
         return perf_counter() + (horizon - self.steps) * self._per_step < self._end
@@ -342,11 +382,7 @@ class _Race:
 
     def _advance(self, steps: int) -> None:
         began = perf_counter()
-        numbers = [self.names.index(name) * self._seeds + s for name in self.running for s in range(self._seeds)]
-        for number, trace in self._where.advance(numbers, steps, self._horizon).items():
-            name, seed = self.names[number // self._seeds], number % self._seeds
-            self.traces.setdefault(name, [Trace() for _ in range(self._seeds)])[seed] = trace
-        self.running = [name for name in self.running if not any(trace.error for trace in self.traces[name])]
+        self.running = self._tried(self.running, steps)
         self.steps += steps
         self._rounds.append((steps, perf_counter() - began))
         # An on-policy agent trains after many steps: the time of a step is that over as many.
@@ -356,6 +392,14 @@ class _Race:
             if taken >= self._first_steps:
                 break
         self._per_step = passed / taken
+
+    def _tried(self, names: Sequence[str], steps: int) -> list[str]:
+        """Advance these candidates; those of them that can go on."""
+        numbers = [self.names.index(name) * self._seeds + s for name in names for s in range(self._seeds)]
+        for number, trace in self._where.advance(numbers, steps, self._horizon).items():
+            name, seed = self.names[number // self._seeds], number % self._seeds
+            self.traces.setdefault(name, [Trace() for _ in range(self._seeds)])[seed] = trace
+        return [name for name in names if not any(trace.error for trace in self.traces[name])]
 
     def _drop(self) -> None:
         """Drop the worse half; candidates that are not clearly worse than the best stay, and so does doing nothing."""

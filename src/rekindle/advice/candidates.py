@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
+from rekindle import methods
 from rekindle.isolation import Batch
-from rekindle.methods import DASH, FIRE, FullReset, HeadReset, ReDo, ShrinkPerturb, StartNorm
+from rekindle.methods import DASH, FIRE, Compose, FullReset, HeadReset, ReDo, ShrinkPerturb, StartNorm
+from rekindle.methods.caching import PerModel
+from rekindle.methods.remedy import MOMENTS, Moment
 from rekindle.methods.start_norm import scale_invariant
 from rekindle.projection.method import Method
 from rekindle.projection.planning import plan
@@ -33,14 +38,60 @@ class Candidate:
 
     @property
     def call(self) -> str:
-        """What to write to apply it."""
-        return f"{self.written}(model, optimizer)" if self.method is not None else "pass  # do nothing"
+        """What to write to apply it.
+
+        >>> Candidate("dash", DASH()).call.partition("(model")[2]
+        ', optimizer, batches=batches, loss=loss)'
+        """
+        if self.method is None:
+            return "pass  # do nothing"
+        event, kinds = part_at(self.method, "event"), [m for m in MOMENTS if part_at(self.method, m) is not None]
+        said = []
+        if event is not None and not getattr(event, "watches", False):
+            act = self.written if kinds == ["event"] else f'{self.written}.at("event")'
+            needed = ", batches=batches, loss=loss" if getattr(event, "batches", "none") != "none" else ""
+            said.append(f"{act}(model, optimizer{needed})")
+        if kinds != ["event"] or not said:
+            said.append(f"rekindle.attach(model, optimizer, {self.written}), which acts while you train")
+        text = ", then ".join(said)
+        return text if _expression(self.method) else f"{text}  # method: your candidate {self.name!r}"
 
     @property
     def written(self) -> str:
-        """The method as it is written in Python."""
-        inside = repr(self.method)
-        return f"rekindle.methods.{inside}" if inside[0].isupper() and self.method is not None else inside
+        """The method as it is written in Python; "method" where no text makes it again.
+
+        >>> Candidate("both", Compose([FIRE(scale="nearest"), HeadReset()])).written[:61]
+        'rekindle.methods.Compose([rekindle.methods.FIRE(recalibrate=F'
+        >>> Candidate("new", FullReset(fresh=lambda: nn.Linear(1, 1))).written
+        'method'
+        """
+        return _expression(self.method) or "method"
+
+
+def part_at(method: Any, moment: Moment) -> Any:
+    """What a method does at this moment of training, None if nothing; a foreign one says it by its `moment`."""
+    if method is None or hasattr(method, "at"):
+        return None if method is None else method.at(moment)
+    return method if getattr(method, "moment", "event") == moment else None
+
+
+def _expression(method: Any) -> str | None:
+    """Python that makes this method again; None where no text does: a function, tensors or another class inside."""
+    if isinstance(method, Compose):
+        parts = [_expression(part) for part in method.methods]
+        return None if None in parts else f"rekindle.methods.Compose([{', '.join(map(str, parts))}])"
+    if getattr(methods, type(method).__name__, None) is not type(method):
+        return None
+    try:
+        same = _made_with(eval(repr(method), dict(vars(methods)))) == _made_with(method)
+    except Exception:  # it takes other arguments, or holds tensors, which cannot be compared
+        return None
+    return f"rekindle.methods.{method!r}" if same else None
+
+
+def _made_with(method: Any) -> dict[str, Any]:
+    """Its attributes but for generators and caches."""
+    return {name: value for name, value in vars(method).items() if not isinstance(value, torch.Generator | PerModel)}
 
 
 def to_try(
@@ -122,18 +173,36 @@ def _kind(role: str) -> str:
 
 
 def given_candidates(given: Mapping[str, Method | None] | Iterable[Method]) -> list[Candidate]:
-    """The user's own, with doing nothing among them."""
+    """The user's own, with doing nothing (whatever its name was) as the first.
+
+    >>> [one.name for one in given_candidates([FIRE(), FIRE(scale="nearest")])]
+    ['nothing', 'fire', 'fire-2']
+    """
+    if callable(given) or isinstance(given, str) or not isinstance(given, Iterable):
+        raise TypeError(
+            f"candidates is a list of methods, or a dict from names to methods, got {given!r}: put it in []"
+        )
     if isinstance(given, Mapping):
         named = [Candidate(name, method) for name, method in given.items()]
     else:
-        named = []
+        named, taken = [], Counter[str]()
         for method in given:
             name: Any = getattr(method, "name", type(method).__name__)
-            taken = sum(one.name.rstrip("0123456789-") == name for one in named)
-            named.append(Candidate(f"{name}-{taken + 1}" if taken else name, method))
-    if all(one.method is not None for one in named):
-        named.insert(0, Candidate(NOTHING))
-    return named
+            taken[name] += 1
+            named.append(Candidate(name if taken[name] == 1 else f"{name}-{taken[name]}", method))
+    for one in named:
+        if isinstance(one.method, type) or (one.method is not None and not callable(one.method)):
+            right = f"{one.method.__name__}()" if isinstance(one.method, type) else "rekindle.methods.FIRE()"
+            raise TypeError(
+                f"candidate {one.name!r} is {one.method!r}: give a method such as {right}, or None for nothing"
+            )
+    acting = [one for one in named if one.method is not None]
+    for name, count in Counter(one.name for one in acting).items():
+        if name == NOTHING:
+            raise ValueError(f"{name!r} is the name of doing nothing: call the method otherwise")
+        if count > 1:
+            raise ValueError(f"two candidates are called {name!r}: give a dict with names of your own")
+    return [Candidate(NOTHING), *acting]
 
 
 def _dormant(model: nn.Module, batches: Sequence[Batch]) -> bool:
@@ -142,7 +211,7 @@ def _dormant(model: nn.Module, batches: Sequence[Batch]) -> bool:
     try:
         found.look(model, batches)
         scores = found.scores(model)
-    except (ValueError, TypeError, NotImplementedError):
+    except Exception:  # a loss may call the model otherwise than by its first input
         return False
     return any(bool((score <= found.tau).any()) for score in scores.values())
 

@@ -119,10 +119,10 @@ class _Forked:
         self._pipes, self._processes = [], []
         for _ in range(workers):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(trials, there), daemon=True)
+            self._pipes.append(here)
+            process = context.Process(target=_serve, args=(trials, there, list(self._pipes)), daemon=True)
             process.start()
             there.close()
-            self._pipes.append(here)
             self._processes.append(process)
 
     def advance(self, numbers: Sequence[int], steps: int, horizon: float) -> dict[int, Trace]:
@@ -153,8 +153,10 @@ class _Forked:
             process.join()
 
 
-def _serve(trials: Trials, pipe: Connection) -> None:
+def _serve(trials: Trials, pipe: Connection, inherited: Sequence[Connection]) -> None:
     torch.set_num_threads(1)  # after a fork more threads would wait for ones that do not exist here
+    for each in inherited:
+        each.close()  # else no end of file would come if the parent is killed
     with suppress(EOFError, KeyboardInterrupt, BrokenPipeError):
         while True:
             verb, numbers, steps, horizon = pipe.recv()

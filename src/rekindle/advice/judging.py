@@ -16,11 +16,15 @@ from rekindle.advice.intervals import Interval, mean_interval, shared_interval, 
 from rekindle.advice.trials import Trace
 
 Answer = Literal["apply", "do nothing", "do not", "cannot tell"]
-Measure = Literal["loss", "return"]
-"""What candidates are judged by. Trials of agents have −return in place of a loss, until `risen`."""
+Measure = Literal["loss", "judged", "return"]
+"""What candidates are judged by: the loss, the user's `judge`, or the return of an agent.
+
+Trials of agents have −return in place of a loss, until `risen`.
+"""
 HORIZONS = (0.25, 0.5, 1.0)
 LEARNED = 0.2  # of the level at the beginning: until a candidate is better by this, nobody has learned anything
 SMALL = 0.02  # of the loss: gains below this are no reason to act
+_WORDS = {"loss": "loss", "judged": "judged value"}
 _NONE: Interval = (math.nan, math.nan)
 _DRAWN = 60  # points of a curve that are kept for a picture
 
@@ -77,8 +81,10 @@ def expected(traces: Sequence[Trace], horizon: int) -> tuple[float, float]:
     level = sum(levels(traces)) / len(traces)
     taken = traces[0].steps
     seen = [(math.log(step), loss) for step, loss in mean_curve(traces) if step > taken / 2]
-    if taken >= horizon or len(seen) < 4 or not all(math.isfinite(loss) for _, loss in seen):
+    if taken >= horizon:
         return level, 0.0
+    if len(seen) < 4 or not all(math.isfinite(loss) for _, loss in seen):
+        return level, math.nan  # too few points for a line
     count = len(seen)
     x_mean, y_mean = sum(x for x, _ in seen) / count, sum(y for _, y in seen) / count
     spread = sum((x - x_mean) ** 2 for x, _ in seen)
@@ -163,7 +169,7 @@ def unlearned(rows: Sequence[Row], nothing: Sequence[Trace], measure: Measure) -
     >>> unlearned([Row("fire", "", level=-30.0)], [Trace(begun=-20.0)], "return")
     ''
     """
-    if measure == "loss" or any(trace.losses and not math.isfinite(trace.losses[-1]) for trace in nothing):
+    if measure != "return" or any(trace.losses and not math.isfinite(trace.losses[-1]) for trace in nothing):
         return ""
     known = [trace.begun for trace in nothing if not math.isnan(trace.begun)]
     if not known:
@@ -192,7 +198,7 @@ def decide(
     nothing = next(each for each in alive if each.name == NOTHING)
     others = [each for each in rows if each.error is None and each.name != NOTHING]
     if not others:
-        return "do nothing", NOTHING
+        return "cannot tell" if any(each.error for each in rows) else "do nothing", NOTHING
     usual = next((each.name for each in alive if each.name == otherwise and each.difference_interval[0] <= 0), NOTHING)
     if waiting:
         return "cannot tell", otherwise if any(each.name == otherwise for each in alive) else NOTHING
@@ -254,8 +260,8 @@ def sentence(
         return f"Apply {chosen.name}: doing nothing diverges."
     if answer == "apply":
         low, high = sorted(map(abs, chosen.difference_interval))
-        side = "lower" if measure == "loss" else "higher"
-        said = f"Apply {chosen.name}: its {measure} is {abs(chosen.difference):.3g} {side} than doing nothing "
+        side, what = ("higher", "return") if measure == "return" else ("lower", _WORDS[measure])
+        said = f"Apply {chosen.name}: its {what} is {abs(chosen.difference):.3g} {side} than doing nothing "
         said += f"[{low:.3g}, {high:.3g}]"
         if chosen.old_end > 0:
             said += f", and the loss on the old data ends {chosen.old_end:.3g} higher than before"
@@ -264,12 +270,14 @@ def sentence(
         return "Do not: every remedy that was tried learns worse than the network as it is."
     if answer == "do nothing":
         return "Do nothing: no remedy learns better than the network as it is."
+    if all(each.error is not None for each in rows if each.name != NOTHING):
+        return "Cannot tell: no candidate could be tried (the table says why)."
     if steps < round(HORIZONS[0] * horizon):
         reason = f"a quarter of the horizon is {round(HORIZONS[0] * horizon)} steps, and earlier orders mislead"
     elif waiting:
         reason = waiting
     else:
-        sign = 1 if measure == "loss" else -1
+        sign = -1 if measure == "return" else 1
         wide = [each for each in rows if each.error is None and sign * each.difference < 0]
         best = min(wide, key=lambda each: sign * each.difference) if wide else None
         reason = f"{best.name} may be better, but its interval includes no gain" if best else "nothing stands out"

@@ -19,12 +19,14 @@ import torch
 from torch import nn
 
 from rekindle.advice.advising import Advice, advise
-from rekindle.advice.candidates import NOTHING, Candidate, candidates_for, given_candidates
+from rekindle.advice.candidates import NOTHING, Candidate, candidates_for, given_candidates, part_at
 from rekindle.advice.probing import probe
+from rekindle.advice.tasks import default_loss
+from rekindle.advice.trials import shown
 from rekindle.blocks.names import is_sharded, unwrapped
-from rekindle.isolation import Batch, Loss, check_loss
+from rekindle.isolation import Batch, Loss, check_loss, random_states_kept
 from rekindle.methods.call import Call
-from rekindle.methods.remedy import Remedy
+from rekindle.methods.remedy import MOMENTS, Remedy
 from rekindle.monitoring.guard import Guard
 from rekindle.monitoring.monitor import Monitor
 from rekindle.monitoring.schedules import Schedule
@@ -116,8 +118,14 @@ class Keeper(Schedule):
     ) -> None:
         check_loss(loss)
         for name, given in (("batches", batches), ("old_batches", old_batches)):
+            if not callable(given) and not isinstance(given, Iterable):
+                raise TypeError(f"{name} is a list of batches, or a function that gives one, got {given!r}")
             if isinstance(given, Iterator):
                 raise TypeError(f"{name} can be read only once, and a keeper reads them often: give a list")
+        candidates = candidates if candidates is None or isinstance(candidates, Mapping) else list(candidates)
+        for one in () if candidates is None else given_candidates(candidates):
+            if one.method is not None and any(part_at(one.method, m) is not None for m in MOMENTS if m != "event"):
+                raise ValueError(f"candidate {one.name!r} acts at every step: attach it instead, a keeper acts at once")
         asking = Asking(every, share, clock, sinks)
         asking.inquiry = Inquiry(batches, loss, steps, candidates, old_batches, fresh, seeds, advise)
         asking.background, asking.watching = background, monitor
@@ -131,6 +139,13 @@ class Keeper(Schedule):
     def bind(self, model: nn.Module, optimizer: Any) -> None:
         """The model and optimizer that are trained: the keeper tries remedies on copies."""
         self.trigger.bind(model, optimizer)
+
+    def step(self, model: nn.Module, optimizer: Any, metrics: Any, **options: Any) -> Receipt | None:
+        """As a schedule's; what the guard took back is in the log too."""
+        receipt = super().step(model, optimizer, metrics, **options)
+        if receipt is not None:
+            self.trigger.applied(receipt)
+        return receipt
 
     def close(self) -> None:
         """Stop what runs in the background, and the monitor."""
@@ -150,6 +165,11 @@ class Inquiry:
     seeds: int
     advise: Callable[[float], Advice] | None = None
 
+    def read(self) -> Inquiry:
+        """With the batches of now as lists; the random states of training stay what they are."""
+        with random_states_kept():  # a loader draws its order from the global states
+            return replace(self, batches=list(_now(self.batches)), old_batches=list(_now(self.old_batches)))
+
     def tried(self, model: nn.Module) -> list[Candidate]:
         """The candidates by name."""
         if self.candidates is not None:
@@ -157,7 +177,7 @@ class Inquiry:
         return candidates_for(model, list(_now(self.batches))[:4])
 
     def ask(self, model: nn.Module, optimizer: Any, seconds: float, clock: Callable[[], float]) -> Reply:
-        """Probe; if plasticity is lost and there is enough time, call `advise` too."""
+        """Probe; if plasticity is lost and there is enough time, call `advise` too. The batches must have been read."""
         began = clock()
         batches = list(_now(self.batches))
         probed = probe(
@@ -234,7 +254,13 @@ class Asking(Trigger):
     def bind(self, model: nn.Module, optimizer: Any) -> None:
         """The model and the optimizer that are trained."""
         if self._model is model:
+            self._optimizer = optimizer
             return
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            raise ValueError(
+                "a Keeper probes on the first process alone, and the others must follow it: give it to "
+                "rekindle.attach or to a trainer's callback, which keep the processes in step"
+            )
         if any(is_sharded(parameter) for parameter in model.parameters()):
             raise ValueError(
                 "a Keeper tries remedies on copies of the model, and one in shards cannot be copied: watch it with "
@@ -275,13 +301,14 @@ class Asking(Trigger):
         self.asked = self.step
         seconds = self.saved_up
         self._note("ask", f"{reason}; {seconds:.3g} s of {self.elapsed:.3g} s are saved up")
-        if self._may_fork():
-            self._running = _Running(self.inquiry, self._model, self._optimizer, seconds, self._clock)
-            return None
         began = self._clock()
         try:
-            finding = self.inquiry.ask(unwrapped(self._model), self._optimizer, seconds, self._clock)
-        except (ValueError, RuntimeError) as error:
+            inquiry = self.inquiry.read()  # here: a loader's own processes cannot be started in a forked one
+            if self._may_fork():
+                self._running = _Running(inquiry, self._model, self._optimizer, seconds, self._clock)
+                return None
+            finding = inquiry.ask(unwrapped(self._model), self._optimizer, seconds, self._clock)
+        except Exception as error:
             self._failed(error, self._clock() - began)
             return None
         self._last_look = self._clock()  # probing is not training
@@ -290,6 +317,11 @@ class Asking(Trigger):
     def commit(self) -> None:
         """What was chosen has been applied."""
         self.chosen = None
+
+    def applied(self, receipt: Receipt) -> None:
+        """Note where the guard took the remedy back."""
+        if receipt.rolled_back:
+            self._note("rolled back", receipt.notes[-1])
 
     def _count(self) -> None:
         now = self._clock()
@@ -317,10 +349,11 @@ class Asking(Trigger):
         answer = self._running.answer()
         if answer is None:
             return None
+        began = self._running.began
         self._running.stop()
         self._running = None
         if isinstance(answer, Exception):
-            self._failed(answer, 0.0)
+            self._failed(answer, self._clock() - began)
             return None
         return self._answered(answer)
 
@@ -338,8 +371,9 @@ class Asking(Trigger):
         return finding.said
 
     def _failed(self, error: Exception, seconds: float) -> None:
-        """A failed probe does not stop training."""
+        """A failed probe does not stop training; the next one waits for twice its time."""
         self.spent += seconds
+        self.least = 2 * max(seconds, self.least)
         self._last_look = self._clock()
         self._note("failed", f"{type(error).__name__}: {error}", seconds)
         warnings.warn(f"no probe at step {self.step}: {error}", RuntimeWarning, stacklevel=4)
@@ -373,8 +407,13 @@ class Chosen(Remedy):
         method = next((one.method for one in inquiry.tried(call.inner) if one.name == name), None)
         if method is None:
             return Receipt(NOTHING)
-        batches = list(_now(inquiry.batches))
-        receipt = method(call.model, call.optimizer, batches=batches, loss=inquiry.loss, generator=call.generator)
+        receipt = method(
+            call.model,
+            call.optimizer,
+            batches=shown(method, list(_now(inquiry.read().batches))),
+            loss=inquiry.loss or default_loss,
+            generator=call.generator,
+        )
         return replace(receipt, notes=(f"keeper: {self._asking.log[-1].why}", *receipt.notes))
 
 
@@ -413,8 +452,8 @@ def _answer_in_child(question: Inquiry, model: nn.Module, optimizer: Any, second
     torch.set_num_threads(1)  # after a fork more threads would wait for ones that do not exist here
     try:
         pipe.send(question.ask(unwrapped(model), optimizer, seconds, perf_counter))
-    except (ValueError, RuntimeError) as error:
-        pipe.send(RuntimeError(str(error)))
+    except Exception as error:
+        pipe.send(RuntimeError(f"{type(error).__name__}: {error}"))
     except KeyboardInterrupt:
         return
 

@@ -31,9 +31,9 @@ from torch.func import functional_call
 from rekindle import initial
 from rekindle.advice.intervals import Interval, mean_interval
 from rekindle.advice.tasks import Prepared, Task, prepare
+from rekindle.advice.trials import optimizers_like
 from rekindle.blocks.names import cleaner, unwrapped
-from rekindle.isolation import Batch, Loss, check_asked, forked_rng, isolated
-from rekindle.optimizers import unwrap
+from rekindle.isolation import Batch, Loss, attributes_kept, check_asked, check_loss, forked_rng, isolated
 from rekindle.sharding.team import refuse_shards
 
 GAIN = 0.2
@@ -72,7 +72,7 @@ class ProbeResult:
     @property
     def verdict(self) -> str:
         """ "lost", "as fresh", "better than fresh", or "unknown"."""
-        if not self.enough:
+        if not self.enough or not all(map(math.isfinite, self.interval)):
             return "unknown"
         if self.interval[1] < 1:
             return "lost"
@@ -96,6 +96,7 @@ class ProbeResult:
             "lost": "the model learns less than a fresh network: plasticity is lost",
             "as fresh": "not distinguishable from a fresh network",
             "better than fresh": "the model learns better than a fresh network: nothing is lost",
+            "unknown": "one seed gives no interval, so nothing can be said: give seeds=3 or more",
         }
         lines = [
             f"plasticity score {self.score:.2f} [{low:.2f}, {high:.2f}]: {words[self.verdict]}",
@@ -150,24 +151,31 @@ def probe(
         raise ValueError("probe needs at least one seed")
     if steps is not None and steps < 1:
         raise ValueError(f"steps={steps}: a probe needs at least one step")
+    if seconds is not None and not seconds > 0:
+        raise ValueError(f"seconds={seconds}: give the time that a probe may take")
+    check_loss(loss)
     allowed = (30.0 if steps is None else float("inf")) if seconds is None else seconds
     model = unwrapped(model)
     bar = _Progress(progress, 2 * len(chosen))
-    with isolated(model, training=True):
+    # A module that is kept in evaluation mode (a frozen BatchNorm) stays so; a model that is in it as a whole trains.
+    trained = [module for module in model.modules() if module.training] if model.training else True
+    with attributes_kept(model), isolated(model, training=trained):
+        batches = list(batches)
         learned: dict[str, list[list[float]]] = {"fresh": [], "model": []}
         taken, levels = steps, list[float]()
         for number, seed in enumerate(chosen):
             generator = torch.Generator().manual_seed(seed)
             starts = {"fresh": _fresh(model, fresh, generator), "model": _state(model)}
-            todo = prepare(task, model, batches, loss, partial(_fresh, model, fresh, generator), generator)
-            levels.append(_level(model, starts["fresh"], todo))
+            with forked_rng(torch.Generator().manual_seed(seed), model):
+                todo = prepare(task, model, batches, loss, partial(_fresh, model, fresh, generator), generator)
+                levels.append(_level(model, starts["fresh"], todo, began + allowed / 8))
             order_seed = int(torch.randint(2**31 - 1, (), generator=generator))
             for who in ("fresh", "model"):
                 learner = _Learner(model, starts[who], todo, optimizer, order_seed)
                 now = perf_counter()
                 share = (began + allowed - now) / (2 * len(chosen) - sum(map(len, learned.values())))
                 if taken is None:
-                    taken = learner.until((1 - gain) * levels[0], share)
+                    taken = learner.until(levels[0] - gain * abs(levels[0]), share)
                 else:
                     learner.run(taken, now + share)
                 learned[who].append(learner.losses)
@@ -190,7 +198,7 @@ def _result(
     below = {who: [_below(curve, level) for curve in kept] for who, kept in curves.items()}
     ratios = [m / f if f > 0 else float("nan") for m, f in zip(below["model"], below["fresh"], strict=True)]
     differences = [m - f for m, f in zip(below["model"], below["fresh"], strict=True)]
-    gained = sum(1 - _end(curve) / level for curve in curves["fresh"]) / len(ratios) if level else 0.0
+    gained = sum((level - _end(curve)) / abs(level) for curve in curves["fresh"]) / len(ratios) if level else 0.0
     score, interval = mean_interval(ratios)
     difference, around = mean_interval(differences)
     speeds = [math.log(_speed(m, f, level)) for m, f in zip(curves["model"], curves["fresh"], strict=True)]
@@ -225,7 +233,10 @@ class _Learner:
         self._tensors = {
             f"model.{name}": tensor.requires_grad_() if name in trained else tensor for name, tensor in start.items()
         }
-        self._optimizers = _like(optimizer, model, {name: self._tensors[f"model.{name}"] for name in trained})
+        twins: dict[Tensor, Tensor] = {
+            p: self._tensors[f"model.{n}"] for n, p in model.named_parameters() if n in trained
+        }
+        self._optimizers = optimizers_like(optimizer, twins)
         self._module = _WithLoss(model, todo.loss)
         self._batches, self._order = todo.batches, torch.Generator().manual_seed(seed)
         self._noise = torch.Generator().manual_seed(seed + 1)
@@ -274,33 +285,17 @@ class _WithLoss(nn.Module):
         return self._loss(self.model, batch)
 
 
-def _level(model: nn.Module, start: Mapping[str, Tensor], todo: Prepared) -> float:
-    """The loss of an untrained network, over the first batches."""
+def _level(model: nn.Module, start: Mapping[str, Tensor], todo: Prepared, until: float) -> float:
+    """The loss of an untrained network, over the first batches; over fewer if the clock passes `until`."""
     module = _WithLoss(model, todo.loss)
     lent = {f"model.{name}": tensor.clone() for name, tensor in start.items()}
+    losses: list[Tensor] = []
     with torch.no_grad():
-        losses = [functional_call(module, lent, (batch,)).double() for batch in todo.batches[:8]]
+        for batch in todo.batches[:8]:
+            losses.append(functional_call(module, lent, (batch,)).double())
+            if perf_counter() > until:
+                break
     return float(torch.stack(losses).mean())
-
-
-def _like(optimizer: Any, model: nn.Module, copies: Mapping[str, Tensor]) -> list[torch.optim.Optimizer]:
-    """Optimizers of the same classes and settings over the copies; what they do not hold stays as it is."""
-    given = unwrap(optimizer)
-    if not given:
-        return [torch.optim.Adam(list(copies.values()), lr=1e-3)]
-    by_identity = {id(parameter): copies[name] for name, parameter in model.named_parameters() if name in copies}
-    made = []
-    for one in given:
-        groups = [
-            {**{k: v for k, v in group.items() if k != "params"}, "params": own}
-            for group in one.param_groups
-            if (own := [by_identity[id(p)] for p in group["params"] if id(p) in by_identity])
-        ]
-        if groups:
-            made.append(type(one)(groups, lr=groups[0].get("lr", 1e-3)))  # type: ignore[call-arg]
-    if not made:
-        raise ValueError("the given optimizer holds none of the model's trainable parameters")
-    return made
 
 
 def _state(model: nn.Module) -> dict[str, Tensor]:

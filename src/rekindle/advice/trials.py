@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,10 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from rekindle.advice.candidates import Candidate
+from rekindle.advice.candidates import Candidate, part_at
 from rekindle.advice.tasks import output
 from rekindle.blocks.names import unwrapped
 from rekindle.isolation import Loss, forked_rng, isolated
+from rekindle.methods.remedy import MOMENTS
 from rekindle.optimizers import unwrap
 from rekindle.projection.recalibration import recalibrate
 
@@ -27,7 +28,7 @@ _FIRST_STEPS = 4
 _LOOKED_AT = 8  # batches for the loss before and after
 _SHOWN = 20  # batches that a method is applied with
 _STATISTICS = 4  # batches that BatchNorm's statistics are estimated from before a look
-_JUDGED = 4  # held-out batches per look
+JUDGED = 4  # held-out batches per look
 
 
 Rate = Callable[[float], float]
@@ -103,28 +104,32 @@ class Trial:
 
     def __init__(self, question: Question, candidate: Candidate, seed: int) -> None:
         self.trace = Trace()
-        self._question, self._method = question, candidate.method
+        self._question = question
+        method = copy.deepcopy(candidate.method)  # trials that take turns must not share what it gathers
+        self._parts: dict[str, Any] = {m: part for m in MOMENTS if (part := part_at(method, m)) is not None}
+        self._draws = torch.Generator().manual_seed(seed)
         self._order = torch.Generator().manual_seed(seed)
         self._noise = torch.Generator().manual_seed(seed + 1)
         self._queue: list[int] = []
         self._model = copied(question)
-        self._optimizers = optimizers_like(question.optimizer, unwrapped(question.model), self._model, state=True)
+        self._optimizers = optimizers_like(
+            question.optimizer, twins(unwrapped(question.model), self._model), state=True
+        )
         self._rates = [[_base(group) for group in each.param_groups] for each in self._optimizers]
-        self._moment = getattr(candidate.method, "moment", "event")
+        # A module kept in evaluation mode (a frozen BatchNorm) stays so; a model that is in it as a whole trains.
+        every = not self._model.training
+        self._training = [module for module in self._model.modules() if every or module.training]
         before, at_first, old = self._outputs(), self._losses(question.new), self._losses(question.old)
         self.trace.old_before = _mean(old)
-        if self._method is not None and self._moment == "event":
-            try:
-                self._method(
-                    self._model,
-                    self._optimizers,
-                    batches=shown(self._method, question.new),
-                    loss=question.loss,
-                    generator=torch.Generator().manual_seed(seed),
-                )
-            except (ValueError, RuntimeError, NotImplementedError) as error:
-                self.trace.error = f"{type(error).__name__}: {error}".splitlines()[0]
-                return
+        try:
+            self._period = _period(self._parts.get("event"))
+            if getattr(method, "watches", False):
+                method.observe(self._model)  # type: ignore[union-attr]  # the hooks are freed with the copy
+            if "event" in self._parts and self._period is None:
+                self._apply("event")
+        except Exception as error:
+            self._refuse(error)
+            return
         after, old_after = self._losses(question.new), self._losses(question.old)
         self.trace.rises = [a - b for a, b in zip(after, at_first, strict=True)]
         self.trace.old_rises = [a - b for a, b in zip(old_after, old, strict=True)]
@@ -137,14 +142,17 @@ class Trial:
             with forked_rng(self._noise, self._model):
                 for _ in range(steps):
                     self._set_rate((self.trace.steps + 0.5) / horizon)
-                    self.trace.losses.append(self._step())
+                    loss = self._step()
+                    if self.trace.error is not None:
+                        return self.trace
+                    self.trace.losses.append(loss)
             if self._question.held_out or self._question.old:
                 # After a strong remedy running statistics lag behind the weights for longer than a short trial.
                 recalibrate(self._model, self._question.new[:_STATISTICS])
             self.trace.old_end = _mean(self._losses(self._question.old))
             if self._question.held_out:
                 judge = self._question.judge or self._question.loss
-                held_out = self._losses(self._question.held_out[:_JUDGED], judge)
+                held_out = self._losses(spread_out(self._question.held_out, JUDGED), judge)
                 self.trace.looks.append((self.trace.steps, _mean(held_out)))
         return self.trace
 
@@ -161,38 +169,85 @@ class Trial:
     def _step(self) -> float:
         if not self._queue:
             self._queue = torch.randperm(len(self._question.new), generator=self._order).tolist()
-        self._model.train()
+        for module in self._training:
+            module.training = True
         for optimizer in self._optimizers:
             optimizer.zero_grad()
         plain = self._question.loss(self._model, self._question.new[self._queue.pop()])
-        loss = plain
-        if self._moment == "loss":
-            loss = plain + self._method.loss_term(self._model)  # type: ignore[union-attr]
-        loss.backward()  # type: ignore[no-untyped-call]
+        try:
+            term = self._parts["loss"].loss_term(self._model) if "loss" in self._parts else None
+        except Exception as error:
+            self._refuse(error)
+            return math.nan
+        (plain if term is None else plain + term).backward()
+        self._check_learning()
         if self._question.clip is not None:
             trained = [p for each in self._optimizers for group in each.param_groups for p in group["params"]]
             nn.utils.clip_grad_norm_(trained, self._question.clip)
-        if self._moment == "backward":
-            self._method(self._model, self._optimizers)  # type: ignore[misc]
-        for optimizer in self._optimizers:
-            optimizer.step()
-        if self._moment == "step":
-            self._method(self._model, self._optimizers)  # type: ignore[misc]
+        try:
+            if "backward" in self._parts:
+                self._apply("backward")
+            for optimizer in self._optimizers:
+                optimizer.step()
+            if "step" in self._parts:
+                self._apply("step")
+            if self._period is not None and (self.trace.steps + 1) % self._period == 0:
+                self._apply("event")
+        except Exception as error:
+            if not self._parts:
+                raise
+            self._refuse(error)
         value = float(plain.detach())
         return value if math.isfinite(value) else math.inf
+
+    def _apply(self, moment: str) -> None:
+        method = self._parts[moment]
+        more = {} if moment != "event" else {"batches": shown(method, self._question.new), "loss": self._question.loss}
+        method(self._model, self._optimizers, generator=self._draws, **more)
+
+    def _refuse(self, error: Exception) -> None:
+        self.trace.error = f"{type(error).__name__}: {error}".splitlines()[0]
+
+    def _check_learning(self) -> None:
+        """Raise where the loss is one of another model: every candidate would then look the same."""
+        if self.trace.steps == 0 and all(p.grad is None for p in self._model.parameters()):
+            raise ValueError(
+                "loss(model, batch) gave no parameter of the copy a gradient: it must compute with the model that it "
+                "is given, not with one that it remembers, and the copy must not be frozen"
+            )
 
     def _losses(self, batches: Sequence[Any], judge: Judge | None = None) -> list[float]:
         """The loss on each of the first batches, in evaluation mode."""
         judged = judge or self._question.loss
         with isolated(self._model), torch.no_grad():
-            found = [float(judged(self._model, batch)) for batch in batches[:_LOOKED_AT]]
+            found = [float(judged(self._model, batch)) for batch in spread_out(batches, _LOOKED_AT)]
         return [loss if math.isfinite(loss) else math.inf for loss in found]
 
     def _outputs(self) -> list[Tensor]:
         found: list[Tensor] = []
-        with isolated(self._model), torch.no_grad(), suppress(ValueError, TypeError):
-            found = [output(self._model, batch).float() for batch in self._question.new[:_LOOKED_AT]]
+        with isolated(self._model), torch.no_grad(), suppress(Exception):  # a loss may call the model otherwise
+            found = [output(self._model, batch).float() for batch in spread_out(self._question.new, _LOOKED_AT)]
         return found
+
+
+def _period(event: Any) -> int | None:
+    """Every how many steps a method acts that must have watched training before; None for one that acts at once."""
+    if not getattr(event, "watches", False):
+        return None
+    if event.period is None:
+        raise ValueError("it acts at later events, after it has watched the training between them: a trial has none")
+    return int(event.period)
+
+
+def spread_out(batches: Sequence[Any], most: int) -> list[Any]:
+    """At most so many of them, from the first to the last: data may be sorted.
+
+    >>> spread_out("abcdefghi", 3), spread_out("ab", 3)
+    (['a', 'e', 'i'], ['a', 'b'])
+    """
+    if len(batches) <= most:
+        return list(batches)
+    return [batches[round(place * (len(batches) - 1) / (most - 1))] for place in range(most)]
 
 
 def shown(method: Any, batches: Sequence[Any]) -> list[Any]:
@@ -218,9 +273,12 @@ def shown(method: Any, batches: Sequence[Any]) -> list[Any]:
 
 def copied(question: Question) -> nn.Module:
     """A copy of the model that can be trained on its own."""
-    if question.copy is not None:
-        return question.copy()
     model = unwrapped(question.model)
+    if question.copy is not None:
+        made = question.copy()
+        if {id(p) for p in made.parameters()} & {id(p) for p in model.parameters()}:
+            raise ValueError("copy() returned the model itself, or one that shares its parameters: it must copy them")
+        return made
     try:
         return copy.deepcopy(model)
     except Exception as error:
@@ -230,23 +288,51 @@ def copied(question: Question) -> nn.Module:
         ) from error
 
 
-def optimizers_like(optimizer: Any, model: nn.Module, other: nn.Module, *, state: bool) -> list[torch.optim.Optimizer]:
-    """Optimizers of the same classes and settings for the parameters of `other`, with or without their state."""
+def optimizers_like(
+    optimizer: Any, twins: Mapping[Tensor, Tensor], *, state: bool = False
+) -> list[torch.optim.Optimizer]:
+    """Optimizers of the same classes and settings for other tensors, with or without their state.
+
+    twins: the tensor that stands for each parameter; what the optimizers hold beside these is left out. Without an
+    optimizer it is Adam with a rate of 1e-3.
+    """
     given = unwrap(optimizer)
     if not given:
-        return [torch.optim.Adam([p for p in other.parameters() if p.requires_grad], lr=1e-3)]
-    twin = dict(zip(map(id, model.parameters()), other.parameters(), strict=True))
+        return [torch.optim.Adam([twin for twin in twins.values() if twin.requires_grad], lr=1e-3)]
     made = []
     for one in given:
+        if isinstance(one, torch.optim.LBFGS):
+            raise ValueError("LBFGS computes the loss several times a step: give another optimizer=, such as Adam")
         groups = [
-            {**{k: v for k, v in group.items() if k != "params"}, "params": [twin[id(p)] for p in group["params"]]}
+            {**{k: v for k, v in group.items() if k != "params"}, "params": own}
             for group in one.param_groups
+            if (own := [twins[p] for p in group["params"] if p in twins])
         ]
+        if not groups:
+            continue
         again: torch.optim.Optimizer = type(one)(groups, lr=groups[0].get("lr", 1e-3))  # type: ignore[call-arg]
         if state:
-            again.load_state_dict(copy.deepcopy(one.state_dict()))
+            _copy_state(one, again, twins)
         made.append(again)
+    if not made:
+        raise ValueError("the given optimizer holds none of the model's trainable parameters")
     return made
+
+
+def _copy_state(one: torch.optim.Optimizer, again: torch.optim.Optimizer, twins: Mapping[Tensor, Tensor]) -> None:
+    kept = one.state_dict()
+    held = [p for group in one.param_groups for p in group["params"]]
+    if all(p in twins for p in held):
+        again.load_state_dict(copy.deepcopy(kept))
+        return
+    own = [place for place, p in enumerate(held) if p in twins]  # places count through all groups
+    state = {new: kept["state"][old] for new, old in enumerate(own) if old in kept["state"]}
+    again.load_state_dict(copy.deepcopy({"state": state, "param_groups": again.state_dict()["param_groups"]}))
+
+
+def twins(model: nn.Module, other: nn.Module) -> dict[Tensor, Tensor]:
+    """The parameters of a copy by those of the model."""
+    return dict(zip(model.parameters(), other.parameters(), strict=True))
 
 
 def _base(group: dict[str, Any]) -> float:
@@ -265,7 +351,8 @@ def _drifts(before: Sequence[Tensor], after: Sequence[Tensor]) -> list[float]:
     for old, new in zip(before, after, strict=False):
         if old.dim() >= 2 and old.shape[-1] > 1:
             there, here = (functional.log_softmax(t.flatten(0, -2).double(), -1) for t in (new, old))
-            found.append(max(0.0, float(functional.kl_div(there, here, log_target=True, reduction="batchmean"))))
+            moved = float(functional.kl_div(there, here, log_target=True, reduction="batchmean"))
+            found.append(0.0 if moved < 0 else moved)  # not max(): it would turn nan into 0
         else:
             found.append(float((new - old).square().sum() / old.square().sum().clamp_min(1e-12)))
     return found

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from rekindle.advice.advising import Advice, compared, seconds_of
-from rekindle.advice.candidates import Candidate, to_try
+from rekindle.advice.candidates import Candidate, part_at, to_try
 from rekindle.advice.trials import Trace
 from rekindle.extras import require
 from rekindle.integrations.agent_networks import (
@@ -353,20 +353,16 @@ class _PaceCallback(_callbacks.BaseCallback):  # type: ignore[misc]
 
 def _event(method: Any) -> Any:
     """What a method does at once, before the agent goes on; None where it only acts while the agent learns."""
-    if hasattr(method, "at"):
-        act = method.at("event")
-        return None if getattr(act, "watches", False) and getattr(act, "period", None) else act
-    return method if getattr(method, "moment", "event") == "event" else None
+    act = part_at(method, "event")
+    return None if getattr(act, "watches", False) and getattr(act, "period", None) else act
 
 
 def _while_learning(method: Any) -> dict[str, Any] | None:
     """The arguments of the callback of a method that acts while an agent learns; None for one that does not."""
-    if method is None or not hasattr(method, "at"):
-        return None if getattr(method, "moment", "event") == "event" else {}
-    act = method.at("event")
+    act = part_at(method, "event")
     if getattr(act, "watches", False) and getattr(act, "period", None):
         return {"every": act.period}
-    return {} if any(method.at(moment) is not None for moment in MOMENTS if moment != "event") else None
+    return {} if any(part_at(method, moment) is not None for moment in MOMENTS if moment != "event") else None
 
 
 def _silent(agent: Any) -> Any:

@@ -395,6 +395,8 @@ class Application:
         self.firings.append(Firing(step, reason))
         if self._schedule is not None:
             self._schedule.firings.append(self.firings[-1])
+        if isinstance(self._schedule, Keeper):
+            self._schedule.trigger.applied(receipt)
         if self._rounds is not None and not receipt.rolled_back:
             self._rounds.rewarm()
         numbers = receipt_numbers(receipt, f"rekindle/{self.name}/")
@@ -406,10 +408,11 @@ class Application:
     def _change(self) -> Receipt:
         assert self._model is not None
         follow = self._mirrors.before(self._model, self._optimizer)
-        watch = self._guard.watch(self._model, self._optimizer) if self._guard is not None else None
-        receipt = self._call("event")
-        if watch is not None:
-            receipt = watch.settle(receipt)
+        if self._guard is None:
+            receipt = self._call("event")
+        else:
+            with self._guard.watch(self._model, self._optimizer) as watch:
+                receipt = watch.settle(self._call("event"))
         follow()
         return receipt
 

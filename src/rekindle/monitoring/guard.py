@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rekindle.isolation import Batch, Loss, call, isolated
+from rekindle.isolation import Batch, Loss, call, check_loss, isolated
 from rekindle.optimizers import unwrap
 from rekindle.projection.method import Method
 from rekindle.projection.receipt import Receipt
@@ -28,6 +28,8 @@ class Guard:
     batches: data that can be iterated again, for example a list with a few held-out batches.
     loss: `loss(model, batch) -> scalar`; without it the model's own `.loss` is taken (transformers with labels).
     max_rise: the largest rise of the mean loss that is accepted; a loss that is not finite is never accepted.
+
+    An error or Ctrl-C while the remedy acts, or while the loss is measured after it, takes everything back too.
 
     The loss is measured in evaluation mode; the model and the random state are left as they were. Under DDP the mean
     over all ranks decides, so that all ranks decide alike; so it does for a model in shards, where every rank must have
@@ -49,6 +51,7 @@ class Guard:
             raise TypeError("batches can be read only once, and a guard reads them before and after: give a list")
         if math.isnan(max_rise):
             raise ValueError("max_rise is NaN: no rise could be compared with it")
+        check_loss(loss)
         self.batches, self.loss, self.max_rise = batches, loss, max_rise
 
     def measure(self, model: nn.Module) -> float:
@@ -80,8 +83,8 @@ class Guard:
         >>> Guard([torch.zeros(1, 2)], lambda m, x: m(x).square().mean(), max_rise=9.0)(FullReset(), layer).rolled_back
         False
         """
-        watch = self.watch(model, optimizer)
-        return watch.settle(method(model, optimizer, **options))
+        with self.watch(model, optimizer) as watch:
+            return watch.settle(method(model, optimizer, **options))
 
     def _one(self, model: nn.Module, batch: Batch) -> Tensor:
         if self.loss is not None:
@@ -94,19 +97,26 @@ class Guard:
 
 
 class Guarded:
-    """One remedy under guard: made before it, settled after it."""
+    """One remedy under guard: made before it, settled after it. In a `with` statement an error takes it back too."""
 
     def __init__(self, guard: Guard, model: nn.Module, before: float, restore: Callable[[], None]) -> None:
-        self.guard, self.model, self.before = guard, model, before
-        self._restore = restore
+        self.guard, self.model, self.before, self.restore = guard, model, before, restore
+
+    def __enter__(self) -> Guarded:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if kind is not None:
+            self.restore()
 
     def settle(self, receipt: Receipt) -> Receipt:
         """Measure again; the receipt with both losses, and everything put back if the rise is above the limit."""
         after = self.guard.measure(self.model)
         receipt = replace(receipt, loss_before=self.before, loss_after=after)
-        if math.isfinite(after) and after - self.before <= self.guard.max_rise:
+        # A remedy that makes the loss finite again is no damage.
+        if math.isfinite(after) and (not math.isfinite(self.before) or after - self.before <= self.guard.max_rise):
             return receipt
-        self._restore()
+        self.restore()
         limit = self.guard.max_rise
         note = f"rolled back: the loss went from {self.before:.4g} to {after:.4g}, max_rise is {limit:g}"
         return replace(receipt, rolled_back=True, notes=(*receipt.notes, note))

@@ -143,7 +143,9 @@ def fire(
     watch = guard.watch(model, optimizer, also=store.mirrors) if guard is not None else None
     if before is not None or watch is not None:
         settle(model)  # a forward pass leaves modules of FSDP2 unsharded
-    restore = _snapshot(model, optimizer, store, recalibrate is not None) if atomic else None
+    restore = watch.restore if watch is not None else None  # a guard has copied everything
+    if restore is None and atomic:
+        restore = _snapshot(model, optimizer, store, recalibrate is not None)
     try:
         try:
             receipt = carry_out(strength=strength, measure=measure, solved=solved, **solving)
@@ -153,18 +155,18 @@ def fire(
         receipt = _finish(receipt, plan, store, states, optimizer_state)
         if recalibrate is not None:
             receipt = recalibrated(model, recalibrate, receipt, team)
+        if before is not None:
+            with passes(model, team):
+                receipt = replace(receipt, outputs_moved=relative_change(before, _answers(model, batches or ())))
+        settings = {**receipt.settings, "optimizer_state": optimizer_state, "biases": biases, "atomic": atomic}
+        receipt = replace(receipt, settings=settings, **meter.cost())
+        return receipt if watch is None else watch.settle(receipt)
     except BaseException as error:
         if restore is not None:
             restore()
             if isinstance(error, MethodError):
                 raise MethodError(f"{error}; everything was put back", Receipt("fire")) from error
         raise
-    if before is not None:
-        with passes(model, team):
-            receipt = replace(receipt, outputs_moved=relative_change(before, _answers(model, batches or ())))
-    settings = {**receipt.settings, "optimizer_state": optimizer_state, "biases": biases, "atomic": atomic}
-    receipt = replace(receipt, settings=settings, **meter.cost())
-    return receipt if watch is None else watch.settle(receipt)
 
 
 # A block that was solved in advance: its factors, their certificate, how many the SVD had to solve.
