@@ -33,7 +33,8 @@ STUDIES = (
     *("nearness", "replay", "tuned", "scales", "over-streams"),
     *("norms", "norms-continual", "norms-channel", "dash-parts", "start-norm", "tuned-warm-start", "better"),
     *("class-incremental-20", "warm-start-15"),
-    *("random-labels-all", "mlp-streams", "tuned-domains", "widths", "widths-warm-start", "long", "long-biases"),
+    *("random-labels-all", "mlp-streams", "tuned-domains", "widths", "widths-warm-start"),
+    *("long", "long-biases", "long-scales"),
 )
 AGENTS = ("rl-observations", "rl-midpoint")  # their page, rl.md, is written by hand from several studies
 JOINED = ("tuned", "scales", "over-streams")  # some or all of their runs are those of studies before them
