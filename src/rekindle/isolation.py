@@ -28,6 +28,8 @@ Batch: TypeAlias = "Tensor | Sequence[Any] | Mapping[str, Any] | Recorded"
 Batches: TypeAlias = "Iterable[Batch]"
 Loss: TypeAlias = "Callable[[nn.Module, Any], Tensor]"
 
+_TORCHS_OWN = frozenset(vars(nn.Module()))  # attributes of every module
+
 
 @dataclass(frozen=True, eq=False)
 class Recorded:
@@ -229,6 +231,8 @@ def gradients_kept(model: nn.Module) -> Iterator[None]:
 def attributes_kept(model: nn.Module) -> Iterator[None]:
     """What a forward pass writes into its module beside buffers (a carried state, a counter) is undone.
 
+    Not what it changes inside lists and dicts.
+
     >>> layer = nn.Linear(1, 1)
     >>> with attributes_kept(layer):
     ...     layer.calls = 3
@@ -241,7 +245,7 @@ def attributes_kept(model: nn.Module) -> Iterator[None]:
             {
                 name: (value, value.detach().clone() if isinstance(value, Tensor) else None)
                 for name, value in vars(module).items()
-                if not name.startswith("_") and name != "training"
+                if name not in _TORCHS_OWN
             },
         )
         for module in model.modules()
@@ -250,9 +254,8 @@ def attributes_kept(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         for module, values in kept:
-            for name in [name for name in vars(module) if not name.startswith("_") and name not in values]:
-                if name != "training":
-                    delattr(module, name)
+            for name in [name for name in vars(module) if name not in _TORCHS_OWN and name not in values]:
+                delattr(module, name)
             for name, (value, copied) in values.items():
                 if copied is not None and not _same(value.detach(), copied):
                     with torch.no_grad():
@@ -312,6 +315,8 @@ def _moved(value: Any, device: torch.device | None) -> Any:
 
 def _same(a: Tensor, b: Tensor) -> bool:
     """Whether nothing has changed; sparse tensors cannot be compared, and count as changed."""
+    if a.is_meta:
+        return True
     if a.layout != torch.strided or a.shape != b.shape:
         return False
     return bool(((a == b) | ((a != a) & (b != b))).all())

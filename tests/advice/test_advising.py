@@ -270,6 +270,7 @@ def test_nobody_is_dropped_while_there_is_time_for_all(
         """Trials of which the last two learn slowly; a step of one takes a hundredth of a second."""
 
         def __init__(self) -> None:
+            self.workers = 1
             self.steps = [0] * 8
             self.gone: list[int] = []
 
@@ -283,7 +284,7 @@ def test_nobody_is_dropped_while_there_is_time_for_all(
             self.gone += numbers
 
     where = Where()
-    race = advising._Race(where, [Candidate(n, None) for n in names], [0, 1], 0.0, seconds, False, 4)  # type: ignore[arg-type]
+    race = advising._Race(where, [Candidate(n, None) for n in names], [0, 1], 0.0, seconds, False, 4, names[0])  # type: ignore[arg-type]
     assert race.to_the_end(200) == 200 and race.steps == 200
     assert (where.gone == []) == enough and ("slower" in race.running) == enough
 

@@ -221,6 +221,23 @@ def case_batches_and_guard_leave_nothing_unsharded() -> None:
     compare(model, alone)
 
 
+def case_a_guard_that_is_interrupted_restores_and_training_goes_on() -> None:
+    model, alone = sharded(gpt(), world_mesh()), gpt()
+    calls: list[int] = []
+
+    def late(m: Any, batch: Any) -> Any:
+        calls.append(1)
+        value = m(batch).square().mean()
+        if len(calls) > 1:
+            raise ValueError("now")
+        return value
+
+    with pytest.raises(ValueError, match="now"):
+        rekindle.fire(model, guard=rekindle.Guard([TOKENS], late, max_rise=9.0), **OPTIONS)
+    compare(model, alone)
+    step(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+
+
 def case_batch_norm_statistics_are_those_of_all_ranks() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))

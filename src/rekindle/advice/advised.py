@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from rekindle.advice.advising import Advice, advise
+from rekindle.advice.candidates import acting_at_once
 from rekindle.advice.trials import optimizers_like, twins
 from rekindle.isolation import random_states_kept
 from rekindle.methods.call import Call
@@ -59,13 +60,12 @@ class Advised(Remedy):
             raise ValueError(f"held_out={held_out} is a share of the batches, from 0 up to 1")
         self.steps, self.budget, self.seeds, self.workers = steps, budget, seeds, workers
         self.held_out, self.new_optimizer, self.otherwise = held_out, new_optimizer, otherwise
-        self._candidates = candidates if candidates is None or isinstance(candidates, Mapping) else list(candidates)
+        self._candidates = acting_at_once(candidates)
         self.last: Advice | None = None
 
     def remember(self, model: nn.Module) -> None:
         """Keep the first weights for the candidates that go back to them (shrink-and-perturb)."""
-        given = self._candidates or ()
-        methods: Iterable[Any] = given.values() if isinstance(given, Mapping) else given
+        methods: Iterable[Any] = (self._candidates or {}).values()
         for method in methods:
             if hasattr(method, "remember"):
                 method.remember(model)
@@ -85,7 +85,7 @@ class Advised(Remedy):
         optimizer = call.optimizer
         if self.new_optimizer and optimizer is not None:
             optimizer = _begun_anew(optimizers_like(optimizer, twins(call.inner, call.inner)))
-        self.last = advise(
+        advice = advise(
             call.inner,
             batches[judged:],
             held_out=batches[:judged],
@@ -99,8 +99,9 @@ class Advised(Remedy):
             workers=self.workers,
             progress=False,
         )
-        receipt = self.last.apply(call.model, call.optimizer, generator=call.generator)
-        return replace(receipt, notes=(f"advised: {self.last.sentence}", *receipt.notes))
+        self.last = replace(advice, tried_with=((), None))  # the data need not live until the next call
+        receipt = advice.apply(call.model, call.optimizer, generator=call.generator)
+        return replace(receipt, notes=(f"advised: {advice.sentence}", *receipt.notes))
 
 
 def _begun_anew(optimizers: Any) -> Any:

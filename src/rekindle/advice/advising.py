@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from time import perf_counter
 from typing import Any
 
@@ -35,7 +36,7 @@ from rekindle.advice.judging import (
     unlearned,
 )
 from rekindle.advice.tasks import default_loss
-from rekindle.advice.trials import JUDGED, Judge, Question, Rate, Trace, shown, spread_out
+from rekindle.advice.trials import JUDGED, SHOWN, Judge, Question, Rate, Trace, shown, spread_out
 from rekindle.blocks.names import unwrapped
 from rekindle.isolation import Batch, Loss, check_asked, check_loss, gradients_kept, random_states_kept
 from rekindle.projection.method import Method
@@ -63,7 +64,7 @@ class Advice:
     judged_on: str = "the new data"
     measure: Measure = "loss"
     candidates: tuple[Candidate, ...] = field(repr=False, default=())
-    tried_with: tuple[Sequence[Batch], Loss | None] = field(repr=False, default=((), None))
+    tried_with: tuple[Sequence[Batch], Loss | None] = field(repr=False, compare=False, default=((), None))
 
     @property
     def chosen(self) -> str:
@@ -90,8 +91,12 @@ class Advice:
         batches, loss = self.tried_with
         other, arguments["loss"] = arguments.pop("batches", None), arguments.get("loss") or loss
         with random_states_kept():  # a loader draws its order from the global states
-            given = list(batches if other is None else other)
+            given = list(islice(batches if other is None else other, SHOWN))
         return act(model, optimizer, batches=shown(act, given) or None, **arguments)  # type: ignore[no-any-return]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the data that it was tried with: in a file `apply` needs its batches and loss again."""
+        return {**vars(self), "tried_with": ((), None)}
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON and for the page."""
@@ -226,7 +231,7 @@ def advise(
             progress=progress,
             judged_on=_judged_on(judged),
             measure="loss" if judge is None else "judged",
-            tried_with=(new, loss or default_loss),
+            tried_with=(new[:SHOWN], loss or default_loss),
         )
 
 
@@ -257,7 +262,7 @@ def compared(
         raise ValueError(f"otherwise={otherwise!r} is none of the candidates: {', '.join(known)}")
     where = executor(question, tried, seeds, on=on, workers=workers)
     try:
-        race = _Race(where, tried, seeds, *until, progress, question.first_steps)
+        race = _Race(where, tried, seeds, *until, progress, question.first_steps, otherwise or NOTHING)
         horizon = race.to_the_end(steps)
     finally:
         where.close()
@@ -313,8 +318,9 @@ class _Race:
         seconds: float,
         progress: bool | None,
         first_steps: int,
+        otherwise: str,
     ) -> None:
-        self._first_steps = first_steps
+        self._first_steps, self._otherwise = first_steps, otherwise
         self._where, self._seconds, self._end = where, seconds, began + seconds
         self._seeds = len(seeds)
         self._shown = sys.stderr.isatty() if progress is None else progress
@@ -354,18 +360,23 @@ class _Race:
         return horizon if steps is not None else max(self.steps, _LEAST)
 
     def _begin(self) -> None:
-        """The first step, in which the remedies are applied. Who has not begun when the time is over is not tried."""
-        everybody, self.running = [NOTHING, *(name for name in self.names if name != NOTHING)], []
-        began = perf_counter()
-        for name in everybody:
-            if self.running and perf_counter() > self._end:
-                late = Trace(error="the budget was over before its turn")
-                self.traces[name] = [late for _ in range(self._seeds)]
-            elif self._tried([name], 1):
-                self.running.append(name)
-        self.steps = 1
-        self._rounds.append((1, perf_counter() - began))
-        self._per_step = perf_counter() - began
+        """The first step, in which the remedies are applied. Who has not begun when the time is over is not tried.
+
+        Doing nothing and what is chosen where trials cannot tell begin in any case.
+        """
+        began, first = perf_counter(), dict.fromkeys([NOTHING, self._otherwise])
+        waiting = [name for name in self.names if name not in first]
+        self.running = self._tried(list(first), 1)
+        together = max(1, -(-self._where.workers // self._seeds))
+        while waiting:
+            turn, waiting = waiting[:together], waiting[together:]
+            if perf_counter() < self._end:
+                self.running += self._tried(turn, 1)
+                continue
+            for name in turn:
+                self.traces[name] = [Trace(error="the budget was over before its turn")] * self._seeds
+        self.steps, self._per_step = 1, perf_counter() - began
+        self._rounds.append((1, self._per_step))
 
     def _in_time(self, horizon: int) -> bool:
         """Whether all that still run can go to the end in the time that is left: then nobody need be dropped."""

@@ -205,6 +205,25 @@ def given_candidates(given: Mapping[str, Method | None] | Iterable[Method]) -> l
     return [Candidate(NOTHING), *acting]
 
 
+def acting_at_once(
+    given: Mapping[str, Method | None] | Iterable[Method] | None,
+) -> Mapping[str, Method | None] | None:
+    """The same by name, for who applies a remedy at once: an error for one that acts at every step.
+
+    >>> list(acting_at_once([FIRE()]))
+    ['nothing', 'fire']
+    """
+    if given is None:
+        return None
+    named = given_candidates(given)
+    for one in named:
+        if any(part_at(one.method, moment) is not None for moment in MOMENTS if moment != "event"):
+            raise ValueError(
+                f"candidate {one.name!r} acts at every step: attach it instead, this applies remedies at once"
+            )
+    return {one.name: one.method for one in named}
+
+
 def _dormant(model: nn.Module, batches: Sequence[Batch]) -> bool:
     """Whether any neuron is dormant by ReDo's score; False for a model that ReDo cannot read."""
     found = ReDo()

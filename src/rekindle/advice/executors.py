@@ -82,6 +82,8 @@ class Trials:
 class TrialExecutor(Protocol):
     """Where trials run."""
 
+    workers: int
+
     def advance(self, numbers: Sequence[int], steps: int, horizon: float) -> dict[int, Trace]:
         """Advance these trials; what each has shown so far."""
         ...
@@ -97,6 +99,8 @@ class TrialExecutor(Protocol):
 
 class _Here:
     """In this process, one after the other."""
+
+    workers = 1
 
     def __init__(self, trials: Trials) -> None:
         self._trials = trials
@@ -116,6 +120,7 @@ class _Forked:
 
     def __init__(self, trials: Trials, workers: int) -> None:
         context = get_context("fork")
+        self.workers = workers
         self._pipes, self._processes = [], []
         for _ in range(workers):
             here, there = context.Pipe()
@@ -182,6 +187,7 @@ class _OnRay:
     """In Ray actors, one per worker."""
 
     def __init__(self, question: Triable, candidates: Sequence[Candidate], seeds: Sequence[int], workers: int) -> None:
+        self.workers = workers
         self._ray = require("ray", "ray", "advise(on='ray')")
         self._own = not self._ray.is_initialized()
         if self._own:

@@ -19,14 +19,14 @@ import torch
 from torch import nn
 
 from rekindle.advice.advising import Advice, advise
-from rekindle.advice.candidates import NOTHING, Candidate, candidates_for, given_candidates, part_at
+from rekindle.advice.candidates import NOTHING, Candidate, acting_at_once, candidates_for, given_candidates
 from rekindle.advice.probing import probe
 from rekindle.advice.tasks import default_loss
 from rekindle.advice.trials import shown
 from rekindle.blocks.names import is_sharded, unwrapped
 from rekindle.isolation import Batch, Loss, check_loss, random_states_kept
-from rekindle.methods.call import Call
-from rekindle.methods.remedy import MOMENTS, Remedy
+from rekindle.methods.call import Call, replicas
+from rekindle.methods.remedy import Remedy
 from rekindle.monitoring.guard import Guard
 from rekindle.monitoring.monitor import Monitor
 from rekindle.monitoring.schedules import Schedule
@@ -122,10 +122,7 @@ class Keeper(Schedule):
                 raise TypeError(f"{name} is a list of batches, or a function that gives one, got {given!r}")
             if isinstance(given, Iterator):
                 raise TypeError(f"{name} can be read only once, and a keeper reads them often: give a list")
-        candidates = candidates if candidates is None or isinstance(candidates, Mapping) else list(candidates)
-        for one in () if candidates is None else given_candidates(candidates):
-            if one.method is not None and any(part_at(one.method, m) is not None for m in MOMENTS if m != "event"):
-                raise ValueError(f"candidate {one.name!r} acts at every step: attach it instead, a keeper acts at once")
+        candidates = acting_at_once(candidates)
         asking = Asking(every, share, clock, sinks)
         asking.inquiry = Inquiry(batches, loss, steps, candidates, old_batches, fresh, seeds, advise)
         asking.background, asking.watching = background, monitor
@@ -165,10 +162,11 @@ class Inquiry:
     seeds: int
     advise: Callable[[float], Advice] | None = None
 
-    def read(self) -> Inquiry:
+    def read(self, *, old: bool = True) -> Inquiry:
         """With the batches of now as lists; the random states of training stay what they are."""
         with random_states_kept():  # a loader draws its order from the global states
-            return replace(self, batches=list(_now(self.batches)), old_batches=list(_now(self.old_batches)))
+            earlier = list(_now(self.old_batches)) if old else ()
+            return replace(self, batches=list(_now(self.batches)), old_batches=earlier)
 
     def tried(self, model: nn.Module) -> list[Candidate]:
         """The candidates by name."""
@@ -256,7 +254,7 @@ class Asking(Trigger):
         if self._model is model:
             self._optimizer = optimizer
             return
-        if isinstance(model, nn.parallel.DistributedDataParallel):
+        if replicas(model) is not None:
             raise ValueError(
                 "a Keeper probes on the first process alone, and the others must follow it: give it to "
                 "rekindle.attach or to a trainer's callback, which keep the processes in step"
@@ -305,7 +303,9 @@ class Asking(Trigger):
         try:
             inquiry = self.inquiry.read()  # here: a loader's own processes cannot be started in a forked one
             if self._may_fork():
-                self._running = _Running(inquiry, self._model, self._optimizer, seconds, self._clock)
+                reading = self._clock() - began  # takes time off training, and counts
+                self.spent, self._last_look = self.spent + reading, self._clock()
+                self._running = _Running(inquiry, self._model, self._optimizer, seconds - reading, self._clock)
                 return None
             finding = inquiry.ask(unwrapped(self._model), self._optimizer, seconds, self._clock)
         except Exception as error:
@@ -373,7 +373,7 @@ class Asking(Trigger):
     def _failed(self, error: Exception, seconds: float) -> None:
         """A failed probe does not stop training; the next one waits for twice its time."""
         self.spent += seconds
-        self.least = 2 * max(seconds, self.least)
+        self.least = max(self.least, 2 * seconds)
         self._last_look = self._clock()
         self._note("failed", f"{type(error).__name__}: {error}", seconds)
         warnings.warn(f"no probe at step {self.step}: {error}", RuntimeWarning, stacklevel=4)
@@ -403,14 +403,14 @@ class Chosen(Remedy):
 
     def apply(self, call: Call) -> Receipt:
         """Apply the candidate that the advice named."""
-        inquiry, name = self._asking.inquiry, self._asking.chosen
+        inquiry, name = self._asking.inquiry.read(old=False), self._asking.chosen
         method = next((one.method for one in inquiry.tried(call.inner) if one.name == name), None)
         if method is None:
             return Receipt(NOTHING)
         receipt = method(
             call.model,
             call.optimizer,
-            batches=shown(method, list(_now(inquiry.read().batches))),
+            batches=shown(method, list(_now(inquiry.batches))),
             loss=inquiry.loss or default_loss,
             generator=call.generator,
         )

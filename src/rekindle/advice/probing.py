@@ -168,7 +168,7 @@ def probe(
             starts = {"fresh": _fresh(model, fresh, generator), "model": _state(model)}
             with forked_rng(torch.Generator().manual_seed(seed), model):
                 todo = prepare(task, model, batches, loss, partial(_fresh, model, fresh, generator), generator)
-                levels.append(_level(model, starts["fresh"], todo, began + allowed / 8))
+                levels.append(_level(model, starts["fresh"], todo, perf_counter() + allowed / 8 / len(chosen)))
             order_seed = int(torch.randint(2**31 - 1, (), generator=generator))
             for who in ("fresh", "model"):
                 learner = _Learner(model, starts[who], todo, optimizer, order_seed)

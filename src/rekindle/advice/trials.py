@@ -20,13 +20,13 @@ from rekindle.advice.candidates import Candidate, part_at
 from rekindle.advice.tasks import output
 from rekindle.blocks.names import unwrapped
 from rekindle.isolation import Loss, forked_rng, isolated
-from rekindle.methods.remedy import MOMENTS
+from rekindle.methods.remedy import MOMENTS, Remedy
 from rekindle.optimizers import unwrap
 from rekindle.projection.recalibration import recalibrate
 
 _FIRST_STEPS = 4
 _LOOKED_AT = 8  # batches for the loss before and after
-_SHOWN = 20  # batches that a method is applied with
+SHOWN = 20  # batches that a method is applied with
 _STATISTICS = 4  # batches that BatchNorm's statistics are estimated from before a look
 JUDGED = 4  # held-out batches per look
 
@@ -105,8 +105,7 @@ class Trial:
     def __init__(self, question: Question, candidate: Candidate, seed: int) -> None:
         self.trace = Trace()
         self._question = question
-        method = copy.deepcopy(candidate.method)  # trials that take turns must not share what it gathers
-        self._parts: dict[str, Any] = {m: part for m in MOMENTS if (part := part_at(method, m)) is not None}
+        self._parts: dict[str, Any] = {}
         self._draws = torch.Generator().manual_seed(seed)
         self._order = torch.Generator().manual_seed(seed)
         self._noise = torch.Generator().manual_seed(seed + 1)
@@ -122,6 +121,8 @@ class Trial:
         before, at_first, old = self._outputs(), self._losses(question.new), self._losses(question.old)
         self.trace.old_before = _mean(old)
         try:
+            method = copy.deepcopy(candidate.method)  # trials that take turns must not share what it gathers
+            self._parts = {m: part for m in MOMENTS if (part := part_at(method, m)) is not None}
             self._period = _period(self._parts.get("event"))
             if getattr(method, "watches", False):
                 method.observe(self._model)  # type: ignore[union-attr]  # the hooks are freed with the copy
@@ -148,7 +149,8 @@ class Trial:
                     self.trace.losses.append(loss)
             if self._question.held_out or self._question.old:
                 # After a strong remedy running statistics lag behind the weights for longer than a short trial.
-                recalibrate(self._model, self._question.new[:_STATISTICS])
+                with suppress(Exception):  # a loss may call the model otherwise; then the running statistics stay
+                    recalibrate(self._model, spread_out(self._question.new, _STATISTICS))
             self.trace.old_end = _mean(self._losses(self._question.old))
             if self._question.held_out:
                 judge = self._question.judge or self._question.loss
@@ -202,8 +204,10 @@ class Trial:
 
     def _apply(self, moment: str) -> None:
         method = self._parts[moment]
-        more = {} if moment != "event" else {"batches": shown(method, self._question.new), "loss": self._question.loss}
-        method(self._model, self._optimizers, generator=self._draws, **more)
+        more: dict[str, Any] = {"generator": self._draws} if isinstance(method, Remedy) or moment == "event" else {}
+        if moment == "event":
+            more |= {"batches": shown(method, self._question.new), "loss": self._question.loss}
+        method(self._model, self._optimizers, **more)
 
     def _refuse(self, error: Exception) -> None:
         self.trace.error = f"{type(error).__name__}: {error}".splitlines()[0]
@@ -217,7 +221,7 @@ class Trial:
             )
 
     def _losses(self, batches: Sequence[Any], judge: Judge | None = None) -> list[float]:
-        """The loss on each of the first batches, in evaluation mode."""
+        """The loss on each of a few batches, in evaluation mode."""
         judged = judge or self._question.loss
         with isolated(self._model), torch.no_grad():
             found = [float(judged(self._model, batch)) for batch in spread_out(batches, _LOOKED_AT)]
@@ -258,7 +262,7 @@ def shown(method: Any, batches: Sequence[Any]) -> list[Any]:
     >>> [batch[0].shape for batch in shown(All(), [(torch.zeros(2, 3), torch.zeros(2))] * 2)]
     [torch.Size([4, 3])]
     """
-    first = list(batches[:_SHOWN])
+    first = list(batches[:SHOWN])
     if getattr(method, "batches", "any") != "all" or not first:
         return first
     kind = type(first[0])
@@ -278,6 +282,9 @@ def copied(question: Question) -> nn.Module:
         made = question.copy()
         if {id(p) for p in made.parameters()} & {id(p) for p in model.parameters()}:
             raise ValueError("copy() returned the model itself, or one that shares its parameters: it must copy them")
+        found, wanted = (len(list(each.parameters())) for each in (made, model))
+        if found != wanted:
+            raise ValueError(f"copy() returned a model with {found} parameters, and the model has {wanted}")
         return made
     try:
         return copy.deepcopy(model)

@@ -100,7 +100,7 @@ class Guarded:
     """One remedy under guard: made before it, settled after it. In a `with` statement an error takes it back too."""
 
     def __init__(self, guard: Guard, model: nn.Module, before: float, restore: Callable[[], None]) -> None:
-        self.guard, self.model, self.before, self.restore = guard, model, before, restore
+        self.guard, self.model, self.before, self._restore = guard, model, before, restore
 
     def __enter__(self) -> Guarded:
         return self
@@ -108,6 +108,11 @@ class Guarded:
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         if kind is not None:
             self.restore()
+
+    def restore(self) -> None:
+        """Put everything back as it was."""
+        settle(self.model)  # a pass that was interrupted leaves FSDP2 modules whole
+        self._restore()
 
     def settle(self, receipt: Receipt) -> Receipt:
         """Measure again; the receipt with both losses, and everything put back if the rise is above the limit."""

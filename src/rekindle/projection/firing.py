@@ -99,7 +99,7 @@ def fire(
     guard: a `rekindle.Guard`, which takes everything back if the loss on its batches rises too much.
 
     Everything that can be checked is checked before the first write. A failure after it raises `MethodError`, whose
-    `receipt` says what had been changed.
+    `receipt` says what had been changed; with `guard=` or `atomic=True` everything is put back first.
 
     >>> model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4), nn.ReLU(), nn.Linear(4, 2))
     >>> receipt = fire(model, torch.optim.Adam(model.parameters()))

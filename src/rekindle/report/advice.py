@@ -113,7 +113,9 @@ def _advised(advice: Mapping[str, Any]) -> dict[str, Any]:
 def _cells(row: Mapping[str, Any]) -> list[str]:
     own = row["name"] != "nothing"
     share = "" if row["share"] >= 1 else f" ({100 * row['share']:.0f} %)"
-    ahead = f"{number(row['expected'])} ± {number(row['expected_error'])}" if row["share"] < 1 else ""
+    error = row["expected_error"]  # nan, or None in JSON, where there were too few points for a fit
+    fitted = row["share"] < 1 and error is not None and error == error
+    ahead = f"{number(row['expected'])} ± {number(error)}" if fitted else ""
     around = [_around(row[name], row[f"{name}_interval"]) for name in ("rise", "old_rise", "old_end", "drift")]
     return [
         row["name"],
@@ -214,7 +216,7 @@ def _curves(
     most = max(x for curve in known.values() for x, _ in curve)
     losses = sorted(y for curve in known.values() for _, y in curve)
     low, top = min(0.0, losses[0]), max(losses[-1], losses[0] + 1e-9)
-    if measure == "loss":  # remedies may start far above: the picture shows up to twice the middle of all losses
+    if measure != "return":  # remedies may start far above: the picture shows up to twice the middle of all losses
         top = max(min(top, 2 * losses[len(losses) // 2]), losses[0] + 1e-9)
 
     def place(x: float, y: float) -> str:
