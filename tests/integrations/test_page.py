@@ -32,16 +32,27 @@ def names() -> dict[str, object]:
     return {"__name__": "page"}
 
 
-@pytest.mark.parametrize(("title", "code"), sections(), ids=lambda value: value if len(value) < 30 else "script")
-def test_the_script_runs(title: str, code: str, names: dict[str, object], tmp_path: Path) -> None:
-    missing = [package for package in NEEDS.get(title, ()) if importlib.util.find_spec(package) is None]
-    if missing:
-        pytest.skip(f"needs {', '.join(missing)}")
+RUN: list[int] = []  # scripts that this process has run: another process may have had the earlier ones
+
+
+def missing(title: str) -> list[str]:
+    return [package for package in NEEDS.get(title, ()) if importlib.util.find_spec(package) is None]
+
+
+@pytest.mark.parametrize(
+    "place", range(len(sections())), ids=[f"{title}-{at}" for at, (title, _) in enumerate(sections())]
+)
+def test_the_script_runs(place: int, names: dict[str, object], tmp_path: Path) -> None:
+    if packages := missing(sections()[place][0]):
+        pytest.skip(f"needs {', '.join(packages)}")
     before = Path.cwd()
     os.chdir(tmp_path)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            exec(compile(code, str(PAGE), "exec"), names)
+            for at, (title, code) in enumerate(sections()[: place + 1]):
+                if at not in RUN and not missing(title):
+                    exec(compile(code, str(PAGE), "exec"), names)
+                    RUN.append(at)
     finally:
         os.chdir(before)
