@@ -168,3 +168,20 @@ def test_networks_apart_with_a_parametrised_layer() -> None:
     layer = nn.utils.parametrizations.weight_norm(nn.Linear(4, 2))
     model = nn.ModuleDict({"actor": nn.Sequential(nn.Linear(3, 4), layer), "critic": nn.Sequential(nn.Linear(3, 4))})
     assert "actor.1.weight" in {f.name for f in find(model) if "head" in f.marks}
+
+
+class Ending(nn.Module):
+    """Two instances of one class whose direct children have the same types, and whose output layers differ."""
+
+    def __init__(self, deep: bool) -> None:
+        super().__init__()
+        self.body, self.last = nn.Linear(4, 8), nn.Linear(8, 8)
+        self.out = nn.Sequential(nn.Linear(8, 3)) if deep else nn.Sequential()
+
+    def forward(self, x):
+        return self.out(torch.relu(self.last(torch.relu(self.body(x)))))
+
+
+def test_what_is_an_output_does_not_depend_on_what_was_planned_before() -> None:
+    for deep in (True, False, True, False):
+        assert heads(Ending(deep)) == (["out.0"] if deep else ["last"])

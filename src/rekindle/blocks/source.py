@@ -13,10 +13,11 @@ from __future__ import annotations
 import ast
 import inspect
 import linecache
+from collections.abc import Hashable
 from functools import lru_cache
-from typing import Any
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from rekindle.blocks.statements import Reader, TooLong
 from rekindle.blocks.values import Uses
@@ -28,15 +29,29 @@ def uses_of(module: nn.Module) -> Uses | None:
     >>> uses_of(nn.Linear(1, 1)) is None  # torch's own classes are known without reading
     True
     """
-    kind = type(module)
-    key = (kind, tuple((name, type(child)) for name, child in module._modules.items()))
-    if key not in _CACHE:
-        _CACHE[key] = None  # a class that holds itself: the inner one is unknown while the outer is read
-        _CACHE[key] = _read(module)
-    return _CACHE[key]
+    content = _content(module)
+    if content not in _CACHE:
+        if len(_CACHE) >= _LARGEST_CACHE:
+            _CACHE.clear()
+        _CACHE[content] = _read(module)
+    return _CACHE[content]
 
 
-_CACHE: dict[Any, Uses | None] = {}
+_CACHE: dict[Hashable, Uses | None] = {}
+_LARGEST_CACHE = 4096  # classes made in a loop must not fill the memory
+
+
+def _content(module: nn.Module) -> Hashable:
+    """All that a reader asks of a module: classes, names and axes of what is inside, at every depth.
+
+    Two instances of one class may differ in it: `nn.Sequential(nn.Linear(8, 3)) if deep else nn.Sequential()`.
+    """
+    parameters = tuple(
+        (name, parameter is not None and (is_lazy(parameter) or parameter.dim() > 1))
+        for name, parameter in module._parameters.items()
+    )
+    children = tuple((name, None if child is None else _content(child)) for name, child in module._modules.items())
+    return type(module), parameters, children
 
 
 def _read(module: nn.Module) -> Uses | None:
