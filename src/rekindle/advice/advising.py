@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import nn
 
-from rekindle.advice.candidates import NOTHING, Candidate, part_at, to_try
+from rekindle.advice.candidates import NOTHING, Candidate, to_try
 from rekindle.advice.executors import Triable, TrialExecutor, executor
 from rekindle.advice.intervals import Interval, mean_interval
 from rekindle.advice.judging import (
@@ -39,6 +39,7 @@ from rekindle.advice.tasks import default_loss
 from rekindle.advice.trials import JUDGED, SHOWN, Judge, Question, Rate, Trace, shown, spread_out
 from rekindle.blocks.names import unwrapped
 from rekindle.isolation import Batch, Loss, check_asked, check_loss, gradients_kept, random_states_kept
+from rekindle.methods.remedy import moments
 from rekindle.projection.method import Method
 from rekindle.projection.receipt import Receipt
 from rekindle.sharding.team import refuse_shards
@@ -85,7 +86,7 @@ class Advice:
         """
         if self.choice is None:
             return Receipt(NOTHING)
-        act = part_at(self.choice, "event")
+        act = moments(self.choice).get("event")
         if act is None or getattr(act, "watches", False):
             raise ValueError(f"{self.chosen} acts while you train: rekindle.attach(model, optimizer, advice.choice)")
         batches, loss = self.tried_with

@@ -14,7 +14,7 @@ from rekindle import methods
 from rekindle.isolation import Batch
 from rekindle.methods import DASH, FIRE, Compose, FullReset, HeadReset, ReDo, ShrinkPerturb, StartNorm
 from rekindle.methods.caching import PerModel
-from rekindle.methods.remedy import MOMENTS, Moment
+from rekindle.methods.remedy import moments
 from rekindle.methods.start_norm import scale_invariant
 from rekindle.projection.method import Method
 from rekindle.projection.planning import plan
@@ -45,7 +45,8 @@ class Candidate:
         """
         if self.method is None:
             return "pass  # do nothing"
-        event, kinds = part_at(self.method, "event"), [m for m in MOMENTS if part_at(self.method, m) is not None]
+        parts = moments(self.method)
+        event, kinds = parts.get("event"), [*parts]
         said = []
         if event is not None and not getattr(event, "watches", False):
             act = self.written if kinds == ["event"] else f'{self.written}.at("event")'
@@ -66,13 +67,6 @@ class Candidate:
         'method'
         """
         return _expression(self.method) or "method"
-
-
-def part_at(method: Any, moment: Moment) -> Any:
-    """What a method does at this moment of training, None if nothing; a foreign one says it by its `moment`."""
-    if method is None or hasattr(method, "at"):
-        return None if method is None else method.at(moment)
-    return method if getattr(method, "moment", "event") == moment else None
 
 
 def _expression(method: Any) -> str | None:
@@ -217,7 +211,7 @@ def acting_at_once(
         return None
     named = given_candidates(given)
     for one in named:
-        if any(part_at(one.method, moment) is not None for moment in MOMENTS if moment != "event"):
+        if one.method is not None and moments(one.method).keys() - {"event"}:
             raise ValueError(
                 f"candidate {one.name!r} acts at every step: attach it instead, this applies remedies at once"
             )

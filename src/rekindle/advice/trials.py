@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from rekindle.advice.candidates import Candidate, part_at
+from rekindle.advice.candidates import Candidate
 from rekindle.advice.tasks import output
 from rekindle.blocks.names import unwrapped
 from rekindle.isolation import Loss, forked_rng, isolated
-from rekindle.methods.remedy import MOMENTS, Remedy
+from rekindle.methods.remedy import Moment, Remedy, moments
 from rekindle.optimizers import unwrap
 from rekindle.projection.recalibration import recalibrate
 
@@ -105,7 +105,7 @@ class Trial:
     def __init__(self, question: Question, candidate: Candidate, seed: int) -> None:
         self.trace = Trace()
         self._question = question
-        self._parts: dict[str, Any] = {}
+        self._parts: dict[Moment, Any] = {}
         self._draws = torch.Generator().manual_seed(seed)
         self._order = torch.Generator().manual_seed(seed)
         self._noise = torch.Generator().manual_seed(seed + 1)
@@ -122,7 +122,7 @@ class Trial:
         self.trace.old_before = _mean(old)
         try:
             method = copy.deepcopy(candidate.method)  # trials that take turns must not share what it gathers
-            self._parts = {m: part for m in MOMENTS if (part := part_at(method, m)) is not None}
+            self._parts = {} if method is None else moments(method)
             self._period = _period(self._parts.get("event"))
             if getattr(method, "watches", False):
                 method.observe(self._model)  # type: ignore[union-attr]  # the hooks are freed with the copy
@@ -202,7 +202,7 @@ class Trial:
         value = float(plain.detach())
         return value if math.isfinite(value) else math.inf
 
-    def _apply(self, moment: str) -> None:
+    def _apply(self, moment: Moment) -> None:
         method = self._parts[moment]
         more: dict[str, Any] = {"generator": self._draws} if isinstance(method, Remedy) or moment == "event" else {}
         if moment == "event":

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from rekindle.advice.advising import Advice, compared, seconds_of
-from rekindle.advice.candidates import Candidate, part_at, to_try
+from rekindle.advice.candidates import Candidate, to_try
 from rekindle.advice.trials import Trace
 from rekindle.extras import require
 from rekindle.integrations.agent_networks import (
@@ -38,7 +38,7 @@ from rekindle.integrations.agent_networks import (
 )
 from rekindle.integrations.sb3 import RekindleCallback
 from rekindle.isolation import random_states_kept
-from rekindle.methods.remedy import MOMENTS
+from rekindle.methods.remedy import moments
 from rekindle.projection.method import Method
 
 _callbacks: Any = require("stable_baselines3.common.callbacks", "rl", "advise_agent")
@@ -353,16 +353,16 @@ class _PaceCallback(_callbacks.BaseCallback):  # type: ignore[misc]
 
 def _event(method: Any) -> Any:
     """What a method does at once, before the agent goes on; None where it only acts while the agent learns."""
-    act = part_at(method, "event")
+    act = moments(method).get("event")
     return None if getattr(act, "watches", False) and getattr(act, "period", None) else act
 
 
 def _while_learning(method: Any) -> dict[str, Any] | None:
     """The arguments of the callback of a method that acts while an agent learns; None for one that does not."""
-    act = part_at(method, "event")
-    if getattr(act, "watches", False) and getattr(act, "period", None):
+    act = moments(method).get("event")
+    if act is not None and _event(method) is None:
         return {"every": act.period}
-    return {} if any(part_at(method, moment) is not None for moment in MOMENTS if moment != "event") else None
+    return {} if moments(method).keys() - {"event"} else None
 
 
 def _silent(agent: Any) -> Any:

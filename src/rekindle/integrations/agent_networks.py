@@ -18,7 +18,7 @@ from rekindle.extras import require
 from rekindle.isolation import Recorded, random_states_kept
 from rekindle.methods.compose import Compose
 from rekindle.methods.plasticity_injection import PlasticityInjection
-from rekindle.methods.remedy import FromStart
+from rekindle.methods.remedy import FromStart, moments
 from rekindle.projection.receipt import Receipt
 
 _off_policy: Any = require("stable_baselines3.common.off_policy_algorithm", "rl", "RekindleCallback")
@@ -114,8 +114,8 @@ def apply_to_agent(agent: Any, method: Any, *, generator: torch.Generator | None
     """
     if method is None:
         return Receipt("nothing")
-    act = method.at("event") if hasattr(method, "at") else method
-    if act is None or getattr(act, "moment", "event") != "event":
+    act = moments(method).get("event")
+    if act is None:
         raise ValueError(f"{method!r} acts while an agent learns: give agent.learn a RekindleCallback of it")
     refuse_what_breaks(agent, act)
     module, optimizers = trained(agent)

@@ -24,7 +24,7 @@ from rekindle.integrations import arguments, gradients, ranks
 from rekindle.integrations.mirroring import Mirror, Mirrors
 from rekindle.integrations.rounds import Rounds
 from rekindle.methods.call import Call, replicated
-from rekindle.methods.remedy import Remedy
+from rekindle.methods.remedy import Moment, Remedy
 from rekindle.monitoring.guard import Guard
 from rekindle.monitoring.monitor import Monitor
 from rekindle.monitoring.schedules import Firing, Schedule
@@ -95,7 +95,7 @@ class Application:
         self._trigger = self._schedule.trigger if self._schedule is not None else when
         timed = bool(self._at) or every is not None or self._trigger is not None
         self.name = name or arguments.name_of(self.method)
-        self._parts = arguments.moments(self.method, timed, guard is not None)
+        self._parts = arguments.parts(self.method, timed, guard is not None)
         guard = guard if self._schedule is None or guard is not None else self._schedule.guard
         self._guard, self._mirrors, self._rewarm = guard, Mirrors(mirrors), arguments.warming(rewarm)
         self._batches, self._loss = arguments.again(batches), loss
@@ -440,7 +440,7 @@ class Application:
         with gradients.only_of(optimizer, self._model) if self._alternating else nullcontext():
             self.last = self._call("backward")
 
-    def _call(self, moment: str) -> Receipt:
+    def _call(self, moment: Moment) -> Receipt:
         method = self._parts[moment]
         # Events are applied on rank 0 alone; per-step remedies reduce statistics and random draws over the ranks.
         # Shards are not copies: there the method itself makes the ranks agree.

@@ -10,7 +10,7 @@ from numbers import Integral
 from typing import Any, Literal
 
 from rekindle import methods
-from rekindle.methods.remedy import MOMENTS
+from rekindle.methods.remedy import Moment, moments
 from rekindle.monitoring.guard import Guard
 from rekindle.monitoring.monitor import Monitor
 from rekindle.monitoring.triggers import Trigger
@@ -51,17 +51,9 @@ def acting(method: Any) -> Any:
     return found
 
 
-def parts(method: Any) -> dict[str, Any]:
-    """What acts at each moment: one method for most, several for a `Compose` of different kinds."""
-    if not hasattr(method, "at"):
-        return {getattr(method, "moment", "event"): method}
-    found = {moment: method.at(moment) for moment in MOMENTS}
-    return {moment: part for moment, part in found.items() if part is not None}
-
-
-def moments(method: Any, timed: bool, guarded: bool) -> dict[str, Any]:
+def parts(method: Any, timed: bool, guarded: bool) -> dict[Moment, Any]:
     """The parts of a method that is given times, or not; an error where times or a guard mean nothing for it."""
-    found = parts(method)
+    found = moments(method)
     if timed and "event" not in found:
         if "step" not in found:
             raise ValueError(f"{method!r} acts in every step: at=, every= and when= mean nothing for it")

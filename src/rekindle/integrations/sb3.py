@@ -98,7 +98,7 @@ class RekindleCallback(Application, _callbacks.BaseCallback):  # type: ignore[mi
         verbose: int = 0,
         **options: Any,
     ) -> None:
-        steps, self._fractions = _moments(at)
+        steps, self._fractions = _times(at)
         for name, count in (("every", every), ("monitor", monitor)):
             if count is not None and (not isinstance(count, Integral) or isinstance(count, bool) or count < 1):
                 raise ValueError(f"{name} is a positive number of environment steps, got {count!r}")
@@ -348,10 +348,10 @@ class _StoredValues:
         return bool(self._batches)
 
 
-def _moments(at: Any) -> tuple[list[int], list[float]]:
+def _times(at: Any) -> tuple[list[int], list[float]]:
     """Steps, and fractions of the training.
 
-    >>> _moments([0.5, 20_000])
+    >>> _times([0.5, 20_000])
     ([20000], [0.5])
     """
     several = isinstance(at, Iterable) and not isinstance(at, str)

@@ -30,7 +30,7 @@ from rekindle.lab.evaluation import Score, Track, average, drift_of, evaluate, l
 from rekindle.lab.settings import Run, Setting, read_source
 from rekindle.lab.sources import Examples, Stream, Task, derive, generator, isolated
 from rekindle.methods import muon
-from rekindle.methods.remedy import MOMENTS, Moment
+from rekindle.methods.remedy import Moment, moments
 from rekindle.projection.recalibration import recalibrate
 
 __all__ = ["Learner", "Row", "Run", "execute", "make_optimizers", "rate"]
@@ -107,7 +107,7 @@ class Learner:
         self.arm = run.arm.within(run.setting)
         self.model = run.setting.make_network(stream, run.seed)
         self.method = self.arm.build()
-        self.acts: dict[Moment, Any] = {} if self.method is None else _moments(self.method)
+        self.acts: dict[Moment, Any] = {} if self.method is None else moments(self.method)
         self.generator = generator(run.seed, "method")
         self.optimizers: list[torch.optim.Optimizer] = []
         self.watching = ExitStack()
@@ -381,13 +381,6 @@ def set_rate(optimizers: Sequence[Optimizer], factor: float) -> None:
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = factor * group["initial_lr"]
-
-
-def _moments(method: Any) -> dict[Moment, Any]:
-    """What a method does at each moment; one that is not a Remedy may state its only moment."""
-    if not hasattr(method, "at"):
-        return {getattr(method, "moment", "event"): method}
-    return {moment: part for moment in MOMENTS if (part := method.at(moment)) is not None}
 
 
 def _groups(optimizers: list[torch.optim.Optimizer]) -> Iterator[dict[str, Any]]:

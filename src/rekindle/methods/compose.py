@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from rekindle.methods.call import Call
-from rekindle.methods.remedy import MOMENTS, Batches, Moment, Observation, Remedy
+from rekindle.methods.remedy import Batches, Moment, Observation, Remedy, moments
 from rekindle.optimizers import StateReset
 from rekindle.projection.method import Batch, Method
 from rekindle.projection.receipt import Receipt
@@ -44,8 +44,8 @@ class Compose(Remedy):
                 raise TypeError(f"Compose joins methods, and {method!r} cannot be called")
             if _moment(method) == "loss" and not hasattr(method, "loss_term"):
                 raise TypeError(f"{method!r} acts through the loss but has no loss_term(model)")
-        moments = {moment for method in self.methods for moment in MOMENTS if _at(method, moment) is not None}
-        self.moment = moments.pop() if len(moments) == 1 else "event"
+        acting = {moment for method in self.methods for moment in moments(method)}
+        self.moment = acting.pop() if len(acting) == 1 else "event"
         self.batches = max((getattr(method, "batches", "none") for method in self.methods), key=_MORE.index)
         self.watches = any(getattr(method, "watches", False) for method in self.methods)
         periods = {getattr(method, "period", None) for method in self.methods} - {None}
@@ -53,10 +53,10 @@ class Compose(Remedy):
 
     def at(self, moment: Moment) -> Remedy | None:
         """Those that act at this moment, as one; None if there are none."""
-        found = [part for method in self.methods if (part := _at(method, moment)) is not None]
-        if len(found) == len(self.methods):
+        parts = [part for method in self.methods if (part := moments(method).get(moment)) is not None]
+        if len(parts) == len(self.methods):
             return self
-        return Compose(found) if found else None
+        return Compose(parts) if parts else None
 
     def check(self, call: Call) -> None:
         """Check every member."""
@@ -75,7 +75,7 @@ class Compose(Remedy):
         acting: Sequence[Method] = self.methods
         notes = []
         if self.moment == "event":
-            if any(_at(method, "backward") is not None for method in self.methods):
+            if any("backward" in moments(method) for method in self.methods):
                 raise ValueError(
                     'a member acts between backward and step, another does not: call compose.at("event") and '
                     'compose.at("backward") each at their moment'
@@ -106,7 +106,7 @@ class Compose(Remedy):
 
     def loss_term(self, model: nn.Module) -> Tensor:
         """The sum of the loss terms of those methods that act through the loss."""
-        terms = [part.loss_term(model) for part in self.methods if _at(part, "loss") is not None]  # type: ignore[attr-defined]
+        terms = [parts["loss"].loss_term(model) for parts in map(moments, self.methods) if "loss" in parts]
         return torch.stack(terms).sum() if terms else torch.zeros(())
 
     def remember(self, model: nn.Module) -> None:
@@ -137,7 +137,3 @@ class Compose(Remedy):
 def _moment(method: Method) -> Moment:
     moment: Moment = getattr(method, "moment", "event")
     return moment
-
-
-def _at(method: Method, moment: Moment) -> Any:
-    return method.at(moment) if isinstance(method, Remedy) else method if _moment(method) == moment else None

@@ -32,6 +32,20 @@ Batches = Literal["none", "any", "all"]
 MOMENTS: tuple[Moment, ...] = get_args(Moment)
 
 
+def moments(method: Any) -> dict[Moment, Any]:
+    """What of a method acts at each moment: all of it at one for most, several parts for a `Compose` of several kinds.
+
+    A method of another class may state its only moment; without one it acts at events.
+
+    >>> from rekindle.methods import FIRE, Compose, WeightClip
+    >>> list(moments(Compose([FIRE(), WeightClip()])))
+    ['event', 'step']
+    """
+    if not isinstance(method, Remedy):
+        return {getattr(method, "moment", "event"): method}
+    return {moment: part for moment in MOMENTS if (part := method.at(moment)) is not None}
+
+
 class Remedy:
     """A method as docs/methods.md means it; subclasses implement `apply`.
 

@@ -29,7 +29,7 @@ from rekindle.lab.evaluation import POINTS, finite, mean
 from rekindle.lab.settings import FirstTask, Run, read_source
 from rekindle.lab.sources import derive, generator
 from rekindle.lab.train import Refused
-from rekindle.methods.remedy import MOMENTS
+from rekindle.methods.remedy import Moment, moments
 
 Row = dict[str, Any]
 _CHANCE_STEPS = 2_000  # that random actions are watched for
@@ -111,7 +111,7 @@ class AgentLearner:
         self.parameters = sum(p.numel() for p in module.parameters())
         self.shape = list(self.agent.observation_space.shape)
         self.method = self.arm.build()
-        self.acts: dict[str, Any] = {} if self.method is None else _moments(self.method)
+        self.acts: dict[Moment, Any] = {} if self.method is None else moments(self.method)
         self.generator = generator(run.seed, "method")
         self._names = set(self.agent.policy.state_dict())
         try:
@@ -326,12 +326,6 @@ def _mean(values: Any) -> float | None:
 
 def _known(value: float | None) -> float | None:
     return None if value is None or not math.isfinite(value) else value
-
-
-def _moments(method: Any) -> dict[str, Any]:
-    if not hasattr(method, "at"):
-        return {getattr(method, "moment", "event"): method}
-    return {moment: part for moment in MOMENTS if (part := method.at(moment)) is not None}
 
 
 def _versions() -> dict[str, str]:
