@@ -99,7 +99,7 @@ def compare(label: str, make: Callable[[], nn.Module], rounds: int) -> bool:
     candidates = (False, True) if any(p.ndim == 4 for p in model.parameters()) else (False,)
     plain = {batched: seconds(lambda b=batched: recipe_over(model, names, b)) for batched in candidates}
     batched = min(plain, key=lambda key: plain[key])
-    chosen = plan(model, measure=False).selected
+    chosen = plan(model, measure="none").selected
     matrices = [block.read(start[entry.key]).contiguous() for entry in chosen for block in entry.blocks]
     ours, theirs, alone = [], [], []
     for _ in range(rounds):

@@ -143,7 +143,7 @@ def launch(size: int, options: argparse.Namespace) -> list[dict[str, float]]:
 
 def predicted(size: int, machine: Machine, options: argparse.Namespace) -> float:
     weights = []
-    plan = rekindle.plan(gpt(options.layers, options.width), heads=(), layouts=LAYOUTS, measure=False, min_norm=0)
+    plan = rekindle.plan(gpt(options.layers, options.width), heads=(), layouts=LAYOUTS, measure="none", min_norm=0)
     for entry in plan.selected:
         weights.append(([block.layout for block in entry.blocks], entry.dtype.itemsize))
     return estimate(weights, size, machine).seconds

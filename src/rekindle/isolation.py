@@ -177,34 +177,30 @@ def isolated(
     tensor([0., 0.])
     """
     modules = list(model.modules())
-    modes = [module.training for module in modules]
     chosen = None if isinstance(training, bool) else {id(module) for module in training}
-    buffers = [
-        (module, name, buffer, None if buffer is None else buffer.detach().clone())
-        for module in (modules if keep_buffers else ())
-        for name, buffer in module._buffers.items()
-    ]
-    fast_attention = torch.backends.mha.get_fastpath_enabled()
-    with ExitStack() as stack:
+    with ExitStack() as stack:  # one thing that cannot be put back does not keep the others from it
         stack.enter_context(random_states_kept())
         stack.enter_context(gradients_kept(model))
         if "torch._dynamo" in sys.modules:
             # A graph compiled before the hooks were added, or in another mode, would run without them.
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-        try:
-            torch.backends.mha.set_fastpath_enabled(False)
-            for module in modules:
-                module.training = bool(training) if chosen is None else id(module) in chosen
-            yield
-        finally:
-            torch.backends.mha.set_fastpath_enabled(fast_attention)
-            for module, mode in zip(modules, modes, strict=True):
-                module.training = mode
-            for module, name, buffer, kept in buffers:
-                module._buffers[name] = buffer
-                if buffer is not None and kept is not None and not _same(buffer, kept):
-                    with torch.no_grad():
-                        buffer.copy_(kept)
+        for module in modules if keep_buffers else ():
+            for name, buffer in module._buffers.items():
+                kept = None if buffer is None else buffer.detach().clone()
+                stack.callback(_put_buffer, module, name, buffer, kept)
+        stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
+        torch.backends.mha.set_fastpath_enabled(False)
+        for module in modules:
+            stack.callback(setattr, module, "training", module.training)
+            module.training = bool(training) if chosen is None else id(module) in chosen
+        yield
+
+
+def _put_buffer(module: nn.Module, name: str, buffer: Tensor | None, kept: Tensor | None) -> None:
+    module._buffers[name] = buffer
+    if buffer is not None and kept is not None and not _same(buffer, kept):
+        with torch.no_grad():
+            buffer.copy_(kept)
 
 
 @contextmanager
@@ -217,14 +213,11 @@ def gradients_kept(model: nn.Module) -> Iterator[None]:
     >>> layer.weight.grad is None
     True
     """
-    grads = [(parameter, parameter.grad) for parameter in model.parameters()]
-    for parameter, _ in grads:
-        parameter.grad = None
-    try:
+    with ExitStack() as stack:
+        for parameter in model.parameters():
+            stack.callback(setattr, parameter, "grad", parameter.grad)
+            parameter.grad = None
         yield
-    finally:
-        for parameter, grad in grads:
-            parameter.grad = grad
 
 
 @contextmanager
@@ -239,29 +232,26 @@ def attributes_kept(model: nn.Module) -> Iterator[None]:
     >>> hasattr(layer, "calls")
     False
     """
-    kept = [
-        (
-            module,
-            {
+    with ExitStack() as stack:
+        for module in model.modules():
+            values = {
                 name: (value, value.detach().clone() if isinstance(value, Tensor) else None)
                 for name, value in vars(module).items()
                 if name not in _TORCHS_OWN
-            },
-        )
-        for module in model.modules()
-    ]
-    try:
+            }
+            stack.callback(_put_attributes, module, values)
         yield
-    finally:
-        for module, values in kept:
-            for name in [name for name in vars(module) if name not in _TORCHS_OWN and name not in values]:
-                delattr(module, name)
-            for name, (value, copied) in values.items():
-                if copied is not None and not _same(value.detach(), copied):
-                    with torch.no_grad():
-                        value.copy_(copied)
-                if vars(module).get(name) is not value:
-                    setattr(module, name, value)
+
+
+def _put_attributes(module: nn.Module, values: Mapping[str, tuple[Any, Tensor | None]]) -> None:
+    for name in [name for name in vars(module) if name not in _TORCHS_OWN and name not in values]:
+        delattr(module, name)
+    for name, (value, copied) in values.items():
+        if copied is not None and not _same(value.detach(), copied):
+            with torch.no_grad():
+                value.copy_(copied)
+        if vars(module).get(name) is not value:
+            setattr(module, name, value)
 
 
 @contextmanager
@@ -277,15 +267,13 @@ def random_states_kept() -> Iterator[None]:
     True
     """
     numpy = sys.modules.get("numpy")
-    python, numbers = random.getstate(), numpy.random.get_state() if numpy else None
     devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
-    with torch.random.fork_rng(devices=devices):
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            if numpy:
-                numpy.random.set_state(numbers)
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=devices))
+        stack.callback(random.setstate, random.getstate())
+        if numpy:
+            stack.callback(numpy.random.set_state, numpy.random.get_state())
+        yield
 
 
 @contextmanager

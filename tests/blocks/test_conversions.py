@@ -52,7 +52,7 @@ def test_a_folder_is_fired_like_its_live_model(family: str, tmp_path: Path) -> N
 def test_routers_keep_their_role_under_the_name_in_the_file(tmp_path: Path) -> None:
     live = _model("Mixtral")
     live.save_pretrained(tmp_path)
-    plan = rekindle.plan(load_file(tmp_path / "model.safetensors"), config=tmp_path, measure=False)
+    plan = rekindle.plan(load_file(tmp_path / "model.safetensors"), config=tmp_path, measure="none")
     roles = {entry.name: (entry.role, entry.reason) for entry in plan.entries}
     assert roles["model.layers.0.block_sparse_moe.gate.weight"] == ("router", "router")
     assert roles["model.layers.0.block_sparse_moe.experts.1.w2.weight"] == ("mlp-out", None)
@@ -69,6 +69,6 @@ def test_what_loading_rearranges_is_refused_with_the_way_out(tmp_path: Path, mon
         return {k: Converted("model.layers.0.mlp.experts.down_proj", ("Transpose",)) for k in keys if "w2" in k}
 
     monkeypatch.setattr(state_dicts, "converted", turned)
-    plan = rekindle.plan(load_file(tmp_path / "model.safetensors"), config=tmp_path, measure=False)
+    plan = rekindle.plan(load_file(tmp_path / "model.safetensors"), config=tmp_path, measure="none")
     reasons = [entry.reason or "" for entry in plan.entries if "w2" in entry.name]
     assert len(reasons) == 3 and all("while loading (Transpose)" in reason for reason in reasons)

@@ -43,8 +43,8 @@ class TestStateDict:
     def test_every_transformers_model(self, name: str) -> None:
         model = build(name)
         model.config.architectures = [type(model).__name__]  # type: ignore[union-attr]
-        live = plan(model, measure=False)
-        drawn = plan(model.state_dict(), config=model.config, measure=False)
+        live = plan(model, measure="none")
+        drawn = plan(model.state_dict(), config=model.config, measure="none")
         assert {e.name: e.blocks for e in drawn.selected} == {e.name: e.blocks for e in live.selected}
 
     def test_prefixes_differ(self) -> None:

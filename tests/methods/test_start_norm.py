@@ -201,7 +201,7 @@ def test_a_zero_weight_stays_and_a_network_without_a_free_norm_is_refused() -> N
     method = StartNorm(1.0)
     method.remember(Net())
     assert "second.weight" not in method(model).changed
-    with pytest.raises(ValueError, match="no weight here has a normalisation"):
+    with pytest.raises(ValueError, match="no weight here is followed by a normalization"):
         StartNorm(1.0)(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)))
     with pytest.raises(ValueError, match="factor=0"):
         StartNorm(0)
@@ -241,7 +241,10 @@ def test_as_an_arm_it_restores_the_effective_learning_rate_of_the_start_alone_or
 
 def test_a_setting_without_such_weights_ends_with_the_reason() -> None:
     setting = replace(BLOBS, network="mlp")
-    assert "no weight here has a normalisation" in list(execute(Run(setting, ARMS["nothing"], 0)))[-1]["refused"]
+    assert (
+        "no weight here is followed by a normalization"
+        in list(execute(Run(setting, ARMS["nothing"], 0)))[-1]["refused"]
+    )
 
 
 def test_settings_that_differ_at_boundaries_share_the_first_task(tmp_path: Path) -> None:

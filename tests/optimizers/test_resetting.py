@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, optim
 from torch.nn import Parameter
 
-from rekindle.optimizers import check, register, reset, reset_rows, resetting, snapshot, unwrap
+from rekindle.optimizers import check, register, reset, reset_rows, resetting, unwrap
 from rekindle.optimizers import slots as optimizer_slots
+from rekindle.projection.transaction import snapshot_of
 
 ALL = [
     cls
@@ -184,7 +185,7 @@ def test_lbfgs_drops_its_one_history(policy: str) -> None:
     assert len(optimizer.state[parameters[0]]["old_dirs"]) > 0
     with torch.no_grad():
         parameters[1].mul_(2)
-    restore = snapshot(optimizer, {"second": parameters[1]})
+    restore = snapshot_of([parameters[1]], optimizer)
     before = dict(optimizer.state[parameters[0]])
     assert reset(optimizer, {"second": parameters[1]}, policy=policy).dropped == ("LBFGS",)
     restore()
@@ -308,7 +309,7 @@ def test_snapshot_puts_values_and_dropped_slots_back_into_the_same_tensors() -> 
     optimizer, a, _, _ = trained(optim.SGD, {"momentum": 0.9, "dampening": 0.4, "foreach": False})
     buffer = optimizer.state[a]["momentum_buffer"]
     value = buffer.clone()
-    restore = snapshot(optimizer, {"a": a})
+    restore = snapshot_of([a], optimizer)
     reset(optimizer, {"a": a})
     assert "momentum_buffer" not in optimizer.state[a]
     buffer.zero_()

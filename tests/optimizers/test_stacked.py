@@ -13,6 +13,7 @@ import rekindle
 from optimizers.stacked_muon import StackedMuonAdam
 from rekindle import optimizers
 from rekindle.optimizers import Slot, slots
+from rekindle.projection.transaction import snapshot_of
 
 STARTS: dict[str, Any] = {
     "momentum_buffer": Slot("moment", stacked=True),
@@ -91,7 +92,7 @@ def test_fire_resets_what_it_changed_and_a_guard_takes_it_back() -> None:
     assert not leader["momentum_buffer"][2].any() and not leader["second_momentum_buffer"][2].any()
     assert torch.equal(leader["momentum_buffer"][[0, 1, 3]], before[[0, 1, 3]])
 
-    restore = optimizers.snapshot(optimizer, {"w": net[1][0].weight})
+    restore = snapshot_of([net[1][0].weight], optimizer)
     kept = leader["momentum_buffer"].clone()
     optimizers.reset(optimizer, {"w": net[1][0].weight})
     assert not torch.equal(leader["momentum_buffer"], kept)

@@ -56,7 +56,7 @@ class TestSurroundings:
         model = mlp()
         model.register_forward_pre_hook(lambda module, args: seen.append(torch.get_default_device().type))
         with torch.device("meta"):
-            fire(model, batches=[torch.ones(2, 12, device="cpu")])
+            fire(model, drift=[torch.ones(2, 12, device="cpu")])
         assert seen == ["meta", "meta"]
 
 
@@ -120,7 +120,7 @@ class TestReceipt:
         x = torch.randn(8, 12, generator=torch.Generator().manual_seed(1))
         model.eval()
         before = model(x).detach()
-        receipt = fire(model, batches=[x])
+        receipt = fire(model, drift=[x])
         wanted = float((model(x).detach() - before).norm() / before.norm())
         assert receipt.outputs_moved == pytest.approx(wanted, rel=1e-5)
         assert "outputs moved by" in str(receipt)
@@ -129,15 +129,15 @@ class TestReceipt:
 
 
 def test_a_parametrised_weight_is_solved_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    import rekindle.projection.firing as firing
+    import rekindle.projection.execution as execution
 
-    real, sizes = firing.solve, []
+    real, sizes = execution.solve, []
 
     def counted(sources: Any, **options: Any) -> Any:
         sizes.append(len(sources))
         return real(sources, **options)
 
-    monkeypatch.setattr(firing, "solve", counted)
+    monkeypatch.setattr(execution, "solve", counted)
     model = mlp()
     nn.utils.parametrizations.weight_norm(model[2])
     w = model[2].weight.detach().clone()

@@ -57,8 +57,8 @@ def test_a_plan_marks_its_estimates_and_can_do_without(monkeypatch: pytest.Monke
     rough = rekindle.plan(model)
     assert [entry.estimated for entry in rough.selected] == [True, True]
     assert "≈" in str(rough)
-    assert "≈" not in str(rekindle.plan(model, measure="exact"))
-    assert [e.dfi for e in rekindle.plan(model, measure="exact").entries] == [e.dfi for e in exact.entries]
+    assert "≈" not in str(rekindle.plan(model, measure="full"))
+    assert [e.dfi for e in rekindle.plan(model, measure="full").entries] == [e.dfi for e in exact.entries]
     for near, true in zip(rough.selected, exact.selected, strict=True):
         assert near.dfi_now == pytest.approx(true.dfi_now, rel=0.3)
 

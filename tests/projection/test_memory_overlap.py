@@ -38,7 +38,7 @@ def test_two_weights_side_by_side_in_one_memory_are_fine() -> None:
 
 def test_a_plan_from_elsewhere_meets_a_weight_without_numbers() -> None:
     net = _net(torch.randn(8, 8), torch.randn(8, 8))
-    plan = rekindle.plan(net, measure=False)
+    plan = rekindle.plan(net, measure="none")
     before = net[0].weight.detach().clone()
     net[2] = nn.Linear(8, 8, device="meta")
     with pytest.raises(ValueError, match=r"2.weight.*meta device"):

@@ -75,7 +75,7 @@ class TestZeroMatrices:
     def test_a_zero_weight_is_left_alone_unless_asked_for(self) -> None:
         model = build("mlp")
         nn.init.zeros_(model.layers[0].weight)  # type: ignore[index, union-attr, arg-type]
-        for measure in (True, False):
+        for measure in ("cheap", "none"):
             first = plan(model, measure=measure).entries[0]
             assert "min_norm" in str(first.reason)
         assert plan(model, min_norm=0).entries[0].reason is None
@@ -189,7 +189,7 @@ class TestObject:
             assert all(any(line.startswith(e.name) for line in lines) for e in drawn.entries)
 
     def test_measuring_can_be_left_out(self) -> None:
-        drawn = plan(build("mlp"), measure=False)
+        drawn = plan(build("mlp"), measure="none")
         assert drawn.selected[0].dfi == (None,)
         assert drawn.selected[0].dfi_now is None
 
@@ -212,7 +212,7 @@ class TestObject:
 
 
 def test_meta_models_are_planned_and_not_projected() -> None:
-    live, meta = plan(build("mlp"), measure=False), plan(build("mlp").to("meta"))
+    live, meta = plan(build("mlp"), measure="none"), plan(build("mlp").to("meta"))
     assert [e.name for e in meta.selected] == [e.name for e in live.selected]
     with pytest.raises(ValueError, match="meta device"):
         rekindle.fire(build("mlp").to("meta"))
@@ -238,4 +238,4 @@ def test_weights_before_a_normalisation_are_counted() -> None:
     for entry in old["entries"]:
         del entry["norm"]  # a plan that was saved before
     assert Plan.from_dict(old).selected[0].norm == ""
-    assert "normalisation right behind" not in str(plan(model, measure=False))
+    assert "normalisation right behind" not in str(plan(model, measure="none"))

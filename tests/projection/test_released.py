@@ -111,7 +111,7 @@ def test_cnn_every_convolution_and_linear_head_included(dtype: torch.dtype) -> N
     torch.manual_seed(0)
     model = Net().to(dtype)
     before = before_of(model)
-    receipt = fire(model, targets="paper-cnn", solver="paper", steps=10)
+    receipt = fire(model, targets="paper-cnn", solver={"solver": "paper", "steps": 10})
     changed = set()
     for name, parameter in model.named_parameters():
         w = before[name]
@@ -128,7 +128,7 @@ def test_the_receipt_of_the_recipe_shows_how_far_it_is_from_an_isometry() -> Non
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 10))
     w = model[0].weight.detach().clone()
-    record = fire(model, targets="paper-cnn", solver="paper", steps=10).records[0]
+    record = fire(model, targets="paper-cnn", solver={"solver": "paper", "steps": 10}).records[0]
     x = recipe(w.double(), 10)
     deviation = float((x.T @ x - torch.eye(64, dtype=torch.float64)).square().sum())
     assert record.dfi_after == pytest.approx(deviation, rel=1e-3)
@@ -144,7 +144,7 @@ def test_vit_queries_and_keys_only(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     model = ViT().to(dtype)
     before = before_of(model)
-    receipt = fire(model, targets="paper-vit", solver="paper", steps=10)
+    receipt = fire(model, targets="paper-vit", solver={"solver": "paper", "steps": 10})
     for name, parameter in model.named_parameters():
         if "to_q" in name or "to_k" in name:
             close(parameter, linear(before[name], 10))
@@ -164,7 +164,7 @@ def test_gpt_every_linear_with_split_attention_and_the_tied_head(dtype: torch.dt
     torch.manual_seed(0)
     model = GPT().to(dtype)
     before = before_of(model)
-    fire(model, targets="paper-gpt", solver="paper", steps=5)
+    fire(model, targets="paper-gpt", solver={"solver": "paper", "steps": 5})
     for name, parameter in model.named_parameters():
         if name.endswith("wpe.weight") or "ln_" in name or name.endswith("bias"):
             assert torch.equal(parameter, before[name]), name
@@ -179,7 +179,7 @@ def test_the_same_on_transformers_gpt2() -> None:
     config = transformers.GPT2Config(n_layer=1, n_head=2, n_embd=24, vocab_size=65, n_positions=16)
     model = transformers.GPT2LMHeadModel(config)
     before = before_of(model)
-    fire(model, targets="paper-gpt", solver="paper", steps=5)
+    fire(model, targets="paper-gpt", solver={"solver": "paper", "steps": 5})
     for name, parameter in model.named_parameters():
         if name.endswith("wpe.weight") or "ln_" in name or name.endswith("bias"):
             assert torch.equal(parameter, before[name]), name

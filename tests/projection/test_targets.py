@@ -24,7 +24,7 @@ class TestPresets:
         for preset in PRESETS:
             model = build("vit" if "vit" in preset or "attention" in preset else "gpt2")
             model = build("resnet") if preset in ("conv", "paper-cnn") else model
-            assert plan(model, targets=preset, measure=False).selected
+            assert plan(model, targets=preset, measure="none").selected
 
     def test_auto(self) -> None:
         expected = ["stem.weight", "pointwise.weight", "grouped.weight"]

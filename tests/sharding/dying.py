@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import rekindle
-from rekindle.projection import firing
+from rekindle.projection import execution
 from rekindle.sharding import owners
 
 
@@ -32,7 +32,7 @@ def main() -> None:
     model = fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     owners.MINIMUM = 1  # one matrix per lot
     before = [p.detach().to_local().clone() for p in model.parameters()]
-    solve, calls = firing.solve, 0
+    solve, calls = execution.solve, 0
 
     def dies(*args: Any, **options: Any) -> Any:
         nonlocal calls
@@ -43,7 +43,7 @@ def main() -> None:
             time.sleep(1000)
         return solve(*args, **options)
 
-    firing.solve = dies
+    execution.solve = dies
     began = time.perf_counter()
     try:
         rekindle.fire(model, heads=(), atomic=True)

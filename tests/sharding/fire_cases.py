@@ -122,7 +122,7 @@ def case_what_one_rank_alone_gets_wrong_is_raised_by_all_at_once() -> None:
     calls: list[tuple[nn.Module, dict[str, Any], str]] = [
         (copies, {"targets": "nothing" if wrong else "auto"}, "rank 1: .*nothing"),
         (copies, {"strength": 3.0 if wrong else 1.0}, "rank 1: strength=3.0"),
-        (copies, {"batches": [data]}, "rank 1: mat1 and mat2 shapes"),
+        (copies, {"drift": [data]}, "rank 1: mat1 and mat2 shapes"),
         (copies, {"guard": rekindle.Guard([torch.ones(2, 10)], loss, max_rise=9.0)}, "rank 1: no such label"),
         (shards, {"strength": 3.0 if wrong else 1.0}, "rank 1: strength=3.0"),
         (shards, {"scale": "nonsense" if wrong else "paper"}, "rank 1: .*nonsense"),
@@ -145,23 +145,23 @@ def case_calls_that_differ_between_ranks_raise_everywhere() -> None:
 
 
 def case_a_failure_on_one_rank_in_the_middle_is_raised_by_all_and_put_back() -> None:
-    from rekindle.projection import firing
+    from rekindle.projection import execution
 
     model = sharded(gpt(), world_mesh())
     before = [whole(p).clone() for p in model.parameters()]
-    solve = firing.solve
+    solve = execution.solve
 
     def fails(*args: Any, **options: Any) -> Any:
         if dist.get_rank() == 1:
             raise RuntimeError("the solver broke")
         return solve(*args, **options)
 
-    firing.solve = fails
+    execution.solve = fails
     try:
         with pytest.raises(RuntimeError, match="rank 1: the solver broke"):
             rekindle.fire(model, atomic=True, **OPTIONS)
     finally:
-        firing.solve = solve
+        execution.solve = solve
     for parameter, old in zip(model.parameters(), before, strict=True):
         assert torch.equal(whole(parameter), old)
 

@@ -212,8 +212,8 @@ def case_fire_as_a_method_and_the_optimizer_reset_work_on_shards() -> None:
 
 def case_batches_and_guard_leave_nothing_unsharded() -> None:
     model, alone = sharded(gpt(), world_mesh()), gpt()
-    receipt = rekindle.fire(model, batches=[TOKENS], **OPTIONS)
-    expected = rekindle.fire(alone, batches=[TOKENS], **OPTIONS)
+    receipt = rekindle.fire(model, drift=[TOKENS], **OPTIONS)
+    expected = rekindle.fire(alone, drift=[TOKENS], **OPTIONS)
     assert near(receipt.outputs_moved, expected.outputs_moved)
     for module in model.modules():
         if hasattr(module, "reshard"):

@@ -56,7 +56,7 @@ def case_an_error_in_a_forward_pass_of_one_rank_is_raised_by_all() -> None:
         (lambda m: rekindle.fire(m, guard=guard([TOKENS], late), **OPTIONS), KeyError, "no label"),
         (lambda m: rekindle.fire(m, guard=guard([TOKENS], early), **OPTIONS), TypeError, "no batch"),
         (lambda m: rekindle.fire(m, guard=guard([TOKENS] * (1 + (not here)), plain), **OPTIONS), ValueError, "fewer"),
-        (lambda m: rekindle.fire(m, batches=bad, **OPTIONS), IndexError, "index out of range"),
+        (lambda m: rekindle.fire(m, drift=bad, **OPTIONS), IndexError, "index out of range"),
         (lambda m: rekindle.health(m, bad), IndexError, "index out of range"),
     ]
     for attempt, kind, said in attempts:
@@ -66,7 +66,7 @@ def case_an_error_in_a_forward_pass_of_one_rank_is_raised_by_all() -> None:
             attempt(model)
         settle(model)
         assert all(torch.equal(a, whole(b.detach())) for a, b in zip(kept, model.parameters(), strict=True))
-        rekindle.fire(model, batches=[TOKENS], **OPTIONS)  # all ranks can go on
+        rekindle.fire(model, drift=[TOKENS], **OPTIONS)  # all ranks can go on
     model = sharded(gpt(), world_mesh())
     handle = model.layers[0].down.register_forward_hook(deep)
     with pytest.raises(RuntimeError, match=f"rank {last}: out of memory"):
@@ -136,7 +136,7 @@ def fails_alone(make: Callable[[], nn.Module]) -> None:
         (lambda m: rekindle.fire(m, guard=guard([x], early)), TypeError, said + "no batch"),
         (lambda m: rekindle.fire(m, guard=guard([x, x], late)), KeyError, said + "no label"),
         (lambda m: rekindle.fire(m, guard=guard([x] * (1 + (not here)))), ValueError, "1 of . ranks have fewer"),
-        (lambda m: rekindle.fire(m, batches=Reading()), RuntimeError, said + "OSError: the disk is gone"),
+        (lambda m: rekindle.fire(m, drift=Reading()), RuntimeError, said + "OSError: the disk is gone"),
         (unlike, RuntimeError, said + "out of memory"),
         (lambda m: rekindle.health(m, [x, wrong]), RuntimeError, said + "mat1 and mat2|a and b must have"),
         (lambda m: rekindle.health(m, [x], loss=late), KeyError, said + "no label"),
@@ -164,7 +164,7 @@ def fails_alone(make: Callable[[], nn.Module]) -> None:
     optimizer.zero_grad()
     alone = network()
     alone.load_state_dict({name: whole(p.detach()) for name, p in model.named_parameters()})
-    receipts = [rekindle.fire(m, guard=guard([x]), batches=[x]) for m in (model, alone)]  # all ranks can go on
+    receipts = [rekindle.fire(m, guard=guard([x]), drift=[x]) for m in (model, alone)]  # all ranks can go on
     assert receipts[0].loss_before == pytest.approx(receipts[1].loss_before, rel=1e-4)
     compare(model, alone)
 

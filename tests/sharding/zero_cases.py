@@ -140,7 +140,7 @@ def case_partitions_start_a_step_count_again_with_its_whole_group() -> None:
 
 
 def case_partitions_are_checked_before_and_written_together() -> None:
-    from rekindle.projection import firing
+    from rekindle.projection import execution
 
     last = dist.get_world_size() - 1
     with partitioned() as (model, parts):
@@ -151,7 +151,7 @@ def case_partitions_are_checked_before_and_written_together() -> None:
             rekindle.fire(model, parts, layouts=LAYOUTS)
         after = wholes(model, parts)
         assert all(torch.equal(before[name].nan_to_num(), after[name].nan_to_num()) for name in before)
-    solve, calls = firing.solve, 0
+    solve, calls = execution.solve, 0
 
     def fails(*args: Any, **options: Any) -> Any:
         nonlocal calls
@@ -161,12 +161,12 @@ def case_partitions_are_checked_before_and_written_together() -> None:
         return solve(*args, **options)
 
     with partitioned() as (model, parts):
-        before, firing.solve = wholes(model, parts), fails
+        before, execution.solve = wholes(model, parts), fails
         try:
-            with pytest.raises(MethodError, match=r"stopped after .* rank 1: the solver broke") as caught:
+            with pytest.raises(MethodError, match=r"fire stopped: .*rank 1: the solver broke") as caught:
                 rekindle.fire(model, parts, layouts=LAYOUTS, optimizer_state="moments")
         finally:
-            firing.solve = solve
+            execution.solve = solve
         after = wholes(model, parts)
         changed = {name for name in before if not torch.equal(before[name], after[name])}
         assert changed == set(caught.value.receipt.changed) and changed

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import rekindle
 from rekindle.methods import ShrinkPerturb
-from rekindle.projection import firing
+from rekindle.projection import execution
 from rekindle.projection.method import MethodError
 from rekindle.sharding import zero
 
@@ -242,7 +242,7 @@ def checks(stage: int, dtype: str) -> dict[str, Callable[[], None]]:
 
     def midway() -> None:
         """Rank 1 owns the second and the third weight by cost, and fails at the third."""
-        before, solve, calls = run.whole(), firing.solve, 0
+        before, solve, calls = run.whole(), execution.solve, 0
         for _ in range(2):
             run.step()
         before = run.whole()
@@ -254,12 +254,12 @@ def checks(stage: int, dtype: str) -> dict[str, Callable[[], None]]:
                 raise RuntimeError("the solver broke")
             return solve(*args, **options)
 
-        firing.solve = fails
+        execution.solve = fails
         try:
             with pytest.raises(MethodError, match="stopped after 2 of 3 blocks: rank 1: the solver broke") as caught:
                 rekindle.fire(engine, optimizer, optimizer_state="moments")
         finally:
-            firing.solve = solve
+            execution.solve = solve
         after, kept = run.whole(), run.slot("exp_avg")
         assert caught.value.receipt.changed == ("2.weight", "4.weight")
         assert {name for name in before if not torch.equal(before[name], after[name])} == {"2.weight", "4.weight"}
@@ -281,14 +281,14 @@ def checks(stage: int, dtype: str) -> dict[str, Callable[[], None]]:
 
             return call
 
-        solve = firing.solve
-        firing.solve = watched(solve)
+        solve = execution.solve
+        execution.solve = watched(solve)
         for name, function in kept.items():
             setattr(zero.Partition, name, watched(function))
         try:
             rekindle.fire(engine, optimizer, optimizer_state="moments")
         finally:
-            firing.solve = solve
+            execution.solve = solve
             for name, function in kept.items():
                 setattr(zero.Partition, name, function)
         assert largest <= most <= 3 * largest + 64, most / largest

@@ -111,7 +111,7 @@ def candidates_for(model: nn.Module, batches: Sequence[Batch] = ()) -> list[Cand
     """
     found: list[tuple[str, Method | None]] = [(NOTHING, None)]
     try:
-        projected = [entry for entry in plan(model, measure=False).entries if entry.reason is None]
+        projected = [entry for entry in plan(model, measure="none").entries if entry.reason is None]
     except ValueError:
         projected = []  # nothing that FIRE could project
     if projected:
@@ -148,7 +148,7 @@ def layer_groups(model: nn.Module) -> list[Candidate]:
     >>> [one.name for one in layer_groups(nn.Sequential(*convs, nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)))]
     ['fire-conv', 'fire-others', 'fire-first-third', 'fire-middle-third', 'fire-last-third']
     """
-    entries = [entry for entry in plan(model, measure=False).entries if entry.reason is None]
+    entries = [entry for entry in plan(model, measure="none").entries if entry.reason is None]
     held = {entry.name: {_kind(block.role) for block in entry.blocks} for entry in entries}
     named = []
     for kind in sorted({kind for kinds in held.values() for kind in kinds}):

@@ -170,6 +170,8 @@ def _serve(trials: Trials, pipe: Connection, inherited: Sequence[Connection]) ->
                 continue
             try:
                 pipe.send(trials.advance(numbers, steps, horizon))
+            except KeyboardInterrupt:
+                raise
             except Exception as error:
                 pipe.send(_sendable(error))
 

@@ -308,6 +308,8 @@ class Asking(Trigger):
                 self._running = _Running(inquiry, self._model, self._optimizer, seconds - reading, self._clock)
                 return None
             finding = inquiry.ask(unwrapped(self._model), self._optimizer, seconds, self._clock)
+        except KeyboardInterrupt:
+            raise
         except Exception as error:
             self._failed(error, self._clock() - began)
             return None
@@ -452,10 +454,10 @@ def _answer_in_child(question: Inquiry, model: nn.Module, optimizer: Any, second
     torch.set_num_threads(1)  # after a fork more threads would wait for ones that do not exist here
     try:
         pipe.send(question.ask(unwrapped(model), optimizer, seconds, perf_counter))
-    except Exception as error:
-        pipe.send(RuntimeError(f"{type(error).__name__}: {error}"))
     except KeyboardInterrupt:
         return
+    except Exception as error:
+        pipe.send(RuntimeError(f"{type(error).__name__}: {error}"))
 
 
 def _now(given: Given) -> Iterable[Batch]:

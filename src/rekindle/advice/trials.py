@@ -128,6 +128,8 @@ class Trial:
                 method.observe(self._model)  # type: ignore[union-attr]  # the hooks are freed with the copy
             if "event" in self._parts and self._period is None:
                 self._apply("event")
+        except KeyboardInterrupt:  # also one that a method has put its receipt on
+            raise
         except Exception as error:
             self._refuse(error)
             return
@@ -195,6 +197,8 @@ class Trial:
                 self._apply("step")
             if self._period is not None and (self.trace.steps + 1) % self._period == 0:
                 self._apply("event")
+        except KeyboardInterrupt:  # also one that a method has put its receipt on
+            raise
         except Exception as error:
             if not self._parts:
                 raise

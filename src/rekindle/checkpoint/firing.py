@@ -25,7 +25,7 @@ from rekindle.checkpoint.parts import CheckpointError, clearly, stored_as
 from rekindle.checkpoint.staging import Staging, allocated, assemble, check_space, check_target, staged_size
 from rekindle.engine.solving import Solver, solve
 from rekindle.optimizers import StateReset
-from rekindle.projection.firing import check_finite, execute
+from rekindle.projection.execution import check_finite, execute
 from rekindle.projection.planning import Plan
 from rekindle.projection.receipt import Meter, Receipt
 from rekindle.projection.stores import bias_entries, bias_names

@@ -17,6 +17,7 @@ from rekindle.checkpoint.parts import CheckpointError, FilePart, TensorMeta, cle
 from rekindle.checkpoint.safetensors_files import SafetensorsPart
 from rekindle.projection.planning import Plan
 from rekindle.projection.planning import plan as make_plan
+from rekindle.projection.receipt import Measuring
 
 _DCP = ".metadata"
 _FOREIGN = {
@@ -87,13 +88,13 @@ class Checkpoint:
         """Every tensor, read when it is asked for: for `rekindle.plan` with measures."""
         return _ReadOnDemand(self)
 
-    def plan(self, *, config: Any = None, measure: bool = False, **options: Any) -> Plan:
+    def plan(self, *, config: Any = None, measure: Measuring = "none", **options: Any) -> Plan:
         """The plan for this checkpoint, laid out by `config` or, without one, by its own.
 
         A config that describes another model, or that transformers does not know, is ignored if it is the checkpoint's
         own and refused if it was passed. `config_note` says so.
         """
-        tensors = self.tensors() if measure else self.meta_tensors()
+        tensors = self.tensors() if measure != "none" else self.meta_tensors()
         self.config_note = None
         given = config is not None
         config = config if given else self.own_config()

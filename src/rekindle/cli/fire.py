@@ -106,7 +106,7 @@ def draw(checkpoint: Checkpoint, config: Any, asked: Mapping[str, Any]) -> Plan:
     """The plan of a checkpoint with the DfI of what it projects, measured one tensor at a time."""
     import torch
 
-    drawn = checkpoint.plan(config=config, measure=False, **asked)
+    drawn = checkpoint.plan(config=config, measure="none", **asked)
     if checkpoint.config_note:
         say(f"[yellow]note:[/] {escape(printable(checkpoint.config_note))}")
     total = sum(torch.Size(entry.shape).numel() for entry in drawn.selected)

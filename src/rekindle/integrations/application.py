@@ -411,7 +411,7 @@ class Application:
         if self._guard is None:
             receipt = self._call("event")
         else:
-            with self._guard.watch(self._model, self._optimizer) as watch:
+            with self._guard.watch(self._model, self._optimizer, method=self.method) as watch:
                 receipt = watch.settle(self._call("event"))
         follow()
         return receipt

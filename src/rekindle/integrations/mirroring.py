@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from rekindle.initial import tensors_of
-from rekindle.monitoring.guard import keep
+from rekindle.projection.transaction import snapshot
 from rekindle.sharding.team import distributed, local, settle
 
 Mirror = nn.Module | Callable[[], nn.Module | None]
@@ -74,7 +74,7 @@ class Mirrors:
         mirrors = self.found()
         if not mirrors:
             return lambda: None
-        restore = None if self.check(model, mirrors) else keep((model, *mirrors), optimizer)
+        restore = None if self.check(model, mirrors) else snapshot((model, *mirrors), optimizer)
         kept = {name: tensor.clone() for name, tensor in _own(model).items()}
 
         @torch.no_grad()

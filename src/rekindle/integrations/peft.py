@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -28,10 +29,12 @@ from rekindle.measures.matrices import scale_free_deviation
 from rekindle.methods.call import Call
 from rekindle.methods.remedy import Remedy
 from rekindle.optimizers import resetting as optimizers
+from rekindle.projection.execution import check_options
 from rekindle.projection.firing import fire
-from rekindle.projection.planning import plan as make_plan
+from rekindle.projection.planning import Planning, draft
 from rekindle.projection.receipt import BlockRecord, Receipt
 from rekindle.projection.targets import terms
+from rekindle.projection.transaction import Transaction, snapshot_of
 
 
 @dataclass(frozen=True)
@@ -114,24 +117,23 @@ class MergedAdapter(Remedy):
         if not layers:
             why = "; ".join(f"{name}: {reason}" for name, reason in skipped.items())
             raise ValueError(f"the model has no LoRA layer whose merged weight could be projected. {why}")
+        check_options(self._options.get("strength", 1.0), self._options.get("measure", "cheap"))
         optimizers.check(call.optimizer, _adapters(layers.values()), self.optimizer_state)
+        tensors = [tensor for layer in layers.values() for tensor in (layer.base, layer.a, layer.b)]
+        with Transaction(self.name, [call.inner], call.optimizer, restore=snapshot_of(tensors, call.optimizer)):
+            return self._applied(call, layers, skipped)
+
+    def _applied(self, call: Call, layers: dict[str, LoRALayer], skipped: dict[str, str]) -> Receipt:
         before = {name: layer.base.detach().clone() for name, layer in layers.items()}
-        unfreeze = _unfrozen(layers.values())
-        try:
-            with torch.no_grad():
-                for layer in layers.values():
-                    layer.base.add_(layer.delta().to(layer.base))
-            merged = {name: layer.base.detach().clone() for name, layer in layers.items()}
-            planning = {key: value for key, value in self._options.items() if key not in _SOLVING}
-            planning["exclude"] = [lambda found: found.name not in layers, *terms(planning.get("exclude", ()))]
-            solving = {key: value for key, value in self._options.items() if key in _SOLVING}
-            done = fire(call.inner, plan=make_plan(call.inner, measure=False, **planning), **solving)
-        except BaseException:
-            for name, layer in layers.items():
-                layer.base.data.copy_(before[name])
-            raise
-        finally:
-            unfreeze()
+        with torch.no_grad():
+            for layer in layers.values():
+                layer.base.add_(layer.delta().to(layer.base))
+        merged = {name: layer.base.detach().clone() for name, layer in layers.items()}
+        planning = {key: value for key, value in self._options.items() if key in Planning.__annotations__}
+        planning["exclude"] = [lambda found: found.name not in layers, *terms(planning.get("exclude", ()))]
+        rest = {key: value for key, value in self._options.items() if key not in planning}
+        with _unfrozen(layers.values()):
+            done = fire(call.inner, plan=draft(call.inner, **planning), **rest)
         changed = [name for name in layers if name in done.changed]
         for name in layers.keys() - set(changed):
             with torch.no_grad():
@@ -212,20 +214,14 @@ def lora_layers(model: nn.Module, skipped: dict[str, str] | None = None) -> Iter
             yield LoRALayer(name, active[0], lora.base_layer.weight, a, b, float(lora.scaling[active[0]]), turned)
 
 
-def _unfrozen(layers: Iterable[LoRALayer]) -> Callable[[], None]:
-    """Let the plan see the base weights as trainable; calling the result freezes them again."""
-    kept = [(layer.base, layer.base.requires_grad) for layer in layers]
-    for parameter, _ in kept:
-        parameter.requires_grad_(True)
-
-    def back() -> None:
-        for parameter, trained in kept:
-            parameter.requires_grad_(trained)
-
-    return back
-
-
-_SOLVING = ("strength", "solver", "tol", "steps", "complete", "seed", "biases", "measure", "atomic")
+@contextmanager
+def _unfrozen(layers: Iterable[LoRALayer]) -> Iterator[None]:
+    """The plan sees the base weights as trainable inside."""
+    with ExitStack() as stack:
+        for layer in layers:
+            stack.callback(layer.base.requires_grad_, layer.base.requires_grad)
+            layer.base.requires_grad_(True)
+        yield
 
 
 def _adapters(layers: Iterable[LoRALayer]) -> dict[str, nn.Parameter]:

@@ -83,6 +83,7 @@ class Compose(Remedy):
             acting = [method for method in self.methods if _moment(method) != "loss"]
             through = [getattr(m, "name", repr(m)) for m in self.methods if _moment(m) == "loss"]
             notes = [f"{name} acts through loss_term(model)" for name in through]
+        self.check(call)  # before the first of them writes
         done = [
             method(call.model, call.optimizer, batches=call.batches, loss=call.loss, generator=call.given)
             for method in acting

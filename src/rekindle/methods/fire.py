@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import nn
@@ -11,12 +10,14 @@ from torch import nn
 from rekindle.methods.call import Call
 from rekindle.methods.remedy import Remedy
 from rekindle.optimizers import resetting as optimizers
-from rekindle.projection.firing import check_call, check_model, check_options, fire
+from rekindle.projection.execution import check_options
+from rekindle.projection.firing import check_model, check_planning, fire
 from rekindle.projection.method import Batch
-from rekindle.projection.planning import Plan
-from rekindle.projection.planning import plan as make_plan
-from rekindle.projection.receipt import Measuring, Receipt
+from rekindle.projection.planning import Plan, draft
+from rekindle.projection.receipt import Receipt
 from rekindle.projection.stores import LiveStore
+
+_OWN = fire.__annotations__.keys() - {"planning"}  # keywords of the verb that do not make a plan
 
 
 class FIRE(Remedy):
@@ -39,7 +40,10 @@ class FIRE(Remedy):
         super().__init__(seed=seed)
         self.recalibrate = recalibrate
         self.batches = "any" if recalibrate else "none"
-        self._options = options if seed == 0 else {**options, "seed": seed}
+        solver = options.get("solver", "auto")
+        if seed:
+            options["solver"] = {"seed": seed, **({"solver": solver} if isinstance(solver, str) else solver)}
+        self._options = options
 
     def settings(self) -> dict[str, Any]:
         """The options that differ from the verb's defaults."""
@@ -49,7 +53,7 @@ class FIRE(Remedy):
         """Targets, scale, options and optimizer, unless weights are frozen: they may be trained later."""
         self._recalibration(call)
         if all(parameter.requires_grad for parameter in call.inner.parameters()):
-            check(call.model, call.optimizer, **self._options)
+            _check(call.model, call.optimizer, self._options)
 
     def apply(self, call: Call) -> Receipt:
         """Apply `rekindle.fire`."""
@@ -61,32 +65,14 @@ class FIRE(Remedy):
         return call.batches if self.recalibrate else None
 
 
-def check(
-    model: nn.Module,
-    optimizer: Any = None,
-    *,
-    targets: Any = "auto",
-    scale: str | float = "paper",
-    strength: float = 1.0,
-    measure: Measuring = "cheap",
-    optimizer_state: str = "fresh",
-    plan: Plan | None = None,
-    **more: Any,
-) -> None:
-    """Raise what `fire` with these arguments would raise whatever values the weights have; reads none of them.
-
-    >>> check(nn.Linear(2, 2), targets="no.such.layer")
-    Traceback (most recent call last):
-    ValueError: targets='no.such.layer' matches no weight with matrices...
-    """
-    own = inspect.signature(fire).parameters
-    planning = {name: value for name, value in more.items() if name not in own}
-    check_model(model)
-    check_call(planning)
-    check_options(strength, measure)
+def _check(model: nn.Module, optimizer: Any, options: Mapping[str, Any]) -> None:
+    """Raise what `fire` with these options would raise whatever values the weights have; reads none of them."""
+    planning = {name: value for name, value in options.items() if name not in _OWN}
+    check_model(model, optimizer)
+    check_planning(planning)
+    check_options(options.get("strength", 1.0), options.get("measure", "none"))
+    plan: Plan | None = options.get("plan")
     if plan is None:  # a weight that is zero now may be none later
-        plan = make_plan(
-            model, targets=targets, scale=scale, measure=False, trial=False, **{**planning, "min_norm": 0.0}
-        )
-    store = LiveStore(model, plan.selected)
-    optimizers.check(optimizer, store.parameters([entry.name for entry in plan.selected]), optimizer_state)
+        plan = draft(model, **{**planning, "min_norm": 0.0})
+    parameters = LiveStore(model, plan.selected).parameters()
+    optimizers.check(optimizer, parameters, options.get("optimizer_state", "fresh"))

@@ -62,6 +62,7 @@ class PlasticityInjection(Remedy):
 
     name = "plasticity-injection"
     needs = "modules"
+    atomic = True
 
     def __init__(self, head: str | None = None, *, fresh: Callable[[], nn.Module] | None = None, seed: int = 0) -> None:
         super().__init__(seed=seed)

@@ -25,6 +25,7 @@ from rekindle.engine.arithmetic import full_precision
 from rekindle.methods.call import Call
 from rekindle.projection.method import Batch, Loss
 from rekindle.projection.receipt import Meter, Receipt
+from rekindle.projection.transaction import Transaction, snapshot
 from rekindle.sharding.team import Needs, refuse_hidden, refuse_shards, settle
 
 Moment = Literal["event", "step", "backward", "loss"]
@@ -66,6 +67,7 @@ class Remedy:
     watches: bool = False
     period: int | None = None
     sharded: ClassVar[bool] = False  # whether it works on DTensor parameters
+    atomic: ClassVar[bool] = False  # whether a failed call is taken back, because half of it means nothing
 
     def __init__(self, *, seed: int = 0) -> None:
         self._own = torch.Generator().manual_seed(seed)
@@ -88,7 +90,8 @@ class Remedy:
             refuse_hidden(model, f"{type(self).__name__}(...)(model.module, optimizer)")
             settle(model)
             refuse_shards(model, type(self).__name__, self.needs)
-        with full_precision():
+        restore = snapshot([model], optimizer, self) if self.atomic else None
+        with Transaction(self.name, [model], optimizer, restore=restore), full_precision():
             done = self.apply(Call(model, optimizer, batches, loss, self._own, generator))
         settings = done.settings or self.settings()
         return replace(done, settings=settings, seconds=meter.seconds, memory=meter.memory)

@@ -65,11 +65,15 @@ class StartNorm(FromStart):
         super().__init__(seed=seed)
         self.factor, self.per, self.optimizer_state = factor, per, optimizer_state
 
+    def check(self, call: Call) -> None:
+        """Raise if there is nothing to rescale."""
+        if not scale_invariant(call.inner):
+            raise ValueError("no weight here is followed by a normalization, so that no norm is free")
+
     def apply(self, call: Call) -> Receipt:
         """Rescale; a weight that is zero, now or at the start, stays."""
+        self.check(call)
         behind = scale_invariant(call.inner)
-        if not behind:
-            raise ValueError("no weight here has a normalisation right behind it, so that no norm is free")
         names = [f"{layer}.weight" for layer in behind]
         start = self.drawn(call, names) if self._initial is None else self.stored(call.inner, names)
         own, modules = tensors_of(call.inner), dict(call.inner.named_modules())

@@ -1,13 +1,13 @@
 """A guard: measure the loss before and after a remedy, and take the remedy back if it did too much damage.
 
-`Guard.watch` copies everything that a method may change: modules, parameters, buffers, gradients and the whole state
-of the optimizers. `Guarded.settle` measures again and, above the limit, puts every value back into the same tensors.
+`Guard.watch` copies everything that a method may change (`projection.transaction.snapshot`). `Guarded.settle` measures
+again and, above the limit, puts everything back into the same objects.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from rekindle.isolation import Batch, Loss, call, check_loss, isolated
-from rekindle.optimizers import unwrap
 from rekindle.projection.method import Method
 from rekindle.projection.receipt import Receipt
+from rekindle.projection.transaction import Restore, Transaction, snapshot, surely
 from rekindle.sharding.passes import passes
 from rekindle.sharding.team import distributed, settle
 
@@ -70,10 +70,17 @@ class Guard:
         sums = team.sum(torch.tensor([total, count], dtype=torch.float64))
         return float(sums[0] / sums[1])
 
-    def watch(self, model: nn.Module, optimizer: Any = None, *, also: nn.Module | Iterable[nn.Module] = ()) -> Guarded:
-        """Measure, and copy the model, the modules in `also` (mirrors) and the optimizers."""
+    def watch(
+        self,
+        model: nn.Module,
+        optimizer: Any = None,
+        *,
+        also: nn.Module | Iterable[nn.Module] = (),
+        method: Method | None = None,
+    ) -> Guarded:
+        """Measure, and copy the model, the modules in `also` (mirrors), the optimizers and what the method gathered."""
         others = (also,) if isinstance(also, nn.Module) else tuple(also)
-        return Guarded(self, model, self.measure(model), keep((model, *others), optimizer))
+        return Guarded(self, model, self.measure(model), snapshot((model, *others), optimizer, method))
 
     def __call__(self, method: Method, model: nn.Module, optimizer: Any = None, **options: Any) -> Receipt:
         """Apply a method under guard; `options` are those of the method's call.
@@ -83,7 +90,7 @@ class Guard:
         >>> Guard([torch.zeros(1, 2)], lambda m, x: m(x).square().mean(), max_rise=9.0)(FullReset(), layer).rolled_back
         False
         """
-        with self.watch(model, optimizer) as watch:
+        with self.watch(model, optimizer, method=method) as watch:
             return watch.settle(method(model, optimizer, **options))
 
     def _one(self, model: nn.Module, batch: Batch) -> Tensor:
@@ -96,23 +103,17 @@ class Guard:
         return value
 
 
-class Guarded:
+class Guarded(Transaction):
     """One remedy under guard: made before it, settled after it. In a `with` statement an error takes it back too."""
 
-    def __init__(self, guard: Guard, model: nn.Module, before: float, restore: Callable[[], None]) -> None:
-        self.guard, self.model, self.before, self._restore = guard, model, before, restore
-
-    def __enter__(self) -> Guarded:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        if kind is not None:
-            self.restore()
+    def __init__(self, guard: Guard, model: nn.Module, before: float, restore: Restore) -> None:
+        super().__init__("guard", (model,), restore=self.restore)
+        self.guard, self.model, self.before, self._kept = guard, model, before, restore
 
     def restore(self) -> None:
         """Put everything back as it was."""
         settle(self.model)  # a pass that was interrupted leaves FSDP2 modules whole
-        self._restore()
+        self._kept()
 
     def settle(self, receipt: Receipt) -> Receipt:
         """Measure again; the receipt with both losses, and everything put back if the rise is above the limit."""
@@ -121,101 +122,7 @@ class Guarded:
         # A remedy that makes the loss finite again is no damage.
         if math.isfinite(after) and (not math.isfinite(self.before) or after - self.before <= self.guard.max_rise):
             return receipt
-        self.restore()
+        surely(self.restore)
         limit = self.guard.max_rise
         note = f"rolled back: the loss went from {self.before:.4g} to {after:.4g}, max_rise is {limit:g}"
         return replace(receipt, rolled_back=True, notes=(*receipt.notes, note))
-
-
-def keep(models: Iterable[nn.Module], optimizer: Any = None) -> Callable[[], None]:
-    """Copy models and optimizers; calling the result puts everything back, into the same objects.
-
-    >>> layer = nn.Linear(2, 2)
-    >>> restore, weight = keep([layer]), layer.weight.clone()
-    >>> _ = nn.init.zeros_(layer.weight)
-    >>> restore(); torch.equal(layer.weight, weight)
-    True
-    """
-    modules = [module for model in models for module in model.modules()]
-    # A method may also replace modules (plasticity injection), so the tables of each module are kept too.
-    tables = [
-        (module, name, dict(getattr(module, name)))
-        for module in modules
-        for name in ("_modules", "_parameters", "_buffers")
-    ]
-    parameters = {id(p): p for module in modules for p in module._parameters.values() if p is not None}
-    buffers = {id(b): b for module in modules for b in module._buffers.values() if b is not None}
-    values = [(tensor, tensor.detach().clone()) for tensor in (*parameters.values(), *buffers.values())]
-    gradients = [
-        (p, p.requires_grad, p.grad, None if p.grad is None else p.grad.detach().clone()) for p in parameters.values()
-    ]
-    states = [_kept_optimizer(each) for each in unwrap(optimizer)]
-
-    def restore() -> None:
-        for module, name, table in tables:
-            held = getattr(module, name)
-            held.clear()
-            held.update(table)
-        with torch.no_grad():
-            for tensor, value in values:
-                tensor.copy_(value)
-            for parameter, trained, gradient, copied in gradients:
-                parameter.requires_grad_(trained)
-                parameter.grad = gradient
-                if gradient is not None and copied is not None:
-                    gradient.copy_(copied)
-        for state in states:
-            state()
-
-    return restore
-
-
-def _kept_optimizer(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
-    state = _kept(optimizer.state)
-    # The parameters themselves are restored with the model: only their places are kept here.
-    groups = [
-        (group, list(group["params"]), {k: _kept(v) for k, v in group.items() if k != "params"})
-        for group in optimizer.param_groups
-    ]
-
-    def restore() -> None:
-        state()
-        optimizer.param_groups[:] = [group for group, _, _ in groups]
-        for group, members, options in groups:
-            places = group["params"]
-            places[:] = members
-            group.clear()
-            group.update({"params": places, **{key: value() for key, value in options.items()}})
-
-    return restore
-
-
-def _kept(value: Any) -> Callable[[], Any]:
-    """A function that returns the same object with its present contents."""
-    if isinstance(value, Tensor):
-        copy = value.detach().clone()
-
-        def tensor() -> Tensor:
-            with torch.no_grad():
-                value.copy_(copy)
-            return value
-
-        return tensor
-    if isinstance(value, dict):
-        entries = {key: _kept(item) for key, item in value.items()}
-
-        def mapping() -> dict[Any, Any]:
-            value.clear()
-            value.update({key: entry() for key, entry in entries.items()})
-            return value
-
-        return mapping
-    if isinstance(value, list):
-        items = [_kept(item) for item in value]
-
-        def sequence() -> list[Any]:
-            value[:] = [item() for item in items]
-            return value
-
-        return sequence
-    return lambda: value

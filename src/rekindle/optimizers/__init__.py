@@ -1,13 +1,12 @@
 """The state that an optimizer keeps for parameters that changed.
 
 Knows optimizers only; imports no other package. `slots` is the table of what each optimizer class keeps, `resetting`
-resets it, `rows` that of single neurons; `snapshots` copies it, `steps` tells hooks where a full step begins and ends.
+resets it, `rows` that of single neurons; `steps` tells hooks where a full step begins and ends.
 Start reading at `resetting.reset`.
 """
 
 from rekindle.optimizers.resetting import Policy, StateReset, check, register, reset, unwrap
 from rekindle.optimizers.rows import reset_rows
 from rekindle.optimizers.slots import Slot
-from rekindle.optimizers.snapshots import snapshot
 
-__all__ = ["Policy", "Slot", "StateReset", "check", "register", "reset", "reset_rows", "snapshot", "unwrap"]
+__all__ = ["Policy", "Slot", "StateReset", "check", "register", "reset", "reset_rows", "unwrap"]

@@ -11,7 +11,7 @@ from torch import nn
 from rekindle.isolation import Batch, Loss
 from rekindle.projection.receipt import Receipt
 
-__all__ = ["Batch", "Loss", "Method", "MethodError"]
+__all__ = ["Batch", "Loss", "Method", "MethodError", "MethodInterrupt"]
 
 
 @runtime_checkable
@@ -39,7 +39,7 @@ class Method(Protocol):
 
 
 class MethodError(RuntimeError):
-    """A method stopped after its first write; `receipt` says what had been changed by then.
+    """A method stopped after its first write; `receipt.differs` names what had been changed by then.
 
     >>> try:
     ...     raise MethodError("the SVD of fc.weight failed", Receipt("fire"))
@@ -51,3 +51,7 @@ class MethodError(RuntimeError):
     def __init__(self, message: str, receipt: Receipt) -> None:
         super().__init__(message)
         self.receipt = receipt
+
+
+class MethodInterrupt(MethodError, KeyboardInterrupt):
+    """Ctrl-C after the first write: a `MethodError`, and still the interrupt that a program waits for."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack, get_args
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,7 @@ from rekindle.engine.isometry import polar
 from rekindle.extras import install
 from rekindle.measures.spectra import real
 from rekindle.projection.measuring import Look, Reader, look, looks, references_of, too_many
+from rekindle.projection.receipt import Measuring
 from rekindle.projection.targets import Scale, Targets, choose, describe, preset_layouts, terms
 from rekindle.sharding.spread import Spread
 from rekindle.sharding.team import SOLO, opened
@@ -45,7 +46,7 @@ _HEADINGS = ("parameter", "role", "shape", "matrices", "scale", "DfI now", "acti
 class Plan:
     """What will be done to each parameter; prints as a table, `fire` executes exactly it.
 
-    >>> p = plan(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), measure=False)
+    >>> p = plan(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), measure="none")
     >>> [entry.name for entry in p.selected]
     ['0.weight']
     """
@@ -209,8 +210,72 @@ def _cells(entry: Found) -> list[str]:
     return [entry.name, role, shape, matrices, scales, dfi, action]
 
 
+class Planning(TypedDict, total=False):
+    """The keywords that make a plan, in `plan`, in `fire` and in the methods."""
+
+    targets: Targets
+    include: Targets
+    exclude: Targets
+    heads: Iterable[str] | str | None
+    scale: str | float | Scale
+    split_heads: bool
+    conv: Conv
+    min_norm: float
+    reference: nn.Module | Mapping[str, Tensor] | None
+    layouts: Mapping[str, Recipe] | None
+
+
+class PlanOptions(Planning, total=False):
+    """What `plan` takes: what makes a plan, and how to look at the source."""
+
+    config: Any
+    measure: Measuring
+    sharded: bool
+    allow_empty: bool
+
+
+def plan(model: nn.Module | Mapping[str, Tensor], **options: Unpack[PlanOptions]) -> Plan:
+    """Decide, without changing anything, what becomes of every parameter of a model or state dict.
+
+    >>> print(plan(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), measure="none").table(width=90))
+    parameter  role   shape  matrices  scale  DfI now  action
+    0.weight   other  8×4    1 × 8×4   1.41   -        project
+    0.bias     other  8      skipped: bias
+    2.weight   head   2×8    skipped: output head
+    2.bias     other  2      skipped: bias
+    1 of 4 parameters to project: 1 matrices, 32 of 58 numbers; scale paper, targets auto
+
+    Args:
+        model: a module, or a state dict. On a model with DTensor parameters every process must make the call.
+        targets: presets ("auto", "all", "attention", "attention.qk", "mlp", "conv", "paper-cnn", "paper-vit",
+            "paper-gpt"), roles, names, globs, module types or a predicate on `Found`.
+        include: what to add, also of what is skipped by default.
+        exclude: what to remove.
+        heads: the names of the output layers, where they are not those that would be taken.
+        scale: what the isometry is multiplied by, see `rekindle.scales`.
+        split_heads: one matrix per attention head.
+        conv: "taps", or "flat": one matrix (out, in·taps) of a convolution, at the scale √(out/(in·taps)).
+        min_norm: matrices with a smaller norm stay (0 asks for them).
+        reference: the initial weights, for `scale="reference"`.
+        layouts: the layout of single weights.
+        config: goes with a state dict: a transformers config or a model on the meta device.
+        measure: "cheap" measures the DfI and looks for normalizations behind weights; the DfI of a model of a billion
+            numbers is an estimate (≈) then, "full" measures it. "none" does neither.
+        sharded: False skips DTensor parameters.
+        allow_empty: a plan that projects nothing is no error.
+    """
+    for name in options.keys() - PlanOptions.__annotations__.keys():
+        raise TypeError(f"plan() got an unexpected keyword argument {name!r}")
+    return _plan(model, **options)
+
+
+def draft(model: nn.Module, **planning: Unpack[Planning]) -> Plan:
+    """The plan without measures, for who executes it at once; parametrized weights are tried when that is done."""
+    return _plan(model, measure="none", trial=False, **planning)
+
+
 @full_precision()
-def plan(
+def _plan(
     model: nn.Module | Mapping[str, Tensor],
     *,
     targets: Targets = "auto",
@@ -224,39 +289,21 @@ def plan(
     config: Any = None,
     reference: nn.Module | Mapping[str, Tensor] | None = None,
     layouts: Mapping[str, Recipe] | None = None,
-    measure: bool | Literal["exact"] = True,
+    measure: Measuring = "cheap",
     sharded: bool = True,
-    trial: bool = True,
     allow_empty: bool = False,
+    trial: bool = True,
 ) -> Plan:
-    """Decide, without changing anything, what becomes of every parameter of a model or state dict.
-
-    `targets` are presets ("auto", "all", "attention", "attention.qk", "mlp", "conv", "paper-cnn", "paper-vit",
-    "paper-gpt"), roles, names, globs, module types or a predicate on `Found`; `include` adds (also what is skipped
-    by default), `exclude` removes. `conv="flat"` makes one matrix (out, in·taps) of a convolution, at the
-    scale √(out/(in·taps)). Matrices whose norm is below `min_norm` stay (0 asks for them). `config` goes with a
-    state dict: a transformers config or a model on the meta device. `reference` holds the initial weights for
-    `scale="reference"`. `measure=False` leaves out the DfI and the normalisations behind weights; the DfI of a model
-    of a billion numbers is an estimate (≈), unless `measure="exact"`. `layouts` states the layout of single weights.
-    `trial=False` does not try whether parametrised weights can hold their isometry.
-    A plan that projects nothing is an error, unless `allow_empty`. On a model with DTensor parameters
-    every process must make the call; `sharded=False` skips those parameters.
-
-    >>> print(plan(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), measure=False).table(width=90))
-    parameter  role   shape  matrices  scale  DfI now  action
-    0.weight   other  8×4    1 × 8×4   1.41   -        project
-    0.bias     other  8      skipped: bias
-    2.weight   head   2×8    skipped: output head
-    2.bias     other  2      skipped: bias
-    1 of 4 parameters to project: 1 matrices, 32 of 58 numbers; scale paper, targets auto
-    """
     team, spreads = SOLO, dict[str, Spread]()
     if isinstance(model, nn.Module):
         team, spreads = opened(model, "rekindle.plan(model.module)", writes=False, copies=False)
     if not sharded:
         team, spreads = SOLO, {}
     options: dict[str, Any] = {"conv": conv, "split_heads": split_heads, "heads": heads, "layouts": dict(layouts or {})}
+    measures = measure != "none"
     with team.together():
+        if measure not in get_args(Measuring):
+            raise ValueError(f"measure={measure!r} is not one of {', '.join(map(repr, get_args(Measuring)))}")
         rule = Scale.parse(scale)
         targets, include, exclude = (
             t if isinstance(t, str) or t == () else terms(t) for t in (targets, include, exclude)
@@ -274,13 +321,13 @@ def plan(
     read = _reader(model)
     seen: dict[tuple[str, int], Look] = {}
     rough: set[str] = set()
-    if measure or min_norm > 0:
+    if measures or min_norm > 0:
         elsewhere = spreads.keys() if isinstance(model, nn.Module) else {k for k, t in model.items() if is_sharded(t)}
         local = [f for f in chosen if f.key not in elsewhere]
-        rough = too_many(local) if measure is True else set()
-        seen = _local_looks(local, read, rule, bool(measure), min_norm, rough)
+        rough = too_many(local) if measure == "cheap" else set()
+        seen = _local_looks(local, read, rule, measures, min_norm, rough)
         if spreads:
-            seen |= looks(team, spreads, chosen, read, rule, bool(measure))
+            seen |= looks(team, spreads, chosen, read, rule, measures)
     initial = None if reference is None else _by_name(reference)
     entries = tuple(_planned(f, rule, initial, min_norm, seen) for f in chosen)
     entries = tuple(replace(e, estimated=e.name in rough and e.dfi_now is not None) for e in entries)
@@ -289,7 +336,7 @@ def plan(
         entries = tuple(_tried(drafted, e, f, model) for e, f in zip(entries, found, strict=True))
     if not allow_empty and all(e.refusal is not None for e in entries):
         raise ValueError(f"targets={targets!r}: nothing is left to project. " + _reasons(entries))
-    if measure and isinstance(model, nn.Module):
+    if measures and isinstance(model, nn.Module):
         norms = norms_behind(unwrapped(model))
         entries = tuple(replace(e, norm=norms.get(e.name.removesuffix(".weight"), "")) for e in entries)
     return replace(drafted, entries=entries)

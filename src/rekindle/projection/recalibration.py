@@ -18,7 +18,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from rekindle.blocks.names import unwrapped
 from rekindle.engine.arithmetic import callers_device
 from rekindle.isolation import call, isolated
-from rekindle.projection.method import MethodError
 from rekindle.projection.receipt import Receipt
 from rekindle.sharding.passes import passes
 from rekindle.sharding.team import Team
@@ -109,12 +108,9 @@ def recalibrated(model: nn.Module, batches: Iterable[Any], receipt: Receipt, tea
     """Recalibrate after a method that has written its weights, and say so in its receipt."""
     # DDP would give every rank the buffers of the first before each forward pass: bypass the wrapper.
     inner = unwrapped(model) if team.size > 1 else model
-    try:
-        with callers_device(), passes(inner, team):
-            names = recalibrate(inner, batches)
-        agree_statistics(team, training_layers(inner).values())
-    except Exception as error:
-        raise MethodError(f"the weights are written, but recalibration failed: {error}", receipt) from error
+    with callers_device(), passes(inner, team):
+        names = recalibrate(inner, batches)
+    agree_statistics(team, training_layers(inner).values())
     if not names:
         note = "recalibrate= found no BatchNorm layer in training mode"
         return replace(receipt, notes=(*receipt.notes, note))

@@ -131,6 +131,7 @@ class Receipt:
     rolled_back: bool = False  # by a guard; the records then say what had been tried
     loss_before: float | None = None  # as a guard measured it
     loss_after: float | None = None
+    differs: tuple[str, ...] = ()  # of a call that failed: parameters, buffers, "name: slot" of optimizers
 
     def __post_init__(self) -> None:
         """What was changed is not skipped, whatever a method's plan said beforehand."""
@@ -313,7 +314,8 @@ class PendingRecord:
     It is not a `BlockRecord` yet because its numbers are tensors, some of them on the device; `records` fetches those
     of all blocks together.
 
-    kept: which matrices were left as they are. seen: what `measuring.observed` found of those stored. full: what
+    kept: which matrices were not changed; the record is of the others.
+    seen: what `measuring.observed` found of those stored. full: what
     `measuring.measured` found, in full measuring.
     """
 
@@ -341,13 +343,15 @@ def _record(written: PendingRecord, seen: Tensor | None, strength: float, measur
     DfI(W, s) = ‖WWᵀ‖²_F/s⁴ − 2‖W‖²_F/s² + k and SFE = ‖W‖²_F − 2s·tr(QᵀW) + s²‖Q‖²_F. A DfI that is lost in the
     rounding of these terms (W was an isometry already) is given as unmeasured.
     """
-    block, certificate, scale = written.block, written.certificate, written.scale
+    block, changed = written.block, ~written.kept
+    certificate, scale = written.certificate[changed], written.scale[changed]
+    seen = None if seen is None else seen[:, changed]
     k = min(block.out, block.in_)
     known: dict[str, Any] = {
         "name": written.name,
         "role": block.role,
         "part": block.part,
-        "count": block.count,
+        "count": len(scale),
         "out": block.out,
         "in_": block.in_,
         "scale": float(scale.double().mean()),
@@ -375,10 +379,9 @@ def _record(written: PendingRecord, seen: Tensor | None, strength: float, measur
         deviation, sizes = terms[0] - terms[1] + k, terms[0] + terms[1] + k
         known["dfi_before"] = finite_sum(deviation.masked_fill(deviation < rounding * sizes, torch.nan))
         error = norm.square() - 2 * s * certificate.nuclear.double() + s.square() * factor_norm.square()
-        known["sfe"] = float((strength**2 * error).clamp_min(0).masked_fill(written.kept, 0).sum())
+        known["sfe"] = float((strength**2 * error).clamp_min(0).sum())
         if known["converged"]:
-            pulled = (1 - strength) * certificate.spectral_norm.double() + strength * s
-            known["spectral_after"] = float(torch.where(written.kept, certificate.spectral_norm.double(), pulled).max())
+            known["spectral_after"] = float(((1 - strength) * certificate.spectral_norm.double() + strength * s).max())
         elif seen is not None:
             known["spectral_after"] = float(seen[2].max())
     else:

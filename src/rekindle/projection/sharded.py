@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -18,9 +18,21 @@ from torch import Tensor
 from rekindle.blocks.finding import Found
 from rekindle.blocks.layouts import Block
 from rekindle.blocks.names import partition_of
-from rekindle.projection.method import MethodError
+from rekindle.engine.solving import Solving
+from rekindle.projection.execution import (
+    DEFAULTS,
+    Numbers,
+    PlanExecution,
+    Solved,
+    check_finite,
+    check_options,
+    execute,
+    label,
+    too_small,
+)
 from rekindle.projection.planning import Plan
-from rekindle.projection.receipt import BlockRecord, PendingRecord, Receipt, records
+from rekindle.projection.receipt import BlockRecord, Measuring, Meter, PendingRecord, Receipt, records
+from rekindle.projection.stores import LiveStore
 from rekindle.sharding.assembly import Assembly, Item, Work, inside
 from rekindle.sharding.gram import factor
 from rekindle.sharding.owners import Parcel
@@ -28,14 +40,12 @@ from rekindle.sharding.spread import Spread
 from rekindle.sharding.team import LostRank, Team, local
 from rekindle.sharding.units import interleaved
 
-Numbers = Sequence[tuple[int, int]]
-Execute = Callable[..., Receipt]
 _Key = tuple[int, tuple[int, ...]]  # the block's place among all of the plan, and which of its matrices
 
 
 def refuse_partitioned(options: Mapping[str, Any]) -> None:
     """Raise for options of `fire` that need the model itself, or all of it at once, under DeepSpeed ZeRO."""
-    for name in ("batches", "guard", "recalibrate"):
+    for name in ("drift", "guard", "recalibrate"):
         if options.get(name) is not None:
             raise ValueError(
                 f"{name}= needs forward passes, which are not possible while weights are taken out of DeepSpeed "
@@ -75,16 +85,28 @@ class _LotPlan:
     keys: list[_Key]
 
 
-class ShardedFire:
-    """Carries out a plan on a team of processes; made by `fire` once the plan is known.
+class ShardedExecution:
+    """Carries out a plan on a team of processes; every process makes the same calls.
 
-    `blocks` counts the selected blocks of the whole plan, in order, as `execute` would number them.
+    `_first` has the place of each entry's first block among all of the plan, as `PlanExecution` numbers them.
     """
 
     def __init__(
-        self, team: Team, plan: Plan, spreads: dict[str, Spread], tensors: dict[str, Tensor], skipped: dict[str, str]
+        self,
+        team: Team,
+        plan: Plan,
+        store: LiveStore,
+        spreads: Mapping[str, Spread],
+        *,
+        strength: float,
+        measure: Measuring,
+        solved: Mapping[tuple[str, Block], Solved],
+        meter: Meter,
+        **solving: Unpack[Solving],
     ) -> None:
-        self.team, self.plan, self.skipped = team, plan, skipped
+        check_options(strength, measure)
+        self.team, self.plan, self.store = team, plan, store
+        self.strength, self.measure, self._solved, self._solving = strength, measure, solved, solving
         self._first: dict[str, int] = {}
         position = 0
         for entry in plan.selected:
@@ -93,89 +115,80 @@ class ShardedFire:
         self.entries = [entry for entry in plan.selected if entry.name in spreads and not entry.parametrized]
         names = {entry.name for entry in self.entries}
         self.here = [entry for entry in plan.selected if entry.name not in names]
-        self._spreads, self._tensors = spreads, tensors
+        self._spreads, self._tensors = spreads, store.tensors()
+        self._records: dict[_Key, BlockRecord] = {}
+        self._again: dict[tuple[int, int], int] = {}
+        self._notes: list[str] = []
+        self._written: set[tuple[int, int]] = set()
 
-    def check(self, check_finite: Callable[[str, Tensor], None], store: Any, settings: dict[str, Any]) -> None:
-        """Everything that could go wrong, agreed on by all processes before the first byte moves."""
+    def check(self, settings: Mapping[str, Any]) -> None:
+        """Everything that could go wrong, agreed on by all processes before any communication of weights."""
         with self.team.together():
             for entry in self.here:
-                check_finite(entry.name, store.read(entry))
+                check_finite(entry.name, self.store.read(entry))
             for entry in self.entries:
                 if partition_of(self._tensors[entry.name]) is None:
                     check_finite(entry.name, local(self._tensors[entry.name]))
-                if store.mirrors and entry.left and interleaved([block.layout for block in entry.blocks]):
+                if self.store.mirrors and entry.left and interleaved([block.layout for block in entry.blocks]):
                     raise ValueError(f"{entry.name!r}: mirrors= cannot follow a part of an interleaved sharded weight")
         parted = [entry for entry in self.entries if partition_of(self._tensors[entry.name]) is not None]
         if parted:
             Assembly(self.team, self._items(parted)).measure(lambda i, _, box: check_finite(parted[i].name, box))
-        self.team.same("call", sorted((key, str(value)) for key, value in settings.items()))
+        call = {**self._solving, **settings, "strength": self.strength, "measure": self.measure}
+        self.team.same("call", sorted((key, str(value)) for key, value in call.items()))
         self.team.same("scale", [(e.name, e.scales, e.references) for e in self.entries])
 
-    def execute(
-        self, execute: Execute, store: Any, *, strength: float, measure: str, solved: Any = None, **solving: Any
-    ) -> Receipt:
+    def run(self) -> Receipt:
         """The receipt of the whole plan, on every process."""
-        gram = solving["solver"] == "auto" and measure != "full"
+        gram = self._solving.get("solver", "auto") == "auto" and self.measure != "full"
         assembly = Assembly(self.team, self._items(self.entries), gram=gram)
-        records: dict[_Key, BlockRecord] = {}
-        again: dict[tuple[int, int], int] = {}
-        notes: list[str] = []
-        written: set[tuple[int, int]] = set()
-        settings = {"targets": self.plan.targets, "scale": str(self.plan.scale), "strength": strength, **solving}
-
-        def treat(work: Work) -> None:
-            for number, parcel, gram_matrix in (each for each in work if each[1].gram):
-                made = self._by_gram(number, parcel, gram_matrix, strength, measure, solving)
-                if made is None:
-                    again[number, parcel.unit.parts[0].block] = 1
-                else:
-                    records[made[0]] = made[1]
-            lot = self._lot([each for each in work if not each[1].gram])
-            if not lot.keys:
-                return
-            try:
-                done = execute(lot.plan, lot.store, strength=strength, measure=measure, numbers=lot.numbers, **solving)
-            except MethodError as error:  # its receipt is of boxes that are discarded
-                raise error.__cause__ if isinstance(error.__cause__, Exception) else error from None
-            records.update(zip(lot.keys, done.records, strict=True))
-            notes.extend(done.notes)
-
-        try:
-            for lot in assembly.run(treat):
-                written |= {(item, block) for item, blocks in lot for block in blocks}
-            refused = {key for each in self.team.gather(list(again)) for key in each}
-            written -= refused
-            if refused:
-                chosen = _only(refused, assembly)
-                for lot in assembly.run(treat, only=chosen, assembled=True):
-                    written |= {(item, block) for item, blocks in lot for block in blocks}
-            mine = None
-            with self.team.together():
-                if self.here:
-                    rest = replace(self.plan, entries=tuple(self.here))
-                    numbers = {(e.key, b): self._numbers(e, b) for e in self.here for b in e.blocks}
-                    mine = execute(
-                        rest, store, strength=strength, measure=measure, solved=solved, numbers=numbers, **solving
-                    )
-        except Exception as error:
-            if not written:
-                raise
-            done = [] if isinstance(error, LostRank) else self._gathered(records, notes)
-            receipt = self._receipt(done, notes, settings, None, only=written)
-            raise MethodError(f"stopped after {len(written)} of {self._blocks} blocks: {error}", receipt) from error
+        for lot in assembly.run(self._treat):
+            self._written |= {(item, block) for item, blocks in lot for block in blocks}
+        refused = {key for each in self.team.gather(list(self._again)) for key in each}
+        self._written -= refused
+        if refused:
+            for lot in assembly.run(self._treat, only=_only(refused, assembly), assembled=True):
+                self._written |= {(item, block) for item, blocks in lot for block in blocks}
+        mine = None
+        with self.team.together():
+            if self.here:
+                rest = replace(self.plan, entries=tuple(self.here))
+                numbers = {(e.key, b): self._numbers(e, b) for e in self.here for b in e.blocks}
+                mine = execute(rest, self.store, solved=self._solved, numbers=numbers, **self._options())
         for number, entry in enumerate(self.entries):
-            store.copy_to_mirrors(entry, [piece.local for piece in assembly.pieces(number)])
-        return self._receipt(self._gathered(records, notes), notes, settings, mine)
+            self.store.copy_to_mirrors(entry, [piece.local for piece in assembly.pieces(number)])
+        return self._receipt(self._gathered(), mine)
+
+    def so_far(self, error: BaseException) -> Receipt | None:
+        """The receipt of what all processes had written before this error, None if nothing was."""
+        if not self._written:
+            return None
+        alone = isinstance(error, LostRank) or not isinstance(error, Exception)  # the others may not answer
+        return self._receipt([] if alone else self._gathered(), None, only=self._written)
+
+    def _options(self) -> dict[str, Any]:
+        return {"strength": self.strength, "measure": self.measure, **self._solving}
+
+    def _treat(self, work: Work) -> None:
+        for number, parcel, gram_matrix in (each for each in work if each[1].gram):
+            made = self._by_gram(number, parcel, gram_matrix)
+            if made is None:
+                self._again[number, parcel.unit.parts[0].block] = 1
+            else:
+                self._records[made[0]] = made[1]
+        lot = self._lot([each for each in work if not each[1].gram])
+        if not lot.keys:
+            return
+        execution = PlanExecution(lot.plan, lot.store, numbers=lot.numbers, **self._options())
+        done = execution.run()
+        self._records.update(zip((lot.keys[place] for place in execution.places), done.records, strict=True))
+        self._notes.extend(done.notes)
 
     def _items(self, entries: Sequence[Found]) -> list[Item]:
         return [
             Item(e.name, self._tensors[e.name], self._spreads[e.name], tuple(block.layout for block in e.blocks))
             for e in entries
         ]
-
-    @property
-    def _blocks(self) -> int:
-        return sum(len(entry.blocks) for entry in self.plan.selected)
 
     def _numbers(self, entry: Found, block: Block, matrices: Sequence[int] | None = None) -> Numbers:
         place = self._first[entry.name] + entry.blocks.index(block)
@@ -211,14 +224,12 @@ class ShardedFire:
                 keys.append((place, part.numbers))
         return _LotPlan(replace(self.plan, entries=tuple(entries)), BoxStore(boxes), numbers, keys)
 
-    def _by_gram(
-        self, number: int, parcel: Parcel, gram: Tensor, strength: float, measure: Any, solving: dict[str, Any]
-    ) -> tuple[_Key, BlockRecord] | None:
+    def _by_gram(self, number: int, parcel: Parcel, gram: Tensor) -> tuple[_Key, BlockRecord] | None:
         """Replace the Gram matrix by what the rows are to be multiplied with; NaN rejects the route."""
         entry = self.entries[number]
         part = parcel.unit.parts[0]
         block = entry.blocks[part.block]
-        found = factor(gram, entry.dtype, **solving)
+        found = factor(gram, entry.dtype, **self._solving)
         if found is None or float(found[1].norm) < self.plan.min_norm:
             gram.fill_(math.nan)
             return None
@@ -226,27 +237,25 @@ class ShardedFire:
         scale = self.plan.scale_values(entry, block, norm=certificate.norm, nuclear=certificate.nuclear).double()
         if float(scale.max()) > torch.finfo(entry.dtype).max:
             raise ValueError(f"{entry.name!r} is {entry.dtype} and cannot hold a scale of {float(scale.max()):.3g}")
-        gram.copy_(change).mul_(strength * float(scale))
-        gram.diagonal().add_(1 - strength)
+        gram.copy_(change).mul_(self.strength * float(scale))
+        gram.diagonal().add_(1 - self.strength)
         written = PendingRecord(entry.name, block, certificate, scale, kept=torch.zeros(1, dtype=torch.bool))
-        made = records([written], strength, measure)[0]
+        made = records([written], self.strength, self.measure)[0]
         return (self._first[entry.name] + part.block, part.numbers), made
 
-    def _gathered(self, records: dict[_Key, BlockRecord], notes: list[str]) -> list[tuple[_Key, BlockRecord]]:
+    def _gathered(self) -> list[tuple[_Key, BlockRecord]]:
         """The records of all processes, one per block; a parameter that several meshes hold counts once."""
-        both = self.team.gather((records, notes))
-        notes[:] = dict.fromkeys(note for _, each in both for note in each)
+        both = self.team.gather((self._records, self._notes))
+        self._notes[:] = dict.fromkeys(note for _, notes in both for note in notes)
         every: dict[_Key, BlockRecord] = {}
-        for each, _ in both:
-            for key, one in each.items():
+        for records_there, _ in both:
+            for key, one in records_there.items():
                 every.setdefault(key, one)
         return list(every.items())
 
     def _receipt(
         self,
         found: list[tuple[_Key, BlockRecord]],
-        notes: list[str],
-        settings: dict[str, Any],
         mine: Receipt | None,
         only: set[tuple[int, int]] | None = None,
     ) -> Receipt:
@@ -262,9 +271,19 @@ class ShardedFire:
             own = [one for one in alone if one.name == entry.name]
             merged |= {self._first[entry.name] + i: one for i, one in enumerate(own)}
         records = tuple(merged[place] for place in sorted(merged))
-        every = [*notes, *(mine.notes if mine is not None else ())]
-        settings = {**settings, "processes": self.team.size}
-        return Receipt("fire", records, self.skipped, settings, notes=tuple(dict.fromkeys(every)))
+        skipped = self.plan.reasons() | (dict(mine.skipped) if mine is not None else {})
+        if only is None:
+            blocks = [(entry, place) for entry in self.entries for place in range(len(entry.blocks))]
+            unchanged = [pair for pair in blocks if self._first[pair[0].name] + pair[1] not in merged]
+            skipped |= {label(entry, entry.blocks[place]): too_small(self.plan) for entry, place in unchanged}
+        notes = [*self._notes, *(mine.notes if mine is not None else ())]
+        settings = {
+            **{"targets": self.plan.targets, "scale": str(self.plan.scale), "strength": self.strength},
+            **DEFAULTS,
+            **self._solving,
+            "processes": self.team.size,
+        }
+        return Receipt("fire", records, skipped, settings, notes=tuple(dict.fromkeys(notes)))
 
 
 def _only(refused: set[tuple[int, int]], assembly: Assembly) -> Callable[[Parcel], bool]:

@@ -7,7 +7,7 @@ changes with a live model: the parameters that an optimizer holds, biases, stale
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal, Protocol
@@ -269,21 +269,6 @@ class LiveStore:
                 found[f"the bias of {name}"] = bias
         return found
 
-    def snapshot(self, buffers: Iterable[Tensor] = ()) -> Callable[[], None]:
-        """Copy everything that may be written; calling the result puts it back in place."""
-        tensors = {id(tensor): tensor for tensor in (*self._written(), *buffers)}.values()
-        kept = [(tensor, tensor.detach().clone()) for tensor in tensors]
-        gradients = [(p, p.grad) for p in self.parameters().values()]
-
-        def restore() -> None:
-            with torch.no_grad():
-                for tensor, value in kept:
-                    tensor.copy_(value)
-            for parameter, gradient in gradients:
-                parameter.grad = gradient
-
-        return restore
-
     def tidy(self, names: Iterable[str]) -> tuple[dict[str, Parameter], set[str], int]:
         """After these entries were written: zero the biases, and drop gradients, which belong to weights that are gone.
 
@@ -296,7 +281,9 @@ class LiveStore:
             parameter.grad = None
         return changed, zeroed, len(stale)
 
-    def _written(self) -> Iterator[Tensor]:
+    def written(self) -> Iterator[Tensor]:
+        """Every tensor that may be written, in the mirrors too, and every parameter that changes with them."""
+        yield from self.parameters().values()
         for name, weight in self._weights.items():
             for each in (weight, *self._copies[name]):
                 yield from each.parameters().values()

@@ -1,0 +1,432 @@
+"""A transaction: from the first write of a call to its receipt.
+
+It ends with a true receipt, or with everything as it was. `Marks` notes how every tensor of a model and its optimizers
+is marked before the first write, by torch's own version counters, so that a call that fails can name exactly what it
+has changed. `snapshot` copies instead, and puts everything back into the same objects: values, gradients, modules,
+hooks, optimizer state and what a method has gathered.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextvars import ContextVar
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from rekindle.blocks.names import cleaner
+from rekindle.optimizers import unwrap
+from rekindle.projection.method import MethodError, MethodInterrupt
+from rekindle.projection.receipt import BlockRecord, Receipt
+from rekindle.sharding.team import local
+
+Restore = Callable[[], None]
+SoFar = Callable[[BaseException], Receipt | None]
+_MOST_NAMED = 5
+
+
+class Transaction:
+    """Wraps everything from the first write to the receipt; an error or Ctrl-C inside cannot leave a false picture.
+
+    With `restore` (from `snapshot`) everything is put back. Without it the error becomes a `MethodError` whose receipt
+    names what differs in `differs`; an error before the first write stays as it is.
+
+    models: the model first, then its mirrors.
+    so_far: makes the receipt of what has been done when an error comes; None if nothing was.
+
+    >>> layer = nn.Linear(2, 1)
+    >>> try:
+    ...     with Transaction("halve", [layer]), torch.no_grad():
+    ...         _ = layer.bias.mul_(0.5)
+    ...         raise OSError("the disk is full")
+    ... except MethodError as error:
+    ...     error.receipt.differs
+    ('bias',)
+    """
+
+    def __init__(
+        self,
+        method: str,
+        models: Iterable[nn.Module],
+        optimizer: Any = None,
+        *,
+        restore: Restore | None = None,
+        so_far: SoFar | None = None,
+    ) -> None:
+        self._method, self._restore, self._so_far = method, restore, so_far
+        self._marks = Marks(models, optimizer)
+
+    def __enter__(self) -> Self:
+        self._marks.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._marks.__exit__()
+        if error is None:
+            return
+        if self._restore is not None:
+            self._put_back(error, self._restore)
+            return
+        receipt = None
+        if self._so_far is not None:
+            with contextlib.suppress(Exception):  # the first error is the one to tell
+                receipt = self._so_far(error)
+        if isinstance(error, MethodError):
+            receipt = receipt or error.receipt
+        differs = self._marks.differences()
+        if not differs and receipt is None:
+            return
+        receipt = _completed(receipt or Receipt(self._method), differs, self._marks.parameters())
+        if isinstance(error, MethodError):
+            error.receipt = receipt  # a transaction inside this one has told the rest
+            return
+        named = ", ".join(differs[:_MOST_NAMED]) + (", …" if len(differs) > _MOST_NAMED else "")
+        said = f"{self._method} stopped: {str(error) or type(error).__name__}; it had changed {named}"
+        if isinstance(error, KeyboardInterrupt):
+            raise MethodInterrupt(said, receipt) from error
+        if not isinstance(error, Exception):  # a process that ends must end
+            error.add_note(said)
+            return
+        raise MethodError(said, receipt) from error
+
+    def _put_back(self, error: BaseException, restore: Restore) -> None:
+        written = self._marks.differences()
+        surely(restore)
+        if isinstance(error, Exception) and (written or isinstance(error, MethodError)):
+            raise MethodError(f"{error}; everything was put back", Receipt(self._method)) from error
+
+
+def surely(restore: Restore) -> None:
+    """Put back, and once more from the beginning if Ctrl-C comes meanwhile: doing it twice does no harm."""
+    try:
+        restore()
+    except KeyboardInterrupt:
+        restore()
+        raise
+
+
+def _completed(receipt: Receipt, differs: tuple[str, ...], parameters: set[str]) -> Receipt:
+    """A receipt of a call that failed: every parameter that differs has a record, measured or not."""
+    more = [BlockRecord(name) for name in differs if name in parameters - {record.name for record in receipt.records}]
+    return replace(receipt, records=(*receipt.records, *more), differs=differs)
+
+
+class Marks:
+    """How every tensor of some models and optimizers is marked now; `differences` names those written since.
+
+    The marks are torch's version counters, which every write in place raises: no value is copied or read. Inside
+    `with marks:` what a snapshot puts back counts as not written.
+    """
+
+    def __init__(self, models: Iterable[nn.Module], optimizer: Any = None) -> None:
+        self._models, self._optimizers = tuple(models), unwrap(optimizer)
+        self._tensors = [tensor for model in self._models for tensor in _tensors_of(model)]
+        self._gradients = [(t, t.grad) for t in self._tensors if isinstance(t, Parameter)]
+        self._slots = [_slots(each) for each in self._optimizers]
+        kept = [value for slots in self._slots for value in slots.values() if isinstance(value, Tensor)]
+        # Held, so that ids stay theirs.
+        self._all = [
+            *self._tensors,
+            *(g for _, g in self._gradients if g is not None),
+            *kept,
+        ]
+        self._versions = {id(tensor): _version(tensor) for tensor in self._all}
+
+    def __enter__(self) -> Marks:
+        self._token = _open.set((*_open.get(), self))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        _open.reset(self._token)
+
+    def put_back(self, tensor: Tensor, version: int | None) -> None:
+        """The tensor has the value again that it had at this version."""
+        if self._versions.get(id(tensor)) == version:
+            self._versions[id(tensor)] = _version(tensor)
+
+    def parameters(self) -> set[str]:
+        """The clean names of all parameters."""
+        return {name for name, tensor in self._named() if isinstance(tensor, Parameter)}
+
+    def differences(self) -> tuple[str, ...]:
+        """Parameters and buffers by their names, slots as "name: slot", groups of an optimizer as "group 0: key".
+
+        Gradients of parameters that were not written are put back where they were.
+
+        >>> layer = nn.Linear(1, 1)
+        >>> marks = Marks([layer])
+        >>> _ = nn.init.zeros_(layer.weight)
+        >>> marks.differences()
+        ('weight',)
+        """
+        names: dict[int, str] = {}
+        written: dict[str, None] = {}
+        for name, tensor in self._named():
+            names.setdefault(id(tensor), name)
+            if self._is_written(tensor):
+                written[name] = None
+        for parameter, gradient in self._gradients:
+            name = names.get(id(parameter), "parameter")
+            if gradient is not None and self._is_written(gradient):
+                written[f"{name}: gradient"] = None
+            elif name not in written:
+                parameter.grad = gradient
+        for each, before in zip(self._optimizers, self._slots, strict=True):
+            after = _slots(each)
+            for owner, slot in {**before, **after}:
+                old, new = before.get((owner, slot), _MISSING), after.get((owner, slot), _MISSING)
+                if self._is_written(new) if isinstance(new, Tensor) and new is old else not _same(old, new):
+                    label = names.get(owner, "parameter") if owner >= len(each.param_groups) else f"group {owner}"
+                    written[f"{label}: {slot}"] = None
+        return tuple(written)
+
+    def _is_written(self, tensor: Tensor) -> bool:
+        return id(tensor) not in self._versions or _version(tensor) != self._versions[id(tensor)]
+
+    def _named(self) -> Iterator[tuple[str, Tensor]]:
+        for number, model in enumerate(self._models):
+            clean = cleaner(model)
+            prefix = f"mirror {number - 1}: " if number else ""
+            for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers()):
+                yield prefix + clean(name), tensor
+
+
+_open: ContextVar[tuple[Marks, ...]] = ContextVar("marks", default=())
+_MISSING = object()
+
+
+def _tensors_of(model: nn.Module) -> Iterator[Tensor]:
+    for module in model.modules():
+        for table in (module._parameters, module._buffers):
+            yield from (tensor for tensor in table.values() if tensor is not None)
+
+
+def _version(tensor: Tensor) -> int | None:
+    own = tensor if type(tensor) in (Tensor, Parameter) else local(tensor)
+    return None if own.is_inference() else own._version
+
+
+def _slots(optimizer: Optimizer) -> dict[tuple[int, str], Any]:
+    """What an optimizer holds now, by (id of a parameter or number of a group, name)."""
+    held: dict[tuple[int, str], Any] = {}
+    for owner, state in optimizer.state.items():
+        if isinstance(state, dict):
+            held |= {(id(owner), str(name)): value for name, value in state.items()}
+    for number, group in enumerate(optimizer.param_groups):
+        held |= {(number, name): value for name, value in group.items() if name != "params"}
+    return held
+
+
+def _same(old: Any, new: Any) -> bool:
+    plain = (bool, int, float, str, tuple, type(None))
+    return old is new or (isinstance(old, plain) and isinstance(new, plain) and old == new)
+
+
+def snapshot(models: Iterable[nn.Module], optimizer: Any = None, *others: Any) -> Restore:
+    """Copy models, optimizers and what a method has gathered (`others`); the result puts it all back, in place.
+
+    >>> layer = nn.Linear(2, 2)
+    >>> restore, weight = snapshot([layer]), layer.weight.clone()
+    >>> _ = nn.init.zeros_(layer.weight), layer.register_forward_hook(print)
+    >>> restore(); torch.equal(layer.weight, weight), len(layer._forward_hooks)
+    (True, 0)
+    """
+    copies = _Copies()
+    modules = {id(module): module for model in models for module in model.modules()}.values()
+    parts = [copies.module(module) for module in modules]
+    parts += [copies.optimizer(each) for each in unwrap(optimizer)]
+    parts += [copies.of(other) for other in others]
+    return _all_of(parts)
+
+
+def snapshot_of(tensors: Iterable[Tensor], optimizer: Any = None) -> Restore:
+    """Copy these tensors alone, with their gradients and their slots in the optimizers.
+
+    >>> weight = Parameter(torch.ones(2))
+    >>> restore = snapshot_of([weight])
+    >>> _ = nn.init.zeros_(weight)
+    >>> restore(); weight.tolist()
+    [1.0, 1.0]
+    """
+    copies, chosen = _Copies(), {id(tensor): tensor for tensor in tensors}
+    parts = [copies.of(tensor) for tensor in chosen.values()]
+    for each in unwrap(optimizer):
+        touched = [group for group in each.param_groups if any(id(p) in chosen for p in group["params"])]
+        parts += [copies.group(each, group, chosen) for group in touched]
+    return _all_of(parts)
+
+
+def _all_of(parts: Iterable[Callable[[], Any]]) -> Restore:
+    held = list(parts)
+
+    def restore() -> None:
+        with torch.no_grad(), contextlib.ExitStack() as stack:  # one that fails does not keep the others from running
+            for part in held:
+                stack.callback(part)
+
+    return restore
+
+
+class _Copies:
+    """Functions that return the same objects with their present contents; an object that occurs twice is kept once."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, Any] = {}
+
+    def of(self, value: Any) -> Callable[[], Any]:
+        if id(value) in self._seen or (not isinstance(value, _MUTABLE) and not _ours(value)):
+            return lambda: value
+        self._seen[id(value)] = value  # held, so that no other object gets this id
+        if isinstance(value, Tensor):
+            return self._tensor(value)
+        if isinstance(value, torch.Generator):
+            state = value.get_state()
+            return lambda: value.set_state(state)
+        if isinstance(value, dict):
+            return self._mapping(value)
+        if isinstance(value, list | deque):
+            return self._sequence(value)
+        if isinstance(value, nn.Module):
+            return _all_of([self.module(module) for module in value.modules()])
+        attributes = self._mapping(vars(value))
+
+        def ours() -> Any:
+            attributes()
+            return value
+
+        return ours
+
+    def module(self, module: nn.Module) -> Callable[[], Any]:
+        """Its tensors, and everything that hangs on it: submodules, hooks, mode, attributes by reference."""
+        self._seen[id(module)] = module
+        tensors = [self.of(t) for table in (module._parameters, module._buffers) for t in table.values()]
+        if isinstance(module, torch.jit.ScriptModule):
+            return _all_of(tensors)
+        attributes = dict(vars(module))
+        tables = {name: dict(value) for name, value in attributes.items() if isinstance(value, dict)}
+
+        def restore() -> None:
+            for name in vars(module).keys() - attributes.keys():
+                del vars(module)[name]
+            vars(module).update(attributes)
+            for name, table in tables.items():
+                attributes[name].clear()
+                attributes[name].update(table)
+
+        return _all_of([*tensors, restore])
+
+    def optimizer(self, optimizer: Optimizer) -> Callable[[], Any]:
+        """State and groups, and its hooks."""
+        state = self.of(optimizer.state)
+        hooks = {n: dict(v) for n, v in vars(optimizer).items() if isinstance(v, dict) and v is not optimizer.state}
+        # The parameters themselves are kept with the model: only their places are kept here.
+        groups = [
+            (group, list(group["params"]), {key: self.of(value) for key, value in group.items() if key != "params"})
+            for group in optimizer.param_groups
+        ]
+
+        def restore() -> None:
+            optimizer.param_groups[:] = [group for group, _, _ in groups]
+            for group, members, options in groups:
+                places = group["params"]
+                places[:] = members
+                group.clear()
+                group.update({"params": places, **{key: value() for key, value in options.items()}})
+            for name, table in hooks.items():
+                held = vars(optimizer)[name]
+                held.clear()
+                held.update(table)
+
+        return _all_of([state, restore])
+
+    def group(self, optimizer: Optimizer, group: dict[str, Any], chosen: Collection[int]) -> Callable[[], Any]:
+        """The options of one group, and the state of those of its parameters that are chosen."""
+        members = group["params"]
+        # A stacked slot lies with the first parameter of its group, and so does LBFGS's history of all of them.
+        owners = [p for number, p in enumerate(members) if id(p) in chosen or number == 0]
+        states = {owner: self.of(optimizer.state[owner]) for owner in owners if owner in optimizer.state}
+        options = {key: self.of(value) for key, value in group.items() if key != "params"}
+
+        def restore() -> None:
+            for owner in owners:
+                if owner in states:
+                    optimizer.state[owner] = states[owner]()
+                else:
+                    optimizer.state.pop(owner, None)
+            group.clear()
+            group.update({"params": members, **{key: value() for key, value in options.items()}})
+
+        return restore
+
+    def _tensor(self, tensor: Tensor) -> Callable[[], Tensor]:
+        copy, trained, gradient = tensor.detach().clone(), tensor.requires_grad, _gradient(tensor)
+        kept = None if gradient is None else gradient.detach().clone()
+        hooks, version = _hooks(tensor), _version(tensor)
+        seen = None if gradient is None else _version(gradient)
+
+        def restore() -> Tensor:
+            with torch.no_grad():
+                tensor.copy_(copy)
+                if tensor.is_leaf:
+                    tensor.requires_grad_(trained)
+                    tensor.grad = gradient
+                if gradient is not None and kept is not None:
+                    gradient.copy_(kept)
+            for marks in _open.get():
+                marks.put_back(tensor, version)
+                if gradient is not None:
+                    marks.put_back(gradient, seen)
+            for name, table in hooks.items():
+                held = getattr(tensor, name)
+                if held is not None:
+                    held.clear()
+                    held.update(table)
+            return tensor
+
+        return restore
+
+    def _mapping(self, value: dict[Any, Any]) -> Callable[[], Any]:
+        entries = {key: self.of(item) for key, item in value.items()}
+
+        def restore() -> dict[Any, Any]:
+            value.clear()
+            value.update({key: entry() for key, entry in entries.items()})
+            return value
+
+        return restore
+
+    def _sequence(self, value: list[Any] | deque[Any]) -> Callable[[], Any]:
+        items = [self.of(item) for item in value]
+
+        def restore() -> list[Any] | deque[Any]:
+            value.clear()
+            value.extend(item() for item in items)
+            return value
+
+        return restore
+
+
+_MUTABLE = (Tensor, torch.Generator, dict, list, deque, nn.Module)
+
+
+def _ours(value: Any) -> bool:
+    """Whether a method keeps something in this object; what others keep in theirs is not looked into."""
+    return type(value).__module__.startswith("rekindle.") and hasattr(value, "__dict__")
+
+
+def _gradient(tensor: Tensor) -> Tensor | None:
+    return tensor.grad if tensor.is_leaf else None
+
+
+def _hooks(tensor: Tensor) -> dict[str, dict[Any, Any]]:
+    names = ("_backward_hooks", "_post_accumulate_grad_hooks")
+    return {name: dict(getattr(tensor, name, None) or {}) for name in names}
