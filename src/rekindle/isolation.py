@@ -18,6 +18,7 @@ import random
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -160,6 +161,60 @@ def _first_tensor(value: Any) -> Tensor | None:
     return next((each for each in found if each is not None), None)
 
 
+class Kept:
+    """The value of a tensor now, to be put back into it; who watches versions of tensors is told.
+
+    >>> weight = torch.ones(2)
+    >>> kept = Kept(weight)
+    >>> _ = weight.zero_()
+    >>> kept.put_back(); weight
+    tensor([1., 1.])
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor, self._value, self._version = tensor, tensor.detach().clone(), version_of(tensor)
+
+    def put_back(self) -> None:
+        """Copy the value back, where it is another."""
+        if not _same(self.tensor.detach(), self._value):
+            with torch.no_grad():
+                self.tensor.copy_(self._value)
+        for told in WATCHERS.get():
+            told(self.tensor, self._version)
+
+
+Watcher: TypeAlias = "Callable[[Tensor, int | None], None]"
+# Called with each tensor that has the value again which it had at that version.
+WATCHERS: ContextVar[tuple[Watcher, ...]] = ContextVar("watchers", default=())
+
+
+def version_of(tensor: Tensor) -> int | None:
+    """How often a tensor was written in place, as torch counts it; None where it does not."""
+    own: Any = tensor
+    if type(tensor) not in (Tensor, nn.Parameter) and hasattr(own, "to_local"):
+        own = own.detach().to_local()  # of a shard: its own memory is written
+    version: int | None = None if own.is_inference() else own._version
+    return version
+
+
+@contextmanager
+def undone() -> Iterator[ExitStack]:
+    """Runs the callbacks of the stack at the end: all of them, also if one fails or an interrupt comes meanwhile.
+
+    >>> with undone() as stack:
+    ...     _ = stack.callback(print, "as it was")
+    as it was
+    """
+    stack = ExitStack()
+    try:
+        try:
+            yield stack
+        finally:
+            stack.close()
+    finally:
+        stack.close()  # what an interrupt has left over
+
+
 @contextmanager
 def isolated(
     model: nn.Module, *, training: bool | Collection[nn.Module] = False, keep_buffers: bool = True
@@ -178,7 +233,7 @@ def isolated(
     """
     modules = list(model.modules())
     chosen = None if isinstance(training, bool) else {id(module) for module in training}
-    with ExitStack() as stack:  # one thing that cannot be put back does not keep the others from it
+    with undone() as stack:
         stack.enter_context(random_states_kept())
         stack.enter_context(gradients_kept(model))
         if "torch._dynamo" in sys.modules:
@@ -186,21 +241,15 @@ def isolated(
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         for module in modules if keep_buffers else ():
             for name, buffer in module._buffers.items():
-                kept = None if buffer is None else buffer.detach().clone()
-                stack.callback(_put_buffer, module, name, buffer, kept)
+                stack.callback(module._buffers.__setitem__, name, buffer)
+                if buffer is not None:
+                    stack.callback(Kept(buffer).put_back)
         stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
         torch.backends.mha.set_fastpath_enabled(False)
         for module in modules:
             stack.callback(setattr, module, "training", module.training)
             module.training = bool(training) if chosen is None else id(module) in chosen
         yield
-
-
-def _put_buffer(module: nn.Module, name: str, buffer: Tensor | None, kept: Tensor | None) -> None:
-    module._buffers[name] = buffer
-    if buffer is not None and kept is not None and not _same(buffer, kept):
-        with torch.no_grad():
-            buffer.copy_(kept)
 
 
 @contextmanager
@@ -213,7 +262,7 @@ def gradients_kept(model: nn.Module) -> Iterator[None]:
     >>> layer.weight.grad is None
     True
     """
-    with ExitStack() as stack:
+    with undone() as stack:
         for parameter in model.parameters():
             stack.callback(setattr, parameter, "grad", parameter.grad)
             parameter.grad = None
@@ -232,10 +281,10 @@ def attributes_kept(model: nn.Module) -> Iterator[None]:
     >>> hasattr(layer, "calls")
     False
     """
-    with ExitStack() as stack:
+    with undone() as stack:
         for module in model.modules():
             values = {
-                name: (value, value.detach().clone() if isinstance(value, Tensor) else None)
+                name: (value, Kept(value) if isinstance(value, Tensor) else None)
                 for name, value in vars(module).items()
                 if name not in _TORCHS_OWN
             }
@@ -243,13 +292,12 @@ def attributes_kept(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def _put_attributes(module: nn.Module, values: Mapping[str, tuple[Any, Tensor | None]]) -> None:
+def _put_attributes(module: nn.Module, values: Mapping[str, tuple[Any, Kept | None]]) -> None:
     for name in [name for name in vars(module) if name not in _TORCHS_OWN and name not in values]:
         delattr(module, name)
-    for name, (value, copied) in values.items():
-        if copied is not None and not _same(value.detach(), copied):
-            with torch.no_grad():
-                value.copy_(copied)
+    for name, (value, kept) in values.items():
+        if kept is not None:
+            kept.put_back()
         if vars(module).get(name) is not value:
             setattr(module, name, value)
 
@@ -268,7 +316,7 @@ def random_states_kept() -> Iterator[None]:
     """
     numpy = sys.modules.get("numpy")
     devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
-    with ExitStack() as stack:
+    with undone() as stack:
         stack.enter_context(torch.random.fork_rng(devices=devices))
         stack.callback(random.setstate, random.getstate())
         if numpy:

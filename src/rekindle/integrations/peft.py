@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from rekindle.blocks.names import named_modules
-from rekindle.isolation import forked_rng
+from rekindle.isolation import forked_rng, undone
 from rekindle.measures.matrices import scale_free_deviation
 from rekindle.methods.call import Call
 from rekindle.methods.remedy import Remedy
@@ -217,7 +217,7 @@ def lora_layers(model: nn.Module, skipped: dict[str, str] | None = None) -> Iter
 @contextmanager
 def _unfrozen(layers: Iterable[LoRALayer]) -> Iterator[None]:
     """The plan sees the base weights as trainable inside."""
-    with ExitStack() as stack:
+    with undone() as stack:
         for layer in layers:
             stack.callback(layer.base.requires_grad_, layer.base.requires_grad)
             layer.base.requires_grad_(True)

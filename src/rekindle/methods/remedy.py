@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from rekindle import initial
 from rekindle.engine.arithmetic import full_precision
+from rekindle.isolation import undone
 from rekindle.methods.call import Call
 from rekindle.projection.method import Batch, Loss
 from rekindle.projection.receipt import Meter, Receipt
@@ -93,8 +94,7 @@ class Remedy:
         restore = snapshot([model], optimizer, self) if self.atomic else None
         with Transaction(self.name, [model], optimizer, restore=restore), full_precision():
             done = self.apply(Call(model, optimizer, batches, loss, self._own, generator))
-        settings = done.settings or self.settings()
-        return replace(done, settings=settings, seconds=meter.seconds, memory=meter.memory)
+            return replace(done, settings=done.settings or self.settings(), **meter.cost())
 
     @property
     def needs(self) -> Needs:
@@ -198,16 +198,25 @@ class Observation:
     """Hooks that gather statistics; `remove()` them, or use it in a `with` statement."""
 
     def __init__(self, handles: Iterable[Any]) -> None:
-        self._handles = list(handles)
+        self._handles: list[Any] = []
+        try:
+            self._handles.extend(handles)
+        except BaseException:  # the second hook could not be made: the first must not stay
+            self.remove()
+            raise
 
     def remove(self) -> None:
         """Take all hooks off."""
-        for handle in self._handles:
-            handle.remove()
+        with undone() as stack:
+            for handle in self._handles:
+                stack.callback(handle.remove)
         self._handles.clear()
 
     def __enter__(self) -> Observation:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.remove()
+        try:
+            self.remove()
+        finally:
+            self.remove()  # what an interrupt has left over

@@ -7,6 +7,7 @@ any other parameter's slots. `check` finds everything that could go wrong before
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from rekindle.optimizers.rehearsal import refusal
 from rekindle.optimizers.slots import (
     COMMON,
     GROUP_COUNTS,
@@ -179,6 +181,30 @@ def _touched(group: Group, changed: Collection[int]) -> bool:
 
 def _checked(optimizer: Optimizer, parameters: Mapping[str, Parameter], policy: str) -> Checked:
     """What is known of one optimizer; an error where its state could not be reset."""
+    checked = _resolved(optimizer, parameters, policy)
+    if policy == "fresh" and checked.held and _is_a_guess(optimizer):
+        reason = refusal(optimizer, _reset_untried)
+        if reason is not None:
+            label = type(optimizer).__name__
+            raise ValueError(
+                f"the state of {label} cannot be reset for some of its parameters: {reason}. Make a new {label} after "
+                f"the change, or register how its slots start (rekindle.optimizers.register({label}, fresh={{...}})), "
+                "or pass optimizer_state='none'"
+            )
+    return checked
+
+
+def _is_a_guess(optimizer: Optimizer) -> bool:
+    """Whether what is known of its slots comes from their names, and not from the table or from DeepSpeed."""
+    shared = any(group.get("shared_counts") for group in optimizer.param_groups)
+    return not shared and _registered(optimizer) is None and not isinstance(optimizer, ONE_HISTORY)
+
+
+def _reset_untried(optimizer: Optimizer, parameters: Mapping[str, Parameter]) -> StateReset:
+    return start_over([_resolved(optimizer, parameters, "fresh")], parameters)
+
+
+def _resolved(optimizer: Optimizer, parameters: Mapping[str, Parameter], policy: str) -> Checked:
     held = tuple(held_by(optimizer, parameters))
     changed = {id(parameter) for parameter in parameters.values()}
     groups = [group for group in optimizer.param_groups if _touched(group, changed)]
@@ -335,7 +361,9 @@ def group_counts(optimizer: Optimizer, group: Group) -> dict[str, float]:
         return {name: _begin(table[name], optimizer, group) for name in group["shared_counts"]}
     if _registered(optimizer) is not None or builds_when_empty(optimizer):
         return {}
-    counts = {name: start for name, start in GROUP_COUNTS.items() if isinstance(group.get(name), (int, float))}
+    options = inspect.signature(type(optimizer).__init__).parameters  # what the constructor takes is no count
+    names = [name for name in GROUP_COUNTS if name not in options and isinstance(group.get(name), (int, float))]
+    counts = {name: GROUP_COUNTS[name] for name in names}
     if not counts.keys() & {"step", "k"}:
         return {}
     kept = {name for parameter in group["params"] for name in optimizer.state.get(parameter, {})}

@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from rekindle.blocks.names import unwrapped
 from rekindle.engine.arithmetic import callers_device
-from rekindle.isolation import call, isolated
+from rekindle.isolation import Kept, call, isolated
 from rekindle.projection.receipt import Receipt
 from rekindle.sharding.passes import passes
 from rekindle.sharding.team import Team
@@ -40,7 +40,7 @@ def recalibrate(model: nn.Module, batches: Iterable[Any]) -> tuple[str, ...]:
     if not layers:
         return ()
     device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
-    kept = {name: [buffer.clone() for buffer in layer.buffers(recurse=False)] for name, layer in layers.items()}
+    kept = {name: [Kept(buffer) for buffer in layer.buffers(recurse=False)] for name, layer in layers.items()}
     reached: tuple[str, ...] = ()
     try:
         isolation = isolated(model, training=layers.values(), keep_buffers=False)
@@ -55,10 +55,10 @@ def recalibrate(model: nn.Module, batches: Iterable[Any]) -> tuple[str, ...]:
                 raise ValueError("recalibrate= holds no batch: pass batches that can be iterated again")
             reached = tuple(name for name, layer in layers.items() if layer.num_batches_tracked)
     finally:
-        for name, layer in layers.items():
+        for name in layers:
             if name not in reached:
-                for buffer, value in zip(layer.buffers(recurse=False), kept[name], strict=True):
-                    buffer.copy_(value)
+                for buffer in kept[name]:
+                    buffer.put_back()
     return reached
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextvars import ContextVar
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
@@ -22,10 +21,10 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from rekindle.blocks.names import cleaner
+from rekindle.isolation import WATCHERS, Kept, undone, version_of
 from rekindle.optimizers import unwrap
 from rekindle.projection.method import MethodError, MethodInterrupt
 from rekindle.projection.receipt import BlockRecord, Receipt
-from rekindle.sharding.team import local
 
 Restore = Callable[[], None]
 SoFar = Callable[[BaseException], Receipt | None]
@@ -62,6 +61,7 @@ class Transaction:
     ) -> None:
         self._method, self._restore, self._so_far = method, restore, so_far
         self._marks = Marks(models, optimizer)
+        self._with_gradients = torch.is_grad_enabled()
 
     def __enter__(self) -> Self:
         self._marks.__enter__()
@@ -73,6 +73,7 @@ class Transaction:
         self._marks.__exit__()
         if error is None:
             return
+        torch.set_grad_enabled(self._with_gradients)
         if self._restore is not None:
             self._put_back(error, self._restore)
             return
@@ -124,7 +125,7 @@ class Marks:
     """How every tensor of some models and optimizers is marked now; `differences` names those written since.
 
     The marks are torch's version counters, which every write in place raises: no value is copied or read. Inside
-    `with marks:` what a snapshot puts back counts as not written.
+    `with marks:` what is put back (`isolation.Kept`) counts as not written.
     """
 
     def __init__(self, models: Iterable[nn.Module], optimizer: Any = None) -> None:
@@ -139,19 +140,19 @@ class Marks:
             *(g for _, g in self._gradients if g is not None),
             *kept,
         ]
-        self._versions = {id(tensor): _version(tensor) for tensor in self._all}
+        self._versions = {id(tensor): version_of(tensor) for tensor in self._all}
+        self._hooks = [(table, set(table)) for each in self._optimizers for table in _step_hooks(each)]
 
     def __enter__(self) -> Marks:
-        self._token = _open.set((*_open.get(), self))
+        self._token = WATCHERS.set((*WATCHERS.get(), self._put_back))
         return self
 
     def __exit__(self, *error: object) -> None:
-        _open.reset(self._token)
+        WATCHERS.reset(self._token)
 
-    def put_back(self, tensor: Tensor, version: int | None) -> None:
-        """The tensor has the value again that it had at this version."""
+    def _put_back(self, tensor: Tensor, version: int | None) -> None:
         if self._versions.get(id(tensor)) == version:
-            self._versions[id(tensor)] = _version(tensor)
+            self._versions[id(tensor)] = version_of(tensor)
 
     def parameters(self) -> set[str]:
         """The clean names of all parameters."""
@@ -160,7 +161,7 @@ class Marks:
     def differences(self) -> tuple[str, ...]:
         """Parameters and buffers by their names, slots as "name: slot", groups of an optimizer as "group 0: key".
 
-        Gradients of parameters that were not written are put back where they were.
+        Gradients of parameters that were not written are put back where they were, new hooks of optimizers removed.
 
         >>> layer = nn.Linear(1, 1)
         >>> marks = Marks([layer])
@@ -168,6 +169,9 @@ class Marks:
         >>> marks.differences()
         ('weight',)
         """
+        for table, hooks in self._hooks:
+            for hook in table.keys() - hooks:
+                del table[hook]
         names: dict[int, str] = {}
         written: dict[str, None] = {}
         for name, tensor in self._named():
@@ -190,7 +194,7 @@ class Marks:
         return tuple(written)
 
     def _is_written(self, tensor: Tensor) -> bool:
-        return id(tensor) not in self._versions or _version(tensor) != self._versions[id(tensor)]
+        return id(tensor) not in self._versions or version_of(tensor) != self._versions[id(tensor)]
 
     def _named(self) -> Iterator[tuple[str, Tensor]]:
         for number, model in enumerate(self._models):
@@ -200,7 +204,6 @@ class Marks:
                 yield prefix + clean(name), tensor
 
 
-_open: ContextVar[tuple[Marks, ...]] = ContextVar("marks", default=())
 _MISSING = object()
 
 
@@ -210,9 +213,9 @@ def _tensors_of(model: nn.Module) -> Iterator[Tensor]:
             yield from (tensor for tensor in table.values() if tensor is not None)
 
 
-def _version(tensor: Tensor) -> int | None:
-    own = tensor if type(tensor) in (Tensor, Parameter) else local(tensor)
-    return None if own.is_inference() else own._version
+def _step_hooks(optimizer: Optimizer) -> Iterator[dict[int, Any]]:
+    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        yield vars(optimizer).get(name, {})  # an optimizer of another package may have none
 
 
 def _slots(optimizer: Optimizer) -> dict[tuple[int, str], Any]:
@@ -269,7 +272,7 @@ def _all_of(parts: Iterable[Callable[[], Any]]) -> Restore:
     held = list(parts)
 
     def restore() -> None:
-        with torch.no_grad(), contextlib.ExitStack() as stack:  # one that fails does not keep the others from running
+        with torch.no_grad(), undone() as stack:  # one that fails does not keep the others from running
             for part in held:
                 stack.callback(part)
 
@@ -368,23 +371,16 @@ class _Copies:
         return restore
 
     def _tensor(self, tensor: Tensor) -> Callable[[], Tensor]:
-        copy, trained, gradient = tensor.detach().clone(), tensor.requires_grad, _gradient(tensor)
-        kept = None if gradient is None else gradient.detach().clone()
-        hooks, version = _hooks(tensor), _version(tensor)
-        seen = None if gradient is None else _version(gradient)
+        kept, trained, gradient, hooks = Kept(tensor), tensor.requires_grad, _gradient(tensor), _hooks(tensor)
+        before = None if gradient is None else Kept(gradient)
 
         def restore() -> Tensor:
-            with torch.no_grad():
-                tensor.copy_(copy)
-                if tensor.is_leaf:
-                    tensor.requires_grad_(trained)
-                    tensor.grad = gradient
-                if gradient is not None and kept is not None:
-                    gradient.copy_(kept)
-            for marks in _open.get():
-                marks.put_back(tensor, version)
-                if gradient is not None:
-                    marks.put_back(gradient, seen)
+            kept.put_back()
+            if tensor.is_leaf:
+                tensor.requires_grad_(trained)
+                tensor.grad = gradient
+            if before is not None:
+                before.put_back()
             for name, table in hooks.items():
                 held = getattr(tensor, name)
                 if held is not None:

@@ -1,0 +1,175 @@
+"""Errors at any line of the package while a call runs, and what then differs from before, found by comparing values."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import random
+import sys
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import rekindle
+from rekindle.projection.method import MethodError
+from rekindle.projection.receipt import Receipt
+
+PACKAGE = str(Path(rekindle.__file__).parent)
+# A second error while the first is being handled is not what is tried here.
+HANDLERS = ("projection/transaction.py",)
+
+
+class Fault(Exception):
+    """The injected error."""
+
+
+def lines(call: Callable[[], Any]) -> int:
+    """How many lines of the package the call runs."""
+    return _traced(call, None, Fault)[0]
+
+
+def interrupted(call: Callable[[], Any], at: int, kind: type[BaseException] = Fault) -> BaseException | None:
+    """What the call raises when `kind` is raised at its line number `at`; None if it ends before."""
+    return _traced(call, at, kind)[1]
+
+
+def _traced(call: Callable[[], Any], at: int | None, kind: type[BaseException]) -> tuple[int, BaseException | None]:
+    count = 0
+    entered: set[tuple[int, int]] = set()
+
+    def line(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal count
+        # Leaving a `with` block is a line too, and an error there would skip the exit: Python does not raise there.
+        left = (id(frame), frame.f_lineno) in entered
+        if event == "line" and _is_with(frame.f_code.co_filename, frame.f_lineno):
+            entered.add((id(frame), frame.f_lineno))
+        if event == "line" and not left:
+            count += 1
+            if count == at:
+                raise kind(f"at {Path(frame.f_code.co_filename).name}:{frame.f_lineno}")
+        return line
+
+    def enter(frame: FrameType, event: str, _: Any) -> Any:
+        name = frame.f_code.co_filename
+        return line if name.startswith(PACKAGE) and not name.endswith(HANDLERS) else None
+
+    before = sys.gettrace()
+    sys.settrace(enter)
+    try:
+        call()
+    except BaseException as error:
+        sys.settrace(before)
+        if at is None:
+            raise
+        return count, error
+    finally:
+        sys.settrace(before)
+    return count, None
+
+
+@cache
+def _withs(file: str) -> frozenset[int]:
+    tree = ast.parse(Path(file).read_text("utf-8"))
+    return frozenset(
+        line
+        for node in ast.walk(tree)
+        if isinstance(node, ast.With)
+        for item in node.items
+        for line in range(node.lineno, (item.context_expr.end_lineno or node.lineno) + 1)
+    )
+
+
+def _is_with(file: str, number: int) -> bool:
+    return number in _withs(file)
+
+
+class Before:
+    """A copy of everything that a method may touch."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.model, self.optimizer = model, optimizer
+        self._tensors = _tensors(model)
+        self._slots = _slots(model, optimizer)
+        self._around = self._surroundings()
+
+    def differences(self) -> set[str]:
+        """Names of parameters, buffers and slots whose value differs now."""
+        now = {**_tensors(self.model), **_slots(self.model, self.optimizer)}
+        old = {**self._tensors, **self._slots}
+        return {name for name in old.keys() | now.keys() if not _equal(old.get(name), now.get(name))}
+
+    def surroundings_differ(self, written: set[str]) -> list[str]:
+        """What else differs: modes, gradients of parameters that were not written, random states, hooks, flags."""
+        now = self._surroundings()
+        wrong = [name for name, value in self._around.items() if not _equal(value, now.get(name))]
+        return [name for name in wrong if name.removeprefix("gradient of ") not in written]
+
+    def _surroundings(self) -> dict[str, Any]:
+        held: dict[str, Any] = {"random": torch.get_rng_state(), "python": random.getstate()}
+        for name, module in self.model.named_modules():
+            hooks = [module._forward_hooks, module._forward_pre_hooks, module._backward_hooks]
+            held[f"mode of {name}"] = module.training
+            held[f"hooks of {name}"] = [len(each) for each in hooks]
+        for name, parameter in self.model.named_parameters():
+            held[f"gradient of {name}"] = None if parameter.grad is None else parameter.grad.clone()
+            held[f"trained {name}"] = parameter.requires_grad
+        held["optimizer hooks"] = len(self.optimizer._optimizer_step_post_hooks)
+        return held
+
+
+def judged(error: BaseException | None, before: Before, *, whole: bool) -> str | None:
+    """What is wrong with how a call ended; None if all is well. `whole`: everything must be as it was."""
+    if error is None:
+        return None
+    written = before.differences()
+    if whole:
+        if written:
+            return f"not put back: {sorted(written)[:4]}"
+    elif isinstance(error, MethodError):
+        said = {name for name in error.receipt.differs if not name.endswith(": gradient")}
+        if written - said:
+            return f"not named: {sorted(written - said)[:4]}"
+        if not said:
+            return "a MethodError that names nothing"
+    elif written:
+        return f"{type(error).__name__} without a receipt, and {sorted(written)[:4]} differ"
+    around = before.surroundings_differ(written if not whole else set())
+    return f"left behind: {around[:4]}" if around else None
+
+
+def positions(total: int, count: int, seed: int) -> Iterator[int]:
+    """Line numbers to fail at: spread over the call, at random within each part."""
+    chosen = random.Random(seed)
+    count = min(count, total)
+    for part in range(count):
+        yield chosen.randint(part * total // count + 1, max(part * total // count + 1, (part + 1) * total // count))
+
+
+def _tensors(model: nn.Module) -> dict[str, Any]:
+    named = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+    return {name: tensor.detach().clone() for name, tensor in named.items()}
+
+
+def _slots(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    held = {}
+    for owner, state in optimizer.state.items():
+        for slot, value in state.items():
+            held[f"{names.get(id(owner), 'parameter')}: {slot}"] = copy.deepcopy(value)
+    for number, group in enumerate(optimizer.param_groups):
+        held |= {f"group {number}: {key}": value for key, value in group.items() if key != "params"}
+    return held
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
+    return type(a) is type(b) and bool(a == b)
+
+
+__all__ = ["Before", "Fault", "Receipt", "interrupted", "judged", "lines", "positions"]
