@@ -90,9 +90,7 @@ def plans() -> dict[str, Any]:
 
     rows = {name: rekindle.plan(build()).to_dict() for name, build in models()}
     for name, model in families():
-        rows[f"family {name}"] = rekindle.plan(
-            model, measure=False, min_norm=0, trial=False, allow_empty=True
-        ).to_dict()
+        rows[f"family {name}"] = rekindle.plan(model, measure="none", min_norm=0, allow_empty=True).to_dict()
     return {name: {"digest": digest(row), "row": row} for name, row in rows.items()}
 
 

@@ -17,8 +17,6 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from rekindle.isolation import random_states_kept
-
 Reset = Callable[[Optimizer, Mapping[str, Parameter]], object]
 _SHAPES: dict[int, tuple[int, ...]] = {1: (4,), 2: (6, 4), 3: (4, 3, 2), 4: (4, 3, 2, 2), 5: (4, 3, 2, 2, 2)}
 _STEPS = 3
@@ -49,7 +47,7 @@ def refusal(optimizer: Optimizer, reset: Reset) -> str | None:
     options = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
     key = type(optimizer), repr(sorted((name, value) for name, value in options.items() if not _counts(value, name)))
     if key not in _outcomes:
-        with random_states_kept():
+        with torch.random.fork_rng(devices=()):
             _outcomes[key] = _rehearsed(optimizer, reset)
     return _outcomes[key]
 
