@@ -27,8 +27,8 @@ import torch.nn.functional as F
 from scipy.stats import t as student
 from torch import Tensor
 
-from rekindle.lab.networks.dawn import DAWN, DAWNConfig, DAWNLoss
-from rekindle.lab.networks.dawn_analysis import Analysis, analyse
+from rekindle.lab.dawn.analysis import Analysis, analyse
+from rekindle.lab.dawn.network import DAWN, DAWNConfig, DAWNLoss
 
 BATCH, LR, WARM_UP, CLIP = 8, 3e-3, 50, 1.0
 VALIDATION_WINDOWS = 128

@@ -28,7 +28,7 @@ import rekindle
 from measuring import processor
 from rekindle.integrations.application import Application
 from rekindle.integrations.attaching import Attachment
-from rekindle.integrations.rounds import Rounds
+from rekindle.integrations.clock import Clock
 
 NEVER = 10**9
 WIDTH, BATCH, STEPS, PAIRS = 512, 128, 60, 7
@@ -218,7 +218,7 @@ def main() -> None:
     failed = False
     Inside.wrap(Application, "begin", "note", "before_step")
     Inside.wrap(Attachment, "step")
-    Inside.wrap(Rounds, "_pre", "_post", "close")
+    Inside.wrap(Clock, "_pre", "_post", "close")
     for name in chosen:
         run = TRAINERS[name]
         run(True), run(False)

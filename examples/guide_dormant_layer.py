@@ -9,7 +9,7 @@ import torch
 from sklearn.datasets import load_digits
 from torch import nn
 
-from rekindle.guide import FIREConfig, FIREReinitializer
+from rekindle import FIREConfig, FIREReinitializer
 
 
 def main() -> None:

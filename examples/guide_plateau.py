@@ -10,7 +10,7 @@ import torch
 from sklearn.datasets import load_digits
 from torch import nn
 
-from rekindle.guide import FIREConfig, FIREReinitializer
+from rekindle import FIREConfig, FIREReinitializer
 
 EPOCHS, PATIENCE, HIDDEN = 30, 3, (0, 2, 4)
 

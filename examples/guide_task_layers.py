@@ -9,7 +9,7 @@ import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
-from rekindle.guide import FIREConfig, FIREReinitializer
+from rekindle import FIREConfig, FIREReinitializer
 
 
 def branch() -> nn.Sequential:

@@ -6,9 +6,8 @@ Each task asks for the parity of three other bits. The method adds a little nois
 import torch
 from torch import nn
 
-from rekindle import lab
+from rekindle import Receipt, lab
 from rekindle.lab.arms import arms
-from rekindle.receipt import Receipt
 
 
 @lab.stream("parity")

@@ -14,19 +14,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rekindle import (
-        blocks,
-        bounds,
-        checkpoint,
-        initial,
-        lab,
-        measures,
-        methods,
-        optimizers,
-        scales,
-        sinks,
-        triggers,
-    )
+    from rekindle import blocks as blocks
+    from rekindle import checkpoint as checkpoint
+    from rekindle import initial as initial
+    from rekindle import lab as lab
+    from rekindle import measures as measures
+    from rekindle import methods as methods
+    from rekindle import optimizers as optimizers
+    from rekindle import scales as scales
+    from rekindle import sinks as sinks
+    from rekindle import triggers as triggers
     from rekindle.advice.advised import Advised
     from rekindle.advice.advising import Advice, advise
     from rekindle.advice.keeping import Keeper
@@ -72,7 +69,6 @@ _HOME = {
 }
 _MODULES = (
     "blocks",
-    "bounds",
     "checkpoint",
     "initial",
     "lab",
@@ -101,22 +97,11 @@ __all__ = [
     "Thresholds",
     "advise",
     "attach",
-    "blocks",
-    "bounds",
-    "checkpoint",
     "fire",
     "health",
-    "initial",
-    "lab",
-    "measures",
-    "methods",
-    "optimizers",
     "plan",
     "polar",
     "probe",
-    "scales",
-    "sinks",
-    "triggers",
 ]
 
 
@@ -125,10 +110,10 @@ def __getattr__(name: str) -> Any:
         return import_module(f"rekindle.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'rekindle' has no attribute {name!r}")
-    found = getattr(import_module(f"rekindle.{_HOME[name]}"), name)
-    globals()[name] = found
-    return found
+    value = getattr(import_module(f"rekindle.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+    return sorted([*globals(), *__all__, *_MODULES])

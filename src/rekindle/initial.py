@@ -217,3 +217,29 @@ def _without_parametrizations(module: nn.Module, names: list[str]) -> nn.Module:
     for name in names:
         plain.register_parameter(name, nn.Parameter(getattr(module, name).detach().clone()))
     return plain
+
+
+@torch.no_grad()
+def orthogonal_(tensor: Tensor, *, gain: float = 1.0, generator: torch.Generator | None = None) -> Tensor:
+    """Fill a (…, n, d) tensor in place with matrices whose smaller side is orthonormal, uniformly drawn.
+
+    Tall matrices get orthonormal columns, wide ones orthonormal rows, each matrix of a batch its own draw. The
+    sign of R's diagonal is moved into Q: without that, QR does not draw uniformly (Mezzadri, 2007).
+
+    >>> w = orthogonal_(torch.empty(6, 3), generator=torch.Generator().manual_seed(0))
+    >>> torch.allclose(w.T @ w, torch.eye(3), atol=1e-5)
+    True
+    """
+    if tensor.ndim < 2:
+        raise ValueError(f"an orthogonal start needs (…, n, d) with at least two axes, not shape {tuple(tensor.shape)}")
+    if not tensor.is_floating_point():
+        raise ValueError(f"an orthogonal start needs a floating-point tensor, not {tensor.dtype}")
+    *batch, rows, columns = tensor.shape
+    dtype = torch.float64 if tensor.dtype == torch.float64 else torch.float32
+    tall, short = max(rows, columns), min(rows, columns)
+    device = generator.device if generator is not None else tensor.device
+    gaussian = torch.randn(*batch, tall, short, generator=generator, dtype=dtype, device=device)
+    q, r = torch.linalg.qr(gaussian)
+    signs = r.diagonal(dim1=-2, dim2=-1).sign()
+    q *= torch.where(signs == 0, 1, signs)[..., None, :]
+    return tensor.copy_(gain * (q if rows >= columns else q.mT))

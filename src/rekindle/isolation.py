@@ -17,7 +17,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -43,6 +43,7 @@ class Recorded:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     part: nn.Module | None = None
+    run: Callable[[nn.Module, Any], Any] | None = None  # how the first argument is run, for a model without forward
 
 
 def call(model: nn.Module, batch: Batch, device: torch.device | None = None) -> Any:
@@ -51,17 +52,69 @@ def call(model: nn.Module, batch: Batch, device: torch.device | None = None) -> 
     >>> call(torch.nn.Flatten(), {"input": torch.zeros(2, 3, 4)}).shape
     torch.Size([2, 12])
     """
+    try:
+        return _call(model, batch, device)
+    except (RuntimeError, TypeError) as error:
+        if any(words in str(error) for words in _MISFITS):
+            raise ValueError(_misfit(model, batch, error)) from error
+        raise
+
+
+def _call(model: nn.Module, batch: Batch, device: torch.device | None) -> Any:
     if isinstance(batch, Recorded):
+        if batch.run is not None:
+            return batch.run(model, batch.args[0])
         return (model if batch.part is None else batch.part)(*batch.args, **batch.kwargs)
     if isinstance(batch, Tensor):
         return model(_moved(batch, device))
     if isinstance(batch, Mapping):
         return model(**{key: _moved(value, device) for key, value in batch.items()})
     if isinstance(batch, Sequence) and not isinstance(batch, str) and len(batch):
-        return call(model, batch[0], device)
+        return _call(model, batch[0], device)
     raise TypeError(
         f"a batch is a tensor, a tuple whose first item is the input, or a dict; got {type(batch).__name__}"
     )
+
+
+# What torch and Python say where a batch is of another kind than the model takes.
+_MISFITS = ("same dtype", "scalar type", "unexpected keyword argument", "required positional argument")
+
+
+def _misfit(model: nn.Module, batch: Batch, error: Exception) -> str:
+    dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()})
+    weights = f", its weights are {' and '.join(dtypes)}" if dtypes else ""
+    said = (str(error).splitlines() or [""])[0]
+    return (
+        f"the model does not run on {_described(batch)}{weights} ({said}): a batch is a tensor, a tuple whose first "
+        "item is the input, or a dict of the model's arguments, and batches is a list of them"
+    )
+
+
+def run_batch(model: nn.Module, batch: Batch, name: str) -> Any:
+    """The model's output, or an error in the user's words where the batch does not fit the model.
+
+    >>> run_batch(torch.nn.Linear(2, 1).double(), torch.zeros(3, 2), "batches")
+    Traceback (most recent call last):
+    ValueError: batches: the model does not run on a batch of float32 (3, 2), its weights are float64 ...
+    """
+    try:
+        return _call(model, batch, None)
+    except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError, AttributeError) as error:
+        text = _misfit(model, batch, error)
+        raise ValueError(f"{name}: {text}; or give run=lambda model, batch: ... with how it is called") from error
+
+
+def _described(batch: Any) -> str:
+    """A batch in a few words."""
+    if isinstance(batch, Recorded):
+        return f"a batch of {len(batch.args)} arguments"
+    if isinstance(batch, Tensor):
+        return f"a batch of {str(batch.dtype).removeprefix('torch.')} {tuple(batch.shape)}"
+    if isinstance(batch, Mapping):
+        return f"a dict with {', '.join(map(str, batch))}"
+    if isinstance(batch, Sequence) and batch:
+        return _described(batch[0])
+    return f"a batch of type {type(batch).__name__}"
 
 
 def padding_mask(batch: Batch) -> Tensor | None:
@@ -176,7 +229,7 @@ class Kept:
 
     def put_back(self) -> None:
         """Copy the value back, where it is another."""
-        if not _same(self.tensor.detach(), self._value):
+        if not same_values(self.tensor.detach(), self._value):
             with torch.no_grad():
                 self.tensor.copy_(self._value)
         for told in WATCHERS.get():
@@ -197,22 +250,55 @@ def version_of(tensor: Tensor) -> int | None:
     return version
 
 
+def surely(restore: Callable[..., object], *arguments: Any) -> None:
+    """Put back, and once more from the beginning if an error or Ctrl-C comes meanwhile: doing it twice does no harm."""
+    try:
+        restore(*arguments)
+    except BaseException:
+        restore(*arguments)
+        raise
+
+
+class _Undoing(ExitStack):
+    """A stack that remembers its callbacks: one that an error has cut short is gone from the stack itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._remembered: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
+
+    def callback(self, callback: Callable[..., Any], /, *arguments: Any) -> Callable[..., Any]:  # type: ignore[override]
+        self._remembered.append((callback, arguments))
+        return super().callback(callback, *arguments)
+
+    def again(self) -> None:
+        """What is still on the stack, then every callback once more."""
+        try:
+            self.close()
+        finally:
+            for callback, arguments in reversed(self._remembered):
+                with suppress(Exception):  # the first error is the one to tell
+                    callback(*arguments)
+
+
 @contextmanager
 def undone() -> Iterator[ExitStack]:
     """Runs the callbacks of the stack at the end: all of them, also if one fails or an interrupt comes meanwhile.
+
+    After an error all callbacks run once more, so each must be one that may run twice.
 
     >>> with undone() as stack:
     ...     _ = stack.callback(print, "as it was")
     as it was
     """
-    stack = ExitStack()
+    stack = _Undoing()
     try:
         try:
             yield stack
         finally:
             stack.close()
-    finally:
-        stack.close()  # what an interrupt has left over
+    except BaseException:
+        stack.again()
+        raise
 
 
 @contextmanager
@@ -341,7 +427,9 @@ def forked_rng(generator: torch.Generator, model: nn.Module | None = None) -> It
     devices = sorted({t.device.index or 0 for t in tensors if t.device.type == "cuda"})
     seed = int(torch.randint(2**62, (), generator=generator, device=generator.device))
     with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed also seeds devices that are not forked, slowly
+        for device in devices:
+            torch.cuda.default_generators[device].manual_seed(seed)
         yield
 
 
@@ -349,7 +437,7 @@ def _moved(value: Any, device: torch.device | None) -> Any:
     return value.to(device) if device is not None and isinstance(value, Tensor) else value
 
 
-def _same(a: Tensor, b: Tensor) -> bool:
+def same_values(a: Tensor, b: Tensor) -> bool:
     """Whether nothing has changed; sparse tensors cannot be compared, and count as changed."""
     if a.is_meta:
         return True

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from rekindle import Receipt
 from rekindle.advice import advising
 from rekindle.advice.advised import Advised
 from rekindle.advice.advising import advise, seconds_of
@@ -21,7 +22,6 @@ from rekindle.advice.candidates import Candidate, candidates_for, layer_groups
 from rekindle.advice.judging import HORIZONS
 from rekindle.advice.trials import Question, Trace, Trial
 from rekindle.methods import FIRE, FullReset, L2Init, ShrinkPerturb, WeightClip
-from rekindle.receipt import Receipt
 
 
 def net() -> nn.Module:

@@ -21,14 +21,13 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 import rekindle
-from rekindle import methods
+from rekindle import Receipt, methods
 from rekindle.advice import Advised, advise, probe
 from rekindle.advice.candidates import Candidate, given_candidates
 from rekindle.advice.judging import expected
 from rekindle.advice.keeping import Keeper
 from rekindle.advice.trials import Question, Trace, Trial
 from rekindle.methods import DASH, FIRE, FullReset, WeightDecay
-from rekindle.receipt import Receipt
 
 SHORT: dict[str, Any] = {"steps": 20, "seeds": 2, "workers": 1}
 
@@ -169,7 +168,8 @@ def test_all_moments_of_a_method_are_tried() -> None:
 
 
 def test_methods_that_watch_are_tried() -> None:
-    trial = Trial(question(net()), Candidate("cbp", methods.ContinualBackprop(replacement_rate=0.5, maturity=0)), 0)
+    method = methods.ContinualBackprop(replacement_rate=0.5, maturity_threshold=0)
+    trial = Trial(question(net()), Candidate("cbp", method), 0)
     nothing = Trial(question(net()), Candidate("nothing"), 0)
     assert trial.advance(20).error is None and trial.trace.losses != nothing.advance(20).losses
 

@@ -188,7 +188,7 @@ def test_a_callback_takes_a_keeper_as_its_method(monkeypatch: pytest.MonkeyPatch
     again = Application(Keeper(data(), every=3, candidates=[FullReset()], background=False, clock=clock))
     again.load_state_dict(state)
     again.bind(net(), optimizer=torch.optim.SGD(net().parameters(), lr=0.1))
-    assert isinstance(again._trigger, keeping.Asking) and again._trigger.spent == 1.0
+    assert isinstance(again.when.trigger, keeping.Asking) and again.when.trigger.spent == 1.0
     again.finish()
 
 

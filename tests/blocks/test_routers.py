@@ -7,8 +7,9 @@ import json
 import torch
 from torch import nn
 
+from rekindle.blocks.configs import meta_model
 from rekindle.blocks.finding import find
-from rekindle.blocks.state_dicts import find_in_state, meta_model
+from rekindle.blocks.state_dicts import find_in_state
 
 
 class Chooser(nn.Module):

@@ -102,6 +102,7 @@ def test_doctor_lists_what_there_is() -> None:
     found = json.loads(run("doctor", "--json").stdout)["integrations"]
     reference = (ROOT / "docs" / "reference.md").read_text()
     named = set(re.findall(r"^::: rekindle\.integrations\.(\S+)", reference, flags=re.M))
+    named = {"sb3.RekindleCallback" if name == "sb3" else name for name in named}  # the whole module has a page
     assert set(found) == named - {"application.Application", "attaching.Attachment", "agent_advice.advise_agent"}
     shown = run("doctor").stdout
     assert [line for line in shown.splitlines() if "integrations" in line] == [

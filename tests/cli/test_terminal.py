@@ -201,3 +201,22 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
     assert "Traceback" not in err
     assert out == ""
     assert [path.name for path in tmp_path.iterdir()] == ["large.safetensors"]
+
+
+@pytest.mark.parametrize("name", ["out[red].safetensors", "a[/b].safetensors", "[bold]x[/bold].safetensors"])
+def test_names_with_brackets_are_shown_as_they_are(name: str, checkpoint: Path, tmp_path: Path) -> None:
+    out = tmp_path / "-".join(name.split("/"))
+    result = run("fire", checkpoint, "-o", out)
+    assert result.exit_code == 0, result.stderr
+    assert f"written: {out}" in result.stderr
+    missing = run("inspect", tmp_path / f"no{name}")
+    assert missing.exit_code == 2
+    assert name.rpartition("/")[2] in missing.stderr.replace("\n", "")
+
+
+def test_a_slash_in_brackets_is_no_markup(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "a[").mkdir()
+    out = tmp_path / "a[" / "b].safetensors"
+    result = run("fire", checkpoint, "-o", out)
+    assert result.exit_code == 0
+    assert f"written: {out}" in result.stderr

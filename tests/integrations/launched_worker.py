@@ -74,7 +74,7 @@ def shards() -> dict[str, Any]:
     with torch.no_grad():
         for parameter in average.parameters():
             parameter.mul_(0.5)
-    trained(lambda m, o: rekindle.attach(m, o, "fire", at=6, mirrors=(average,)), average)
+    trained(lambda m, o: rekindle.attach(m, o, "fire", at=5, mirrors=(average,)), average)
     found["mirror"] = whole(average.parameters())
     for method in (methods.ReDo(), methods.L2Init(0.1), methods.Compose([methods.FIRE(), methods.ShrinkPerturb(0.3)])):
         try:

@@ -65,7 +65,7 @@ def main() -> None:
     found["redo"], remedy = train(lambda m, o: rekindle.attach(m, o, methods.ReDo(tau=0.8), at=[3, 6]))
     found["redo changed"] = [list(r.changed) for r in remedy.receipts]
     found["cbp"], _ = train(
-        lambda m, o: rekindle.attach(m, o, methods.ContinualBackprop(replacement_rate=0.1, maturity=2))
+        lambda m, o: rekindle.attach(m, o, methods.ContinualBackprop(replacement_rate=0.1, maturity_threshold=2))
     )
     guard = rekindle.Guard(
         [(torch.randn(4, 6) + rank, torch.zeros(4).long())], lambda m, b: F.cross_entropy(m(b[0]), b[1]), max_rise=-9.0

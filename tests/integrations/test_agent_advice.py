@@ -23,7 +23,7 @@ from stable_baselines3.common.monitor import Monitor  # noqa: E402
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv  # noqa: E402
 
 import rekindle  # noqa: E402
-from rekindle import methods  # noqa: E402
+from rekindle import Receipt, methods  # noqa: E402
 from rekindle.advice import keeping  # noqa: E402
 from rekindle.advice.candidates import Candidate  # noqa: E402
 from rekindle.integrations.agent_advice import AgentQuestion, advise_agent  # noqa: E402
@@ -36,7 +36,6 @@ from rekindle.integrations.sb3 import (  # noqa: E402
 )
 from rekindle.isolation import random_states_kept  # noqa: E402
 from rekindle.methods.remedy import Remedy  # noqa: E402
-from rekindle.receipt import Receipt  # noqa: E402
 
 BitFlipping = partial(envs.BitFlippingEnv, n_bits=3, continuous=True)
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -60,7 +60,10 @@ def test_a_boundary_acts_at_once_and_not_twice() -> None:
     optimizer = adam(model)
     with rekindle.attach(model, optimizer, at=2) as remedy:
         train(model, optimizer, batches(4)[:2], remedy)
-        assert len(remedy.receipts) == 1
+        assert not remedy.receipts  # the next step has not begun
+        assert remedy.boundary() is not None
+        assert [f.reason for f in remedy.firings] == ["at step 2"]
+        train(model, optimizer, batches(4)[:2], remedy)
         assert remedy.boundary() is not None
         assert [f.reason for f in remedy.firings] == ["at step 2", "task boundary"]
         train(model, optimizer, batches(4)[:2], remedy)
@@ -70,7 +73,9 @@ def test_a_boundary_acts_at_once_and_not_twice() -> None:
 def test_a_trigger_decides_at_a_boundary() -> None:
     model = network()
     optimizer = adam(model)
-    with rekindle.attach(model, optimizer, when=AllOf(AtBoundary(), DormancyAbove(0.5))) as remedy:
+    with pytest.warns(UserWarning, match="there is no monitor="):
+        remedy = rekindle.attach(model, optimizer, when=AllOf(AtBoundary(), DormancyAbove(0.5)))
+    with remedy:
         remedy.note({"dormant": 0.1})
         assert remedy.boundary() is None
         remedy.note({"dormant": 0.9})
@@ -136,8 +141,8 @@ def test_a_trigger_is_asked_once_per_step_whatever_else_fires() -> None:
     with rekindle.attach(model, optimizer, at=2, when=Every(4)) as remedy:
         train(model, optimizer, batches(4), remedy)
     assert [(f.step, f.reason) for f in remedy.firings] == [
-        (2, "at step 2"), (4, "every 4 steps"), (8, "every 4 steps"), (12, "every 4 steps"),
-    ]  # fmt: skip
+        (2, "at step 2"), (4, "every 4 steps"), (8, "every 4 steps"),
+    ]  # and not at 12, the last one  # fmt: skip
 
 
 def test_a_step_that_calls_that_of_its_base_class_is_one_step() -> None:
@@ -152,16 +157,16 @@ def test_a_step_that_calls_that_of_its_base_class_is_one_step() -> None:
         train(model, optimizer, batches(4), remedy)
         assert remedy.steps == 12
     assert [f.step for f in remedy.firings] == [5, 10] and optimizer.param_groups[0]["lr"] == 0.1
-    assert remedy._monitor is not None and [sample.step for sample in remedy._monitor.history] == [4, 8, 12]
+    assert remedy.monitor is not None and [sample.step for sample in remedy.monitor.history] == [4, 8, 12]
 
 
 def test_an_idle_method_looks_only_when_something_can_be_due() -> None:
     looked: list[int] = []
 
     class Looking(Application):
-        def _decide(self, step: int, epoch: int | None) -> Any:
+        def decide(self, step: int, epoch: int | None = None, *, again: bool = False) -> None:
             looked.append(step)
-            return super()._decide(step, epoch)
+            super().decide(step, epoch, again=again)
 
     model = network()
     remedy = Looking("fire", at=[6, 11], every=4)
@@ -170,12 +175,13 @@ def test_an_idle_method_looks_only_when_something_can_be_due() -> None:
         if step == 9:
             remedy.boundary()
         remedy.begin(step)
-    assert looked == [0, 4, 6, 8, 9, 11, 12]
+    assert looked == [0, 4, 6, 8, 9, 11, 12], looked
     assert [firing.step for firing in remedy.firings] == [4, 6, 8, 9, 11, 12]
     own = adam(model)
     remedy.bind(model, own, step=12, counting=False)
     assert not own._optimizer_step_pre_hooks and not own._optimizer_step_post_hooks  # the trainer counts
-    with rekindle.attach(model, own, every=10**6):
+    with rekindle.attach(model, own, every=10**6) as attached:
+        train(model, own, batches(4)[:5], attached)  # in the first steps the order of the calls is watched
         assert not own._optimizer_step_pre_hooks and len(own._optimizer_step_post_hooks) == 1
 
 
@@ -261,7 +267,9 @@ def test_a_mirror_that_does_not_fit_leaves_everything_as_it_was(wrong: str) -> N
     optimizer = adam(model)
     train(model, optimizer, batches(4)[:3])
     models, said = (model, fits, mirror), "has none of the" if wrong == "other" else r"mirror 1.*'2\.weight'"
-    with rekindle.attach(model, optimizer, "fire", mirrors=(fits, lambda: mirror)) as remedy:
+    late: list[nn.Module] = []
+    with rekindle.attach(model, optimizer, "fire", mirrors=(fits, lambda: late[0] if late else None)) as remedy:
+        late.append(mirror)
         F.cross_entropy(model(batches(4)[0][0]), batches(4)[0][1]).backward()
         kept = copy.deepcopy([each.state_dict() for each in models]), copy.deepcopy(optimizer.state_dict()["state"])
         gradients = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
@@ -300,6 +308,7 @@ def test_a_schedule_free_optimizer_starts_from_the_new_weights() -> None:
     optimizer.train()
     with rekindle.attach(model, optimizer, "fire", at=3) as remedy:
         train(model, optimizer, batches(4)[:3], remedy)
+        assert remedy.start() is not None
         z = optimizer.state[model[0].weight]["z"]
         assert torch.equal(z, model[0].weight)
         train(model, optimizer, batches(4)[3:], remedy)
@@ -350,7 +359,7 @@ def test_a_schedule_brings_its_trigger() -> None:
     schedule = rekindle.Schedule(methods.FIRE(), Every(4))
     with rekindle.attach(model, optimizer, schedule) as remedy:
         train(model, optimizer, batches(4), remedy)
-    assert [f.step for f in schedule.firings] == [4, 8, 12] and remedy.firings == schedule.firings
+    assert [f.step for f in schedule.firings] == [4, 8] and remedy.firings == schedule.firings
 
 
 def test_a_stored_start_is_taken_when_training_begins() -> None:
@@ -358,5 +367,6 @@ def test_a_stored_start_is_taken_when_training_begins() -> None:
     optimizer = adam(model)
     with rekindle.attach(model, optimizer, methods.ShrinkPerturb(1.0), at=5) as remedy:
         train(model, optimizer, batches(4)[:5], remedy)
+        remedy.start()
     start = network()
     assert torch.allclose(model[0].weight, start[0].weight) and remedy.receipts

@@ -87,7 +87,7 @@ def test_a_model_in_shards_ends_like_one_process(
 
 def test_a_mirror_in_shards_gets_what_changed(both: list[dict[str, Any]]) -> None:
     model = network()
-    loop(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), batches(8))
+    loop(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), batches(8)[:5])
     rekindle.fire(model)
     for found in one(both, "shards"):
         for index, (tensor, own, start) in enumerate(

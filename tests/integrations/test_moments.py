@@ -60,7 +60,7 @@ def test_a_method_between_backward_and_step(kind: str) -> None:
 def test_a_method_after_every_step_with_statistics() -> None:
     model = network()
     optimizer = adam(model)
-    method = methods.ContinualBackprop(replacement_rate=0.05, maturity=2)
+    method = methods.ContinualBackprop(replacement_rate=0.05, maturity_threshold=2)
     with rekindle.attach(model, optimizer, method) as remedy:
         train(model, optimizer, batches(4), remedy)
     assert remedy.last is not None and remedy.last.method == method.name
@@ -82,7 +82,7 @@ def test_methods_of_several_moments_in_one() -> None:
         F.cross_entropy(expected(x), y).backward()
         own.step()
         clip(expected, own)
-    assert same(model, expected) and [r.method for r in remedy.receipts] == ["compose(fire)"]
+    assert same(model, expected) and [r.method for r in remedy.receipts] == ["compose(fire)", "compose(weight-clip)"]
 
 
 def test_one_round_for_several_optimizers() -> None:

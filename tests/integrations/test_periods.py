@@ -21,7 +21,7 @@ def test_without_a_trigger_the_method_says_when() -> None:
 
 
 def test_the_period_acts_inside_trainers_too() -> None:
-    assert Application(ReDo(period=7))._every == 7
-    assert Application(ReDo(period=7), every=3)._every == 3
-    assert Application(ReDo(period=7), at=3)._every is None
-    assert Application(FIRE())._every is None
+    assert Application(ReDo(period=7)).when.every == 7
+    assert Application(ReDo(period=7), every=3).when.every == 3
+    assert Application(ReDo(period=7), at=3).when.every is None
+    assert Application(FIRE()).when.every is None

@@ -17,6 +17,7 @@ from stable_baselines3.common import envs  # noqa: E402
 from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize  # noqa: E402
 
 import rekindle  # noqa: E402
+from rekindle import Receipt  # noqa: E402
 from rekindle.integrations.sb3 import (  # noqa: E402
     RekindleCallback,
     follow_targets,
@@ -36,7 +37,6 @@ from rekindle.methods import (  # noqa: E402
     ShrinkPerturb,
 )
 from rekindle.methods.remedy import Remedy  # noqa: E402
-from rekindle.receipt import Receipt  # noqa: E402
 from rekindle.triggers import Every  # noqa: E402
 
 SMALL = {"net_arch": [16, 16]}
@@ -104,8 +104,8 @@ def test_targets_equal_their_networks_right_after(kind: str, method: Any, monkey
     seen = []
     callback = RekindleCallback(copy.deepcopy(method), at=64, replay="keep")
     if isinstance(method, ReDo):
-        callback._batches = [Recorded((torch.randn(32, 4 if kind == "DQN" else 3), torch.randn(32, 1)), {})]
-    change = callback._change
+        callback.what.batches = [Recorded((torch.randn(32, 4 if kind == "DQN" else 3), torch.randn(32, 1)), {})]
+    change = callback.change
 
     def look() -> Any:
         receipt = change()
@@ -117,7 +117,7 @@ def test_targets_equal_their_networks_right_after(kind: str, method: Any, monkey
                 seen.append(all(torch.equal(a, b) for a, b in pairs))
         return receipt
 
-    monkeypatch.setattr(callback, "_change", look)
+    monkeypatch.setattr(callback, "change", look)
     made = agent(kind).learn(104, callback=callback)
     assert seen and all(seen)
     assert made.replay_buffer.size() == 104

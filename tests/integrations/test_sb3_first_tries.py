@@ -185,8 +185,8 @@ def test_targets_of_networks_that_did_not_change_keep_their_lag(method: Any, equ
     found = {}
 
     class Looking(RekindleCallback):
-        def _change(self) -> Any:
-            receipt = super()._change()
+        def change(self) -> Any:
+            receipt = super().change()
             for name in equal:
                 pairs = (getattr(self.model.policy, each).state_dict() for each in (name, f"{name}_target"))
                 found[name] = all(torch.equal(*both) for both in zip(*(each.values() for each in pairs), strict=True))
@@ -212,7 +212,7 @@ def test_a_method_that_judges_neurons_waits_for_td3s_delayed_actor() -> None:
 
 
 def test_redo_has_its_own_period_here_too() -> None:
-    assert RekindleCallback("redo")._every == ReDo().period
+    assert RekindleCallback("redo").when.every == ReDo().period
 
 
 def test_values_are_learned_from_observations_as_the_networks_see_them() -> None:

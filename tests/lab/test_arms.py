@@ -258,7 +258,7 @@ def test_the_papers_coefficients() -> None:
         "dash": {"alpha": 0.1, "lam": 0.05},
         "parseval": {"coefficient": 1e-5, "norms": True, "targets": "layers"},
         "l2-init": {"coefficient": 5e-4},  # its code has half of the squared distance
-        "continual-backprop": {"replacement_rate": 1e-4, "maturity": 100},
+        "continual-backprop": {"replacement_rate": 1e-4, "maturity_threshold": 100},
         "redo": {"tau": 0.5},
         "self-normalized-reset": {"percentile": 0.99},
     }

@@ -1,11 +1,9 @@
 """The DAWN network against plain float64 loops; what its analysis says against counting by hand."""
 
 import collections
-import importlib.util
 import itertools
 import json
 import math
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,10 +12,10 @@ import torch
 import torch.nn.functional as F
 
 from rekindle.initial import draw
-from rekindle.lab.networks.dawn import DAWN, BasisFFN, DAWNConfig, DAWNLoss, Router
-from rekindle.lab.networks.dawn_analysis import analyse
+from rekindle.lab.dawn.analysis import analyse
+from rekindle.lab.dawn.losses import diversity_loss
+from rekindle.lab.dawn.network import DAWN, BasisFFN, DAWNConfig, DAWNLoss, Router
 from rekindle.measures.matrices import welch_bound, welch_ratio
-from rekindle.methods.diversity import diversity_loss
 from rekindle.projection.planning import plan
 
 SMALL = DAWNConfig(
@@ -303,22 +301,3 @@ def test_wrong_inputs_are_refused():
         analyse(model, [])
     with pytest.raises(TypeError, match="needs a DAWN"):
         DAWNLoss()(torch.nn.Linear(2, 2), (tokens(), tokens()))
-
-
-def test_the_study_computes_its_intervals_and_references_as_defined():
-    pytest.importorskip("scipy", reason="the study needs the extra `lab`")
-    path = Path(__file__).parents[2] / "benchmarks" / "dawn.py"
-    spec = importlib.util.spec_from_file_location("study_of_dawn", path)
-    study = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = study  # dataclasses look their module up
-    spec.loader.exec_module(study)
-    middle, half = study.interval([1.0, 2.0, 6.0])
-    assert (middle, half) == (3.0, pytest.approx(4.302653 * math.sqrt(7) / math.sqrt(3), rel=1e-6))
-    train, held_out = b"abababac", b"abac"
-    small = study.Text(*(torch.frombuffer(bytearray(b), dtype=torch.uint8) for b in (train, held_out)), "")
-    follow = collections.Counter(itertools.pairwise(train))
-    total = collections.Counter(train[:-1])
-    losses = [-math.log((follow[pair] + 0.05) / (total[pair[0]] + 0.05 * 256)) for pair in itertools.pairwise(held_out)]
-    assert study.counted(small, 1, torch.arange(4)) == pytest.approx(sum(losses) / 3, rel=1e-9)
-    x, y = study.standard_library().held_out(16)[0]
-    assert torch.equal(x[:, 1:], y[:, :-1])

@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lab_fakes import row
-from rekindle.lab.execution.store import RunRecord, RunStore, flat, frame, parse, replace
+from rekindle import files
+from rekindle.lab.execution.store import RunRecord, RunStore, flat, frame, parse
 
 START = {"kind": "start", "identity": "abc", "run": {"setting": {"name": "digits"}, "arm": {"name": "fire"}, "seed": 3}}
 ROWS = [START, *(row(task, 0.5, remedy=task > 0) for task in range(3)), {"kind": "end", "seconds": 1.5}]
@@ -192,14 +193,14 @@ def test_study_json(tmp_path: Path) -> None:
 
 def test_replace_leaves_the_old_file_if_it_fails_and_nothing_beside(tmp_path: Path, monkeypatch: Any) -> None:
     path = tmp_path / "x"
-    replace(path, b"old")
+    files.write(path, b"old")
 
     def refuse(*_: Any) -> None:
         raise OSError("disk full")
 
     monkeypatch.setattr(os, "replace", refuse)
     with pytest.raises(OSError, match="disk full"):
-        replace(path, b"new")
+        files.write(path, b"new")
     assert path.read_bytes() == b"old" and os.listdir(tmp_path) == ["x"]
 
 
@@ -251,3 +252,31 @@ def test_readers_see_whole_rows_while_one_writes(tmp_path: Path) -> None:
         seen.add(store.read("abc").state)
     thread.join()
     assert store.read("abc").state == "finished" and seen <= {"new", "partial", "finished"}
+
+
+def test_a_malformed_run_is_named_and_left_out_of_the_table(tmp_path: Path) -> None:
+    store = RunStore(tmp_path)
+    good = {"setting": {"name": "digits"}, "arm": {"name": "fire"}, "seed": 0}
+    for identity, run in {
+        "good": good,
+        "list": [1],
+        "arm": {**good, "arm": "fire"},
+        "rate": {**good, "arm": {"lr": "x"}},
+    }.items():
+        with store.claim(identity) as claim:  # type: ignore[union-attr]
+            for row in ({"kind": "start", "run": run}, {"kind": "task", "task": 0}, {"kind": "end"}):
+                claim.append(row)
+    with pytest.warns(UserWarning, match="malformed") as caught:
+        table = frame(store.records())
+    assert list(table["identity"]) == ["good"]
+    assert sorted(str(each.message).split()[2] for each in caught) == ["arm", "list", "rate"]
+
+
+def test_a_link_with_the_name_of_a_run_is_refused(tmp_path: Path) -> None:
+    store, precious = RunStore(tmp_path), tmp_path / "precious"
+    precious.write_text("precious")
+    store.runs.mkdir()
+    store.path("abc").symlink_to(precious)
+    with pytest.raises(OSError, match="symbolic link"):
+        store.claim("abc")
+    assert precious.read_text() == "precious"

@@ -18,7 +18,7 @@ from rekindle import fire
 from rekindle.engine import cpu
 from rekindle.lab import networks, streams
 from rekindle.lab.arms import ARMS, Arm
-from rekindle.lab.evaluation import drift_of, evaluate, look
+from rekindle.lab.evaluation import drift_of, evaluate, health_numbers
 from rekindle.lab.settings import Setting
 from rekindle.lab.sources import Examples, Stream, Task, Text, derive, generator
 from rekindle.lab.train import Learner, Row, Run, execute
@@ -378,7 +378,7 @@ def test_drift_is_the_divergence_of_answers() -> None:
 def test_a_broken_network_has_no_health() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
     nn.init.constant_(model[0].weight, math.nan)
-    found = look(model, Examples(torch.randn(20, 4), torch.zeros(20, dtype=torch.long)))
+    found = health_numbers(model, torch.randn(20, 4))
     json.dumps(found, allow_nan=False)
 
 

@@ -22,7 +22,7 @@ def inputs(step):
 
 def test_utilities_means_and_replacements_follow_the_formula():
     model = mlp()
-    method = ContinualBackprop(replacement_rate=0.13, decay=0.9, maturity=3)
+    method = ContinualBackprop(replacement_rate=0.13, decay=0.9, maturity_threshold=3)
     utility, mean, age, debt = [0.0] * 10, [0.0] * 10, [0] * 10, 0.0
     replaced = 0
     with method.observe(model):
@@ -58,7 +58,7 @@ def test_utilities_means_and_replacements_follow_the_formula():
 def test_a_leaving_neuron_hands_its_mean_over_so_the_mean_output_stays():
     model = mlp()
     x = inputs(0)
-    method = ContinualBackprop(replacement_rate=0.9, maturity=0)
+    method = ContinualBackprop(replacement_rate=0.9, maturity_threshold=0)
     before = model(x).mean(0)
     with method.observe(model):
         model(x)
@@ -72,7 +72,7 @@ def test_convolutions_hand_the_sum_over_the_taps():
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 2)).double()
     x = torch.ones(3, 1, 5, 5).double()  # a constant image: every position has the mean activity
     before = model(x)
-    method = ContinualBackprop(replacement_rate=0.99, maturity=0)
+    method = ContinualBackprop(replacement_rate=0.99, maturity_threshold=0)
     with method.observe(model):
         model(x)
     method(model)
@@ -81,7 +81,7 @@ def test_convolutions_hand_the_sum_over_the_taps():
 
 def test_a_norm_after_the_activation_means_nothing_is_handed_over_and_it_is_said():
     model = nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.LayerNorm(5), nn.Linear(5, 2))
-    method = ContinualBackprop(replacement_rate=0.5, maturity=0)
+    method = ContinualBackprop(replacement_rate=0.5, maturity_threshold=0)
     before = model[3].bias.detach().clone()
     with method.observe(model):
         model(torch.randn(4, 3))
@@ -104,7 +104,7 @@ def test_the_mean_decays():
 
 def test_debts_are_paid_evenly_never_in_a_burst():
     model = mlp(100)
-    method = ContinualBackprop(replacement_rate=0.004, maturity=20)
+    method = ContinualBackprop(replacement_rate=0.004, maturity_threshold=20)
     amounts = []
     with method.observe(model):
         for step in range(200):
@@ -117,7 +117,7 @@ def test_debts_are_paid_evenly_never_in_a_burst():
 
 def test_only_mature_neurons_go():
     model = mlp()
-    method = ContinualBackprop(replacement_rate=0.5, maturity=5)
+    method = ContinualBackprop(replacement_rate=0.5, maturity_threshold=5)
     with method.observe(model):
         for step in range(6):
             model(inputs(step))
@@ -139,7 +139,7 @@ def test_adams_rows_and_columns_start_again_with_the_neuron():
     # Released code replaces weights and leaves Adam's moments of the old ones.
     model = mlp()
     adam = torch.optim.Adam(model.parameters())
-    method = ContinualBackprop(replacement_rate=0.1, maturity=0)
+    method = ContinualBackprop(replacement_rate=0.1, maturity_threshold=0)
     with method.observe(model):
         model(inputs(0)).square().mean().backward()
     for parameter in model.parameters():
@@ -163,7 +163,7 @@ def test_no_loader_is_touched():
             raise AssertionError("read")
 
     model = mlp()
-    method = ContinualBackprop(maturity=0)
+    method = ContinualBackprop(maturity_threshold=0)
     with method.observe(model):
         model(inputs(0))
         method(model, batches=Loader())
@@ -177,12 +177,12 @@ def test_state_continues_bit_for_bit():
                 method(model)
 
     straight = mlp()
-    one = ContinualBackprop(replacement_rate=0.2, maturity=2)
+    one = ContinualBackprop(replacement_rate=0.2, maturity_threshold=2)
     run(one, straight, 0, 10)
     broken = mlp()
-    first = ContinualBackprop(replacement_rate=0.2, maturity=2)
+    first = ContinualBackprop(replacement_rate=0.2, maturity_threshold=2)
     run(first, broken, 0, 5)
-    second = ContinualBackprop(replacement_rate=0.2, maturity=2)
+    second = ContinualBackprop(replacement_rate=0.2, maturity_threshold=2)
     second.load_state_dict(copy.deepcopy(first.state_dict()))
     run(second, broken, 5, 10)
     assert all(torch.equal(a, b) for a, b in zip(straight.parameters(), broken.parameters(), strict=True))

@@ -31,7 +31,7 @@ MAKERS = {
     "layer reset": lambda: methods.LayerReset(last=2),
     "norm reset": lambda: methods.LayerNormReset(),
     "redo": lambda: methods.ReDo(tau=0.9),
-    "cbp": lambda: methods.ContinualBackprop(replacement_rate=0.3, maturity=0),
+    "cbp": lambda: methods.ContinualBackprop(replacement_rate=0.3, maturity_threshold=0),
     "snr": lambda: methods.SelfNormalizedReset(first_threshold=1),
     "regrama": lambda: methods.ReGraMa(tau=0.7),
     "l2 init": lambda: methods.L2Init(),

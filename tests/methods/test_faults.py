@@ -15,6 +15,7 @@ from rekindle.monitoring.guard import Guard
 from rekindle.optimizers import resetting
 from rekindle.projection import stores
 from rekindle.projection.method import MethodError, MethodInterrupt
+from rekindle.projection.transaction import Transaction
 
 INPUTS = torch.randn(16, 6, generator=torch.Generator().manual_seed(1))
 LABELS = torch.randint(3, (16,), generator=torch.Generator().manual_seed(2))
@@ -138,3 +139,31 @@ def test_a_tiny_matrix_that_stays_is_skipped_and_not_changed() -> None:
     receipt = rekindle.fire(model, plan=plan)
     assert receipt.changed == ("0.weight",) and "min_norm" in receipt.skipped["1.weight"]
     assert bool((model[1].weight == 1e-42).all())
+
+
+def test_a_fault_while_statistics_are_put_back_does_not_lose_them() -> None:
+    from rekindle.isolation import isolated
+
+    model, optimizer, _ = ready(methods.FIRE)
+    before = faults.Before(model, optimizer)
+
+    def passes() -> None:
+        with isolated(model, training=True):
+            model(INPUTS)
+
+    for at in range(1, faults.lines(passes) + 1):
+        faults.interrupted(passes, at)
+        assert not before.differences() and not before.surroundings_differ(set()), f"line {at}"
+
+
+def test_statistics_that_a_forward_pass_changes_are_named() -> None:
+    model, _, _ = ready(methods.FIRE)
+
+    def fails() -> None:
+        with Transaction("pass", [model]):
+            model(INPUTS)
+            raise OSError("no")
+
+    with pytest.raises(MethodError) as caught:
+        fails()
+    assert {"1.running_mean", "1.running_var", "1.num_batches_tracked"} == set(caught.value.receipt.differs)

@@ -49,7 +49,7 @@ def test_a_bad_batch_is_left_out_and_counted(make):
 
 
 def test_continual_backprop_learns_nothing_from_a_bad_pass():
-    one, two = ContinualBackprop(maturity=0), ContinualBackprop(maturity=0)
+    one, two = ContinualBackprop(maturity_threshold=0), ContinualBackprop(maturity_threshold=0)
     model, twin = net(), net()
     for method, m, batches in ((one, model, [good()]), (two, twin, [good(), bad()])):
         with method.observe(m):

@@ -150,7 +150,7 @@ def test_new_weights_come_from_the_factory_where_there_is_one(make):
         model[0].bias.fill_(-1e4)  # silent, without gradient, and old
     method = make(fresh=fresh)
     if isinstance(method, ContinualBackprop):
-        method.replacement_rate, method.maturity = 0.9, 0
+        method.replacement_rate, method.maturity_threshold = 0.9, 0
     if isinstance(method, SelfNormalizedReset):
         method = make(fresh=fresh, first_threshold=1)
     batch = torch.randn(16, 50)
@@ -159,3 +159,39 @@ def test_new_weights_come_from_the_factory_where_there_is_one(make):
         method(model)
     renewed = model[0].weight[(model[0].bias == 0)]
     assert len(renewed) >= 30 and 2.5 < renewed.std().item() < 3.5
+
+
+@pytest.mark.parametrize("dead", [1, 2, 3])
+def test_a_chain_of_dead_layers_is_revived_as_a_whole(dead):
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 2)]
+    model = nn.Sequential(*(part for layer in layers[:-1] for part in (layer, nn.ReLU())), layers[-1])
+    with torch.no_grad():
+        for layer in layers[:dead]:
+            layer.bias.fill_(-100.0)
+    x = torch.randn(64, 4)
+    receipt = ReDo()(model, torch.optim.SGD(model.parameters()), batches=[x])
+    assert any("as a whole" in note for note in receipt.notes)
+    # The output layer reads nothing yet; once it does, gradients reach every layer of the chain.
+    nn.init.ones_(layers[dead].weight)
+    model(x).square().mean().backward()
+    assert all(layer.weight.grad.abs().max() > 0 for layer in layers)
+
+
+def test_observing_measures_a_sample_of_the_passes_and_resumes_where_it_was():
+    model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
+    data = [torch.randn(4, 2, generator=torch.Generator().manual_seed(seed)) for seed in range(6)]
+    whole, first, second = ReDo(sample=3), ReDo(sample=3), ReDo(sample=3)
+    with whole.observe(model):
+        for x in data:
+            model(x)
+    with first.observe(model):
+        for x in data[:2]:
+            model(x)
+    second.load_state_dict(first.state_dict())
+    with second.observe(model):
+        for x in data[2:]:
+            model(x)
+    expected = torch.cat([torch.relu(model[0](data[0])), torch.relu(model[0](data[3]))]).mean(0)
+    torch.testing.assert_close(whole.scores(model)["0"], (expected / expected.mean()).detach())
+    assert torch.equal(whole.scores(model)["0"], second.scores(model)["0"])

@@ -218,3 +218,21 @@ def test_a_loss_term_reaches_training():
     assert WeightDecay().moment == "step"
     with pytest.raises(ValueError, match="coefficient"):
         Parseval(-1)
+
+
+@pytest.mark.parametrize("targets", ["trainable", "layers"])
+def test_the_gradient_of_l2_init_is_that_of_its_loss_term(targets):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)).double()
+    method = L2Init(0.3, targets=targets)
+    method.remember(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter))
+    parameters = list(model.parameters())
+    expected = torch.autograd.grad(method.loss_term(model), parameters, allow_unused=True)
+    given = method.gradients(model, parameters)
+    assert [g is None for g in given] == [g is None for g in expected] and any(g is not None for g in given)
+    for gradient, reference in zip(given, expected, strict=True):
+        if reference is not None:
+            torch.testing.assert_close(gradient, reference)

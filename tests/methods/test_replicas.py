@@ -41,7 +41,7 @@ METHODS = {
     "dash": lambda rank: methods.DASH(seed=rank),
     "redo": lambda rank: methods.ReDo(tau=0.6, seed=rank),
     "regrama": lambda rank: methods.ReGraMa(tau=0.6, seed=rank),
-    "cbp": lambda rank: methods.ContinualBackprop(replacement_rate=0.2, maturity=0, seed=rank),
+    "cbp": lambda rank: methods.ContinualBackprop(replacement_rate=0.2, maturity_threshold=0, seed=rank),
     "snr": lambda rank: methods.SelfNormalizedReset(first_threshold=1, seed=rank),
     "upgd": lambda rank: methods.UPGD(seed=rank),
     "hare": lambda rank: methods.HareTortoise(momentum=0.5),

@@ -207,7 +207,7 @@ EVERY = {
     "norm reset": methods.LayerNormReset,
     "redo": lambda: methods.ReDo(tau=0.9),
     "regrama": lambda: methods.ReGraMa(tau=0.7),
-    "cbp": lambda: methods.ContinualBackprop(replacement_rate=0.5, maturity=0),
+    "cbp": lambda: methods.ContinualBackprop(replacement_rate=0.5, maturity_threshold=0),
     "snr": lambda: methods.SelfNormalizedReset(first_threshold=1),
     "l2 init": lambda: methods.L2Init(decoupled=True),
     "parseval": lambda: methods.Parseval(decoupled=True),

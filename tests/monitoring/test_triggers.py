@@ -88,7 +88,7 @@ def test_a_health_is_metrics_enough() -> None:
         net[0].weight.zero_()
         net[0].bias.fill_(-1.0)
     found = health(net, [torch.ones(4, 2)])
-    assert DormancyAbove(0.9)(found) == "dormant 1 > 0.9"
+    assert DormancyAbove(0.9)(found) == "dormant_worst 1 > 0.9"
     assert RankBelow(0.5)(found) == "feature_rank_worst 0 < 0.5"
     assert VerdictIs()(found) == "verdict act"
 
@@ -230,7 +230,7 @@ class TestMetricsOfASchedule:
     def test_a_metric_that_is_not_there_is_warned_of_once(self) -> None:
         model = nn.Linear(2, 2)
         schedule = Schedule(self.method, AnyOf(Every(9), DormancyAbove(0.5), Plateau(3)))
-        with pytest.warns(UserWarning, match=r"reads 'dormant', which is not among the metrics given \(loss\)"):
+        with pytest.warns(UserWarning, match=r"or 'dormant', which is not among the metrics given \(loss\)"):
             schedule.step(model, None, {"loss": 1.0})
         with warnings.catch_warnings():
             warnings.simplefilter("error")

@@ -35,7 +35,7 @@ from rekindle.advice.judging import (
     typical_spread,
     unlearned,
 )
-from rekindle.advice.tasks import default_loss
+from rekindle.advice.tasks import default_loss, instead
 from rekindle.advice.trials import JUDGED, SHOWN, Judge, Question, Rate, Trace, shown, spread_out
 from rekindle.blocks.names import unwrapped
 from rekindle.isolation import Batch, Loss, check_asked, check_loss, gradients_kept, random_states_kept
@@ -152,6 +152,7 @@ def _around(value: float, interval: Interval, sign: str = "+") -> str:
     return f"{value:{sign}.3g}" + (f" [{low:{sign}.2g}, {high:{sign}.2g}]" if math.isfinite(low + high) else "")
 
 
+@instead(batches="new_batches", seconds="budget")
 def advise(
     model: nn.Module,
     new_batches: Iterable[Batch],

@@ -137,12 +137,9 @@ class Keeper(Schedule):
         """The model and optimizer that are trained: the keeper tries remedies on copies."""
         self.trigger.bind(model, optimizer)
 
-    def step(self, model: nn.Module, optimizer: Any, metrics: Any, **options: Any) -> Receipt | None:
-        """As a schedule's; what the guard took back is in the log too."""
-        receipt = super().step(model, optimizer, metrics, **options)
-        if receipt is not None:
-            self.trigger.applied(receipt)
-        return receipt
+    def applied(self, receipt: Receipt) -> None:
+        """What the guard took back is in the log too."""
+        self.trigger.applied(receipt)
 
     def close(self) -> None:
         """Stop what runs in the background, and the monitor."""

@@ -30,7 +30,7 @@ from torch.func import functional_call
 
 from rekindle import initial
 from rekindle.advice.intervals import Interval, mean_interval
-from rekindle.advice.tasks import Prepared, Task, prepare
+from rekindle.advice.tasks import Prepared, Task, instead, prepare
 from rekindle.advice.trials import optimizers_like
 from rekindle.blocks.names import cleaner, unwrapped
 from rekindle.isolation import Batch, Loss, attributes_kept, check_asked, check_loss, forked_rng, isolated
@@ -117,6 +117,7 @@ class ProbeResult:
         return {**asdict(self), "verdict": self.verdict, "reached": self.reached}
 
 
+@instead(budget="seconds", new_batches="batches")
 def probe(
     model: nn.Module,
     batches: Iterable[Batch],

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from functools import wraps
+from typing import Any, Literal, ParamSpec, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,33 @@ from torch.nn import functional
 
 from rekindle.isolation import Batch, Loss, call
 
+P = ParamSpec("P")
+R = TypeVar("R")
 Task = Literal["next", "random-labels", "regression", "next-token"]
+
+
+def instead(**names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """A verb that says what an argument is called here, where another verb calls it otherwise.
+
+    >>> @instead(budget="seconds")
+    ... def wait(seconds: int) -> int:
+    ...     return seconds
+    >>> wait(budget=3)
+    Traceback (most recent call last):
+    TypeError: wait() has no budget=: it is called seconds= here
+    """
+
+    def wrap(verb: Callable[P, R]) -> Callable[P, R]:
+        @wraps(verb)
+        def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+            for other, name in names.items():
+                if other in kwargs:
+                    raise TypeError(f"{verb.__name__}() has no {other}=: it is called {name}= here")
+            return verb(*args, **kwargs)
+
+        return checked
+
+    return wrap
 
 
 @dataclass(frozen=True)
@@ -66,6 +93,12 @@ def default_loss(model: nn.Module, batch: Any) -> Tensor:
     ):
         out, target = output(model, batch), batch[1]
         if target.is_floating_point():
+            if target.numel() != out.numel():
+                raise ValueError(
+                    f"the targets are {str(target.dtype).removeprefix('torch.')} of shape {tuple(target.shape)}, the "
+                    f"outputs have shape {tuple(out.shape)}: class labels are integers (labels.long()), and targets of "
+                    "a regression have the shape of the outputs"
+                )
             return functional.mse_loss(out.reshape(target.shape), target)
         return functional.cross_entropy(out.flatten(0, -2), target.flatten())
     raise ValueError("no loss was given, and the batches are not (inputs, targets): pass loss=lambda model, batch: …")

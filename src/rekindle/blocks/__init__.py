@@ -1,7 +1,9 @@
 """Which matrices a parameter holds, what they do, and why some are skipped by default.
 
-Knows modules and tensors; imports no other package. `finding` walks a live model, `state_dicts` a file; `names` says
-what parameters are called, where they sit, how they are stored, and which modules are layers; `layouts` are the index
+Knows modules and tensors; imports no other package. `finding` walks a live model, `state_dicts` a file, `configs`
+builds the model of a config without weights; `entries` is what is found of one parameter, `evidence` what a recorded
+pass showed; `names` says what parameters are called, where they sit, how they are stored, and which modules are layers;
+`layouts` are the index
 rules, `families` what the class of a module and the names around a weight say about it (`known_classes` has the table),
 `outputs` which layers are heads or fused, `parametrized` weights that are computed. `source` reads what classes do with
 their submodules' outputs: `statements` walks the syntax tree, `expressions` says what an expression holds, `containers`

@@ -45,6 +45,11 @@ def register(module_class: type[nn.Module], rule: Rule) -> None:
     _registered[module_class] = rule
 
 
+def is_registered(kind: type) -> bool:
+    """Whether a user has registered this class, or one that it derives from."""
+    return any(cls in _registered for cls in kind.__mro__)
+
+
 def recipes(module: nn.Module) -> Mapping[str, Recipe]:
     """The recipes of a known class, keyed by weight names below the module; empty for any other.
 
@@ -158,7 +163,7 @@ _ATTENTION = re.compile(r"att(n|ention)|^mha$", re.IGNORECASE)
 _MLP = re.compile(
     r"mlp|ffn|feed_?forward|densereludense|densegated|denseact|expert|intermediate|^ff(_layer)?$", re.IGNORECASE
 )
-_ROUTER = re.compile(r"router|topk.*gate|gating$", re.IGNORECASE)
+_ROUTER = re.compile(r"router|topk.*gate|(?<!gru)gating$", re.IGNORECASE)
 _ROUTER_NAME = re.compile(r"(^|_)router(_|$)|^shared_expert_gate$")
 _GATE = re.compile(r"gates?|wg|gat(e|ing)_(network|layer|net)|gating|selector")
 _ADAPTERS = ("lora_", "ia3_", "hada_", "vera_", "oft_", "boft_")

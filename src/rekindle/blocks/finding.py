@@ -11,17 +11,20 @@ import fnmatch
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from rekindle.blocks import parametrized
-from rekindle.blocks.families import looks_fused, recipes_of, register, roles
+from rekindle.blocks.entries import Found
+from rekindle.blocks.evidence import Fact, Facts
+from rekindle.blocks.families import is_registered, looks_fused, recipes_of, register, roles
 from rekindle.blocks.layouts import ROLES, Block, LayoutError, Recipe, convolution, matrices
 from rekindle.blocks.names import Location, cleaner, keeps_width, locations, storage_of
-from rekindle.blocks.outputs import cut_layers, find_heads, is_backbone, root_of
+from rekindle.blocks.outputs import cut_layers, find_heads, is_backbone, root_of, told_heads
+from rekindle.blocks.source import unread_above
 
 __all__ = ["ROLES", "Block", "Conv", "Found", "LayoutError", "find", "matrices", "register"]
 
@@ -39,90 +42,6 @@ _PLAIN, _TRANSPOSED = matrices("out in"), matrices("in out")
 _EMBEDDING_NAMES = re.compile(r"pos(itional)?_?emb|position_emb|token|embed", re.I)
 
 
-@dataclass(frozen=True)
-class Found:
-    """One parameter on its way: as it was found, as a request chose of it, and as it is planned.
-
-    `name` is the clean name (wrappers seen through; `layer.weight` for a parametrised weight), `key` the name in
-    `named_parameters()`. `marks` map a kind ("head", "frozen", …) to the reason, in words, for which it is skipped by
-    default; `refusal` says why there is nothing to project at all. `also` lists the other names of a tied parameter.
-
-    A request (`rekindle.projection.targets.choose`) leaves the blocks that it means, names the others in `left`, and
-    gives a `refusal` to a parameter that it does not mean. `rekindle.plan` adds the tuples that run beside `blocks`:
-    `scales` (None where the rule looks at the matrix), `dfi`, `dfi_free` (at the matrix's own scale ‖W‖_F/√k), `small`
-    (matrices below `min_norm`, which stay), `references` (the norms that the "reference" scale asks for); `norm` is the
-    normalisation right behind the weight, which takes its scale out of the function. `estimated`: both DfI values are
-    estimates.
-    """
-
-    name: str
-    key: str
-    role: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    blocks: tuple[Block, ...]
-    module: str
-    module_type: str
-    refusal: str | None = None
-    marks: Mapping[str, str] = field(default_factory=dict, hash=False)
-    also: tuple[str, ...] = ()
-    parametrized: bool = False
-    classes: tuple[type, ...] = field(default=(), compare=False)
-    left: tuple[str, ...] = ()
-    scales: tuple[float | None, ...] = ()
-    dfi: tuple[float | None, ...] = ()
-    dfi_free: tuple[float | None, ...] = ()
-    small: tuple[int, ...] = ()
-    references: tuple[tuple[float, ...], ...] = ()
-    norm: str = ""
-    estimated: bool = False
-
-    @property
-    def reason(self) -> str | None:
-        """Why it is skipped (by default, as long as no target is chosen), or None."""
-        return self.refusal or next(iter(self.marks.values()), None)
-
-    @property
-    def count(self) -> int:
-        """The number of matrices."""
-        return sum(block.count for block in self.blocks)
-
-    @property
-    def scale(self) -> float | None:
-        """The scale, if it is known and the same for every block."""
-        return self.scales[0] if self.scales and len(set(self.scales)) == 1 else None
-
-    @property
-    def dfi_now(self) -> float | None:
-        """DfI summed over the blocks, None if unmeasured."""
-        values = [d for d in self.dfi if d is not None]
-        return sum(values) if values and len(values) == len(self.blocks) else None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Everything that a plan holds about it, in JSON types."""
-        row = {name: getattr(self, name) for name in _SAVED}
-        row = {k: list(v) if isinstance(v, tuple) else v for k, v in row.items()}
-        row["blocks"] = [block.to_dict() for block in self.blocks]
-        row["references"] = [list(r) for r in self.references]
-        row["dtype"] = str(self.dtype).removeprefix("torch.")
-        return row
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Found:
-        """The inverse of `to_dict`."""
-        row: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}
-        row["blocks"] = tuple(Block.from_dict(b) for b in data["blocks"])
-        row["references"] = tuple(tuple(r) for r in data["references"])
-        row["dtype"] = getattr(torch, data["dtype"])
-        return cls(refusal=row.pop("reason"), **row)
-
-
-_SAVED = (
-    *("name", "key", "shape", "dtype", "role", "blocks", "reason", "scales", "dfi", "dfi_free", "small", "references"),
-    *("left", "also", "module", "module_type", "parametrized", "norm", "estimated"),
-)
-
-
 def find(
     model: nn.Module,
     *,
@@ -132,13 +51,15 @@ def find(
     layouts: Mapping[str, Recipe] | None = None,
     meta: bool = False,
     sharded: bool = False,
+    facts: Facts | None = None,
 ) -> list[Found]:
     """One `Found` for every parameter of the model, in registration order.
 
     `conv` gives one matrix per tap, or "flat" ones with the taps side by side. `heads` names the output layers
     (globs of parameter or module names) instead of detecting them; `()` means there is none. `layouts` states the
     layout of single weights by name or glob, before what their classes say. `meta` and `sharded`
-    lift the reasons that a parameter has no data here (for plans that are applied elsewhere).
+    lift the reasons that a parameter has no data here (for plans that are applied elsewhere). `facts` is what a
+    recorded pass showed; without them the classes' source is read.
 
     >>> for found in find(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))):
     ...     print(found.name, found.role, found.count, found.reason)
@@ -149,9 +70,12 @@ def find(
     """
     if conv not in ("taps", "flat"):
         raise ValueError(f'conv is "taps" or "flat", not {conv!r}')
-    finder = _Finder(model, conv, layouts or {}, meta, sharded)
+    finder = _Finder(model, conv, layouts or {}, meta, sharded, facts)
     found = finder.parameters()
-    chosen = _detect_heads(found, finder) if heads is None else named_heads(found, heads)
+    if heads is not None:
+        chosen = named_heads(found, heads)
+    else:
+        chosen = _detect_heads(found, finder) if facts is None else _recorded_heads(found, finder, facts)
     found = mark_heads(found, chosen)
     if split_heads:
         found = [replace(f, blocks=tuple(b.per_head() for b in f.blocks)) for f in found]
@@ -166,8 +90,18 @@ def find(
 class _Finder:
     """Walks the parameters once; keeps the rules of modules and the first name of each parameter."""
 
-    def __init__(self, model: nn.Module, conv: Conv, layouts: Mapping[str, Recipe], meta: bool, sharded: bool) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        conv: Conv,
+        layouts: Mapping[str, Recipe],
+        meta: bool,
+        sharded: bool,
+        facts: Facts | None,
+    ) -> None:
         self.model, self.conv, self.layouts, self.meta, self.sharded = model, conv, layouts, meta, sharded
+        self.facts = facts
+        self.evidence: dict[str, str] = {}
         self.known_class: set[str] = set()
         self.head_names: dict[str, str] = {}
         self.clean = cleaner(model)
@@ -176,8 +110,8 @@ class _Finder:
         usable = [place for _, parameter, place in self.places if self._storage[id(parameter)].refusal is None]
         self._roles = roles(usable)
         self._recipes = recipes_of([module for place in usable for module in place.modules])
-        self.heads = find_heads(model)
-        self.cuts = cut_layers(model)
+        self.heads = find_heads(model) if facts is None else {id(layer): "told" for layer in told_heads(model)}
+        self.cuts = cut_layers(model) if facts is None else {}
         for layer in self.heads:
             self.cuts.pop(layer, None)  # logits that are split into start and end are still a head's
 
@@ -233,6 +167,7 @@ class _Finder:
             blocks=() if refusal else blocks,
             marks=marks,
             parametrized=original,
+            evidence=self.evidence.get(place.name, ""),
         )
 
     def _refused(self, place: Location, key: str, parameter: Tensor, refusal: str | None, name: str = "") -> Found:
@@ -255,7 +190,9 @@ class _Finder:
     def _blocks(self, place: Location, weight: Tensor) -> tuple[tuple[Block, ...], str, str | None]:
         """(blocks, role, refusal) of a usable tensor."""
         owner, shape, does = place.owner, tuple(weight.shape), self._roles[place.name]
-        kind = type(owner).__name__
+        kind, fact = type(owner).__name__, self._fact(place)
+        if fact is not None:
+            does = fact.role_of(does)
         if "bias" in place.tensor:
             return (), "other", "bias"
         if _is_norm(owner, len(shape)):
@@ -268,10 +205,18 @@ class _Finder:
             return (), does, "empty"
         if does == "adapter" and len(shape) == 2:
             return _PLAIN(shape, does), does, None
+        if fact is not None and not fact.use:
+            self.evidence[place.name] = "recorded"
+            return (), does, "did not run on the example: it is left as it is"
         try:
-            known = self._recipe(place)
+            known, self.evidence[place.name] = self._recipe(place)
             if isinstance(known, str):
                 return (), does, known
+            if fact is not None and self.evidence[place.name] != "user":
+                decided = self._recorded(place, shape, does, fact, known)
+                if decided is not None:
+                    self.evidence[place.name] = "recorded"
+                    return decided
             if known is not None:
                 if not isinstance(place.owner, nn.Bilinear):  # every other known class is the middle of a network
                     self.known_class.add(place.name)
@@ -286,6 +231,13 @@ class _Finder:
         owner, kind = place.owner, type(place.owner).__name__
         if isinstance(owner, nn.Embedding | nn.EmbeddingBag):
             return _PLAIN(shape, "embedding"), "embedding", None
+        unread = unread_above(place.modules)
+        if unread is not None and does not in ("router", "adapter"):
+            self.evidence[place.name] = "name"
+            why = f"what {unread} does with it is not known (its source cannot be read): give example=batch"
+            return (), does, why
+        torchs = all(type(module).__module__.startswith("torch.") for module in place.modules)
+        self.evidence[place.name] = "class" if torchs else "source"
         transposed = _is_conv1d(owner)
         looks = looks_fused(place, shape[::-1] if transposed else shape)
         cut = self.cuts.get(id(owner))
@@ -306,6 +258,61 @@ class _Finder:
             return (), "embedding", f"a position or token vector of {kind}, no matrix"
         return (), does, f"layout not known: a parameter of {kind} (rekindle.blocks.register states it)"
 
+    def _fact(self, place: Location) -> Fact | None:
+        """What the recording shows about a weight; of an expert that was not chosen, what it shows about the others."""
+        if self.facts is None or place.name in self.facts:
+            return None if self.facts is None else self.facts[place.name]
+        for depth in range(len(place.names) - 1, -1, -1):
+            parent, name = place.modules[depth], place.names[depth]
+            if isinstance(parent, nn.ModuleList | nn.ModuleDict):
+                for other in parent._modules:
+                    twin = ".".join((*place.names[:depth], other, *place.names[depth + 1 :], place.tensor))
+                    if (
+                        other != name
+                        and twin in self.facts
+                        and type(parent._modules[other]) is type(parent._modules[name])
+                    ):
+                        return self.facts[twin]
+        return self.facts[place.name]
+
+    def _recorded(
+        self, place: Location, shape: tuple[int, ...], does: str, fact: Fact, known: Recipe | None
+    ) -> tuple[tuple[Block, ...], str, str | None] | None:
+        """(blocks, role, refusal) by what ran; None where the class says more than the recording."""
+        owner = place.owner
+        if isinstance(owner, nn.Embedding | nn.EmbeddingBag):
+            return _PLAIN(shape, "embedding"), "embedding", None
+        if fact.use == "table":
+            return (), "embedding", "a table that is read by index, no matrix"
+        if fact.use == "elementwise":
+            return (), does, "it meets values element by element, no matrix"
+        if fact.use == "opaque":
+            return None
+        if fact.router:
+            does = "router"
+        if known is not None:
+            blocks = known(shape, does)
+            if not fact.cut or fact.layout is None or _same_rows(blocks, fact.blocks(does), shape):
+                return None
+            return fact.blocks(does), fact.blocks(does)[0].role, None  # the recording wins over the class
+        if fact.refusal and fact.refusal != "a grouped convolution" and not place.computed:
+            return (), does, f"recorded: {fact.refusal}"
+        if isinstance(owner, nn.modules.conv._ConvNd) and place.tensor == "weight" and not fact.parts:
+            recipe = convolution(shape, groups=owner.groups, transposed=owner.transposed, flat=self.conv == "flat")
+            tap = convolution(shape, groups=owner.groups, transposed=owner.transposed, flat=False)(shape)[0]
+            does = "depthwise" if owner.groups > 1 and tap.smaller == 1 else "conv" if does == "other" else does
+            return recipe(shape, does), does, None
+        if fact.layout is None or fact.layout.shape != shape:
+            return (), does, "recorded: how its matrices lie in it is not seen"
+        if fact.use == "convolution" and does == "other":
+            does = "conv"
+        if fact.parts and fact.use == "convolution" and self.conv == "flat":
+            return (), does, "cut into parts, which flat convolutions do not support: use conv='taps'"
+        if not fact.parts and place.tensor == "weight" and (_is_conv1d(owner) or type(owner) is nn.Linear):
+            return self._split(place, shape, does, _is_conv1d(owner)), does, None
+        blocks = fact.blocks(does)
+        return blocks, next((b.role for b in blocks if b.role != "other"), does), None
+
     def _split(self, place: Location, shape: tuple[int, ...], does: str, transposed: bool) -> tuple[Block, ...]:
         """A Linear, with its attention heads named where the attention module says how wide a head is."""
         dim = _head_dim(place) if does in ("query", "key", "value", "attention-output") else None
@@ -318,23 +325,26 @@ class _Finder:
             return matrices(turn.format("(head dim)", "in"), heads="head", dim=dim)(shape, does)
         return (_TRANSPOSED if transposed else _PLAIN)(shape, does)
 
-    def _recipe(self, place: Location) -> Any:
-        """The recipe that the caller states, else that of the nearest known class that has one for this tensor."""
+    def _recipe(self, place: Location) -> tuple[Any, str]:
+        """The recipe that the caller states, else that of the nearest known class that has one for this tensor.
+
+        With it its evidence.
+        """
         for glob, recipe in self.layouts.items():
             if fnmatch.fnmatchcase(place.name, glob):
-                return recipe
+                return recipe, "user"
         names = [n for n in place.names if n != "base_layer"]
         local = place.tensor
         modules = [m for n, m in zip(("", *place.names), place.modules, strict=True) if n != "base_layer"]
         for depth in range(len(modules) - 1, -1, -1):
             table = self._recipes[id(modules[depth])]
             if isinstance(table, str):
-                return table
+                return table, "class"
             if local in table:
-                return table[local]
+                return table[local], "user" if is_registered(type(modules[depth])) else "class"
             if depth:
                 local = f"{names[depth - 1]}.{local}"
-        return None
+        return None, ""
 
 
 def packed_weights(model: nn.Module) -> list[tuple[str, nn.Module, tuple[int, ...], torch.dtype]]:
@@ -398,6 +408,29 @@ def _detect_heads(found: list[Found], finder: _Finder) -> set[str]:
     # No evidence: the last matrix, unless its own class or name says that it is the middle of a block.
     last = matrices_found[-1]
     return {last.name} if last.role in ("other", "conv") and last.name not in finder.known_class else set()
+
+
+def _recorded_heads(found: list[Found], finder: _Finder, facts: Facts) -> set[str]:
+    """What reached the caller on the example, and what the model itself says."""
+    aliases = {name: f.name for f in found for name in (f.name, *f.also)}
+    chosen = {aliases.get(name, name) for name, fact in facts.by_name.items() if fact.output}
+    told = {aliases.get(name, name) for name in finder.head_names}
+    if is_backbone(root_of(finder.model)):  # features, which are as wide as what they come from
+        chosen = {f.name for f in found if f.name in chosen and f.blocks and f.blocks[0].out < f.blocks[0].in_}
+    for place in (place for _, _, place in finder.places if place.name not in facts):
+        fact = finder._fact(place)  # the siblings of a head in a list
+        if fact is not None and fact.output:
+            chosen.add(place.name)
+    return chosen | told
+
+
+def _same_rows(one: tuple[Block, ...], other: tuple[Block, ...], shape: tuple[int, ...]) -> bool:
+    """Whether two layouts part a weight in the same way; of very large ones that is taken for granted."""
+    if math.prod(shape) > 1 << 22:
+        return True
+    places = torch.arange(math.prod(shape)).view(shape)
+    parts = [{frozenset(b.read(places).flatten().tolist()) for b in blocks} for blocks in (one, other)]
+    return parts[0] == parts[1]
 
 
 def _head_dim(place: Location) -> int | None:

@@ -78,7 +78,7 @@ def find_heads(model: nn.Module) -> dict[int, str]:
     read: set[int] = set()
     if as_layer("", core) is not None:
         return {}
-    told = {id(layer): "told" for layer in _told(model)}
+    told = {id(layer): "told" for layer in told_heads(model)}
     ends = _ends(core, set(), read, _Leaving(root=True))
     if is_backbone(core):
         # A body ends in features, which are as wide as what they come from (a pooler) or wider (a last convolution);
@@ -146,7 +146,7 @@ def root_of(model: nn.Module) -> nn.Module:
             return model
 
 
-def _told(model: nn.Module) -> list[nn.Module]:
+def told_heads(model: nn.Module) -> list[nn.Module]:
     """`get_output_embeddings()` of every model inside, and the head of a class that only names it."""
     found = []
     for module in model.modules():

@@ -13,7 +13,7 @@ from __future__ import annotations
 import ast
 import inspect
 import linecache
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from functools import lru_cache
 
 from torch import nn
@@ -35,6 +35,23 @@ def uses_of(module: nn.Module) -> Uses | None:
             _CACHE.clear()
         _CACHE[content] = _read(module)
     return _CACHE[content]
+
+
+def unread_above(modules: Sequence[nn.Module]) -> str | None:
+    """The first of these classes whose `forward` cannot be read, None if all can; torch's own are known.
+
+    >>> unread_above([nn.Sequential(nn.Linear(1, 1))])
+    """
+    for module in modules[:-1]:
+        kind = type(module)
+        package = kind.__module__.partition(".")[0]
+        if package == "torch" or kind.forward is nn.Module.forward:
+            continue
+        if any(vars(cls).get("forward") is kind.forward for cls in kind.__mro__ if cls.__module__.startswith("torch.")):
+            continue  # a subclass of Sequential with nothing of its own
+        if uses_of(module) is None:
+            return kind.__name__
+    return None
 
 
 _CACHE: dict[Hashable, Uses | None] = {}

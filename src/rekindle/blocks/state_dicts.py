@@ -10,22 +10,19 @@ memory). `converted(model, keys)` reads the library's own mapping and says what 
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from rekindle.blocks.configs import meta_model
 from rekindle.blocks.families import FUSED, named_role
 from rekindle.blocks.finding import Found, find, mark_heads, named_heads
 from rekindle.blocks.layouts import Block, convolution, matrices
 from rekindle.blocks.names import state_cleaner, unusable
 from rekindle.blocks.outputs import ANYWHERE, USUALLY
-from rekindle.extras import install
 
 _UNSURE = "a state dict alone does not show {}; pass config= or a plan saved from the live model"
 _ASSUMED = (
@@ -44,6 +41,7 @@ def find_in_state(
 ) -> list[Found]:
     """One `Found` for each tensor, in the order of the keys.
 
+    >>> import torch
     >>> tensors = {"a.weight": torch.zeros(4, 6), "a.bias": torch.zeros(4), "b.weight": torch.zeros(4, 4, 3, 3)}
     >>> for f in find_in_state(tensors):
     ...     print(f.name, f.count, f.reason)
@@ -59,7 +57,7 @@ def find_in_state(
     if isinstance(config, nn.Module):
         model, origin = config, f"the given {type(config).__name__}"
     else:
-        model, origin = meta_model(config), "the model of this config"
+        model, origin = meta_model(config, len(tensors)), "the model of this config"
     described: dict[str, Found] = {}
     tied: dict[str, Found] = {}
     for f in find(model, meta=True, **options):
@@ -85,37 +83,6 @@ def find_in_state(
         else:
             matched[key] = _described(key, tensor, f, f.blocks)
     return _untied(tensors, matched)
-
-
-def meta_model(config: Any) -> nn.Module:
-    """The model that a transformers config describes, on the meta device: shapes and classes, no weights.
-
-    Takes a config object, its dict, or the path of a config.json or of the folder that holds it.
-    """
-    try:
-        import transformers
-    except ImportError as error:
-        raise ImportError(f"reading a config needs transformers: {install('transformers')}") from error
-    if isinstance(config, str | Path):
-        path = Path(config)
-        path = path / "config.json" if path.is_dir() else path
-        config = json.loads(path.read_text(), object_hook=_special_float)
-    if isinstance(config, Mapping):
-        fields = dict(config)
-        kind = fields.pop("model_type", None)
-        if kind is None:
-            raise ValueError("the config has no model_type; pass the model on the meta device as config= instead")
-        config = transformers.AutoConfig.for_model(kind, **fields)
-    named = (getattr(config, "architectures", None) or [None])[0]
-    model_class = getattr(transformers, named, None) if named else None
-    with torch.device("meta"):
-        model: nn.Module = model_class(config) if model_class else transformers.AutoModel.from_config(config)
-    return model
-
-
-def _special_float(fields: dict[str, Any]) -> Any:
-    """transformers writes infinities and NaN as {"__float__": "Infinity"}."""
-    return float(fields["__float__"]) if set(fields) == {"__float__"} else fields
 
 
 def _renaming(keys: list[str], names: set[str], prefix: str) -> Callable[[str], str]:

@@ -8,8 +8,8 @@ and no others; chunks are overwritten in place.
 from __future__ import annotations
 
 import io
+import math
 import pickle
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
@@ -17,11 +17,12 @@ from typing import IO, Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from rekindle.checkpoint.mapping import MappedFile, Window
+from rekindle.checkpoint.archives import check_storages, records, refresh_checksums
+from rekindle.checkpoint.mapping import MappedFile, Window, copy_file
 from rekindle.checkpoint.parts import CheckpointError, TensorMeta, clearly
-from rekindle.checkpoint.torch_files import records, refresh_checksums
 
 LARGEST_METADATA = 1 << 30
+_CELLS = 64  # of the grid per chunk, where chunks of ranks form it: 1
 _CONTAINERS = ("model", "state_dict", "model_state_dict", "module", "net", "app")
 _METADATA = "torch.distributed.checkpoint.metadata"
 _ALLOWED = {
@@ -78,6 +79,7 @@ class DcpPart:
     def __init__(self, folder: Path, *, writable: bool = False) -> None:
         self.path, self._writable = folder, writable
         self.metadata: Mapping[str, str] = {}
+        self.shared: Mapping[str, str] = {}
         self.tied: Mapping[str, str] = {}
         self._tensors: dict[str, _Stored] = {}
         self._objects: dict[str, _Place] = {}
@@ -126,6 +128,10 @@ class DcpPart:
         """A plain value by its full key."""
         return _loaded(self._window(self._objects[key]), f"{self.path}: {key!r}")
 
+    def reopened(self, path: Path) -> DcpPart:
+        """A staged copy, to be written."""
+        return DcpPart(path, writable=True)
+
     def files(self) -> tuple[Path, ...]:
         """The metadata and every data file."""
         places = [c.place for t in self._tensors.values() for c in t.chunks] + list(self._objects.values())
@@ -137,13 +143,14 @@ class DcpPart:
 
     def staged_size(self, dtype: torch.dtype | None) -> int:
         """Bytes that `stage` will write."""
-        return sum(path.stat().st_size for path in self.path.rglob("*") if path.is_file())
+        return sum(path.stat().st_size for path in self.files())
 
     def stage(self, target: Path, changed: frozenset[str], dtype: torch.dtype | None) -> None:
-        """Copy the folder."""
+        """Copy the files of the checkpoint to a folder."""
         if dtype is not None:
             raise CheckpointError(f"{self.path}: a DCP folder keeps its dtypes: leave dtype= out")
-        shutil.copytree(self.path, target, ignore=shutil.ignore_patterns("*.rekindle-*"))
+        for file in self.files():
+            copy_file(file, target / file.name)
 
     def finish(self, provenance: Mapping[str, Any]) -> None:
         """Checksums of the chunks that were written."""
@@ -183,7 +190,9 @@ class DcpPart:
         where = f"{self.path}: {key!r}"
         window = self._window(chunk.place)
         with clearly(self.path / chunk.place.file, f"reading {key!r}"):
-            data = [record for record in records(window) if "/data/" in record.name]
+            found = records(window)
+            data = [record for record in found if "/data/" in record.name]
+            check_storages(where, window, found)
         # The strides are in a pickle, which only torch reads safely; the numbers come from the mapped file.
         value = _loaded(window, where)
         if not isinstance(value, Tensor) or value.dtype != dtype or tuple(value.shape) != chunk.shape:
@@ -281,9 +290,7 @@ def _stored(path: Path, key: str, entry: Any, places: Mapping[tuple[str, Any], _
         chunks.append(_Chunk(start, sizes, place))
     if sum(torch.Size(chunk.shape).numel() for chunk in chunks) != torch.Size(shape).numel():
         raise CheckpointError(f"{path}: the chunks of {key!r} do not make up the tensor")
-    solid = [chunk for chunk in chunks if torch.Size(chunk.shape).numel()]
-    if any(_overlap(one, other) for i, one in enumerate(solid) for other in solid[:i]):
-        raise CheckpointError(f"{path}: chunks of {key!r} overlap")
+    _check_grid(f"{path}: the chunks of {key!r}", shape, [c for c in chunks if torch.Size(c.shape).numel()])
     return _Stored(shape, dtype, tuple(chunks))
 
 
@@ -320,9 +327,21 @@ def _state_keys(
     return {name: tables for name, tables in found.items() if tables[0]}
 
 
-def _overlap(one: _Chunk, other: _Chunk) -> bool:
-    sides = zip(one.start, one.shape, other.start, other.shape, strict=True)
-    return all(a < b + m and b < a + n for a, n, b, m in sides)
+def _check_grid(what: str, shape: tuple[int, ...], chunks: Sequence[_Chunk]) -> None:
+    """Chunks cut a tensor along the lines of a grid; no cell of it may belong to two of them."""
+    lines = []
+    for axis, side in enumerate(shape):
+        cuts = {0, side, *(c.start[axis] for c in chunks), *(c.start[axis] + c.shape[axis] for c in chunks)}
+        lines.append({cut: number for number, cut in enumerate(sorted(cuts))})
+    if math.prod(max(1, len(cuts) - 1) for cuts in lines) > _CELLS * (len(chunks) + 1):
+        raise CheckpointError(f"{what} do not form a grid")
+    taken = torch.zeros([max(1, len(cuts) - 1) for cuts in lines], dtype=torch.bool)
+    for chunk in chunks:
+        ranges = zip(chunk.start, chunk.shape, lines, strict=True)
+        cells = taken[tuple(slice(cuts[start], cuts[start + size]) for start, size, cuts in ranges)]
+        if cells.any():
+            raise CheckpointError(f"{what} overlap")
+        cells.fill_(True)
 
 
 def _where(chunk: _Chunk) -> tuple[slice, ...]:

@@ -19,11 +19,13 @@ from torch import Tensor
 
 from rekindle.blocks.finding import Block, Found
 from rekindle.checkpoint import training_state
+from rekindle.checkpoint.assembling import OutputFiles, check_target
 from rekindle.checkpoint.journal import Journal, identify
-from rekindle.checkpoint.opening import Checkpoint, match_plan, open_checkpoint
+from rekindle.checkpoint.opening import Checkpoint, match_plan, open_checkpoint, place_of
 from rekindle.checkpoint.parts import CheckpointError, clearly, stored_as
-from rekindle.checkpoint.staging import Staging, allocated, assemble, check_space, check_target, staged_size
+from rekindle.checkpoint.staging import Staging, allocated, check_space
 from rekindle.engine.solving import Solver, solve
+from rekindle.files import State, kind_of, state_of
 from rekindle.optimizers import StateReset
 from rekindle.projection.execution import check_finite, execute
 from rekindle.projection.planning import Plan
@@ -96,6 +98,8 @@ def fire_file(
         biases=biases,
         policy=optimizer_state,
         resume=resume,
+        force=force,
+        in_place=in_place,
         progress=progress,
     )
     planning = {"targets": targets, "scale": scale, "heads": heads, "include": include, "exclude": exclude}
@@ -108,15 +112,17 @@ def fire_file(
         if biases not in ("keep", "zero"):
             raise CheckpointError(f"biases={biases!r} is neither 'keep' nor 'zero'")
         solve([], **job.solving)  # raises on options that do not go together
-        checkpoint = stack.enter_context(open_checkpoint(source))
         if target is None and not in_place:
             raise CheckpointError("no output: give one, or say in_place")
-        goal = Path(target) if target is not None else checkpoint.path
-        Staging(goal).recover()
-        check_target(checkpoint.path, goal, force=force, in_place=in_place)
+        if not place_of(source).exists():
+            raise CheckpointError(f"{source}: there is no such file or folder")
+        goal = Path(target) if target is not None else place_of(source)
+        staging = stack.enter_context(Staging(goal).locked())
+        before = states_below(place_of(source))
+        checkpoint = stack.enter_context(open_checkpoint(source))
         drafted = _planned(checkpoint, plan, config, planning)
         matched = match_plan(drafted, checkpoint)
-        receipt = job.run(checkpoint, matched, goal)
+        receipt = job.run(checkpoint, matched, staging, before)
     notes = (*receipt.notes, checkpoint.config_note) if checkpoint.config_note else receipt.notes
     return replace(receipt, seconds=meter.seconds, memory=meter.memory, notes=notes)
 
@@ -155,34 +161,41 @@ class _Job:
     biases: str
     policy: str
     resume: bool
+    force: bool
+    in_place: bool
     progress: Progress | None
 
-    def run(self, source: Checkpoint, plan: Plan, goal: Path) -> Receipt:
+    def run(self, source: Checkpoint, plan: Plan, staging: Staging, before: Mapping[Path, State | None]) -> Receipt:
         weights = frozenset(entry.key for entry in plan.selected)
         biases = _biases(source, plan.selected) if self.biases == "zero" else {}
         changed = weights | {key for key, _ in biases.values()}
-        state = training_state.prepare(source, changed, self.policy)
-        _check_finite(source, plan.selected)
-        staging = Staging(goal)
+        output_files = OutputFiles(source, changed, self.policy != "none", self.dtype, self.in_place)
         settings = {"strength": self.strength, **self.solving, "dtype": _name(self.dtype)}
         settings |= {"biases": self.biases, "optimizer_state": self.policy}
-        name = identify(source.files(), plan.to_dict(), settings, _version(), torch.get_num_threads())
-        try:
-            staging.lock()
-            journal = Journal.resume(staging.journal, name) if self.resume else None
-            if journal is not None and journal.published(goal):  # killed after the renaming: only the clean-up is left
-                receipt = self._receipt(plan, journal, source, state, biases)
+        work = identify([], plan.to_dict(), settings, _version(), torch.get_num_threads())
+        origin, goal = identify(source.files()), staging.target
+        assert staging.file is not None
+        if self.resume:  # killed after the renaming: only the clean-up is left
+            journal = Journal.resume(staging.file, work, None if self.in_place else origin)
+            if journal is not None and journal.published(goal):
+                state = None if self.in_place else training_state.prepare(source, changed, self.policy)
                 staging.clear()
-                return receipt
-            if journal is None or not (journal.staged and staging.partial.exists()):
+                return self._receipt(plan, journal, source, state, biases)
+        check_target(source, staging, output_files, force=self.force)
+        state = training_state.prepare(source, changed, self.policy)
+        _check_finite(source, plan.selected)
+        _check_range(source, self.dtype)
+        journal = Journal.resume(staging.file, work, origin) if self.resume else None
+        try:
+            if journal is None or not (journal.staged and kind_of(staging.partial) in ("file", "folder")):
                 staging.clear(journal=False)
-                check_space(goal.parent, staged_size(source, self.dtype))
-                journal = Journal.start(staging.journal, name)
-                assemble(source, staging.partial, weights, self.dtype)
+                check_space(goal.parent, output_files.size())
+                journal = Journal.start(staging.file, work, origin)
+                output_files.stage(staging.partial, weights)
                 journal.mark_staged()
             else:
-                check_space(goal.parent, staged_size(source, self.dtype), allocated(staging.partial))
-            with open_checkpoint(staging.partial, writable=True) as output:
+                check_space(goal.parent, output_files.size(), allocated(staging.partial))
+            with output_files.opened(staging.partial) as output:
                 self._carry_out(source, output, plan, journal)
                 for key, outputs in _zeroed(journal, biases).values():
                     value = output.read(key)
@@ -190,18 +203,18 @@ class _Job:
                     output.write(key, value)
                 training_state.reset(output, changed, self.policy)
                 receipt = self._receipt(plan, journal, source, state, biases)
-                provenance = _provenance(plan, receipt, name, settings)
+                provenance = _provenance(plan, receipt, work, settings)
                 for part in output.parts:
-                    part.finish(provenance)
-                    part.sync()
-            journal.mark_finished(staging.partial)
-            staging.publish()
+                    if part not in source.parts:
+                        part.finish(provenance)
+                        part.sync()
+            staging.publish(journal, lambda: _check_unchanged(source, before, origin))
         except BaseException:
             if not self.resume:
                 staging.discard()
+            else:
+                staging.undo()
             raise
-        finally:
-            staging.release()
         return receipt
 
     def _carry_out(self, source: Checkpoint, output: Checkpoint, plan: Plan, journal: Journal) -> None:
@@ -240,7 +253,7 @@ class _Job:
         skipped = {name: why for name, why in skipped.items() if keys.get(name) not in zeroed}
         notes = [note for part in parts for note in part.notes]
         notes += [source.config_note] if source.config_note else []
-        left = source.companions()[1]
+        left = source.companions().stale if not self.in_place else []
         if left:
             notes.append(f"other weight files were not copied, they would be stale: {', '.join(left)}")
         settings: Mapping[str, Any] = {
@@ -257,13 +270,31 @@ class _Job:
         return Receipt("fire", records, skipped, settings, optimizer=state, biases_zeroed=len(zeroed), notes=told)
 
 
+def states_below(path: Path) -> dict[Path, State | None]:
+    """The states of a file, or of what is directly in a folder, links followed."""
+    inside = [*path.iterdir()] if path.is_dir() else [path]
+    return {file: state_of(file.resolve()) for file in inside}
+
+
+def _check_unchanged(source: Checkpoint, before: Mapping[Path, State | None], origin: str) -> None:
+    """Refuse to publish what was made of files that are no longer what they were when the job began to read them."""
+    listing = source.weights.listing if source.weights is not None else None
+    beside = [path for path in (listing, source.path / "config.json") if path is not None and path in before]
+    for path in (*source.files(), *beside):
+        if state_of(path.resolve()) != before.get(path):
+            raise CheckpointError(f"{path}: changed while it was read; nothing was written: try again")
+    if identify(source.files()) != origin:
+        raise CheckpointError(f"{source.path}: changed while it was read; nothing was written: try again")
+
+
 def _biases(source: Checkpoint, entries: Iterable[Found]) -> Biases:
     """The biases of these weights that the file has beside them, by the weights' names: key and entries."""
     found: Biases = {}
+    names = set(source.names)
     for entry in entries:
         prefix, dot, tensor = entry.key.rpartition(".")
         keys = (f"{prefix}{dot}{name}" for name in bias_names(tensor))
-        key = next((key for key in keys if key in source.names), None)
+        key = next((key for key in keys if key in names), None)
         if key is not None:
             size = torch.Size(source.meta(key).shape).numel()
             found[entry.name] = key, bias_entries(tensor, entry.blocks, source.read(entry.key), size)
@@ -308,6 +339,24 @@ def _check_finite(source: Checkpoint, entries: Iterable[Found]) -> None:
             check_finite(entry.key, source.read(entry.key))
         except ValueError as error:
             raise CheckpointError(f"{source.path}: {str(error).partition(':')[0]}; exclude it") from error
+
+
+def _check_range(source: Checkpoint, dtype: torch.dtype | None) -> None:
+    """Refuse a dtype in which a finite number of any tensor would be stored as infinity."""
+    lost = []
+    for name in source.names if dtype is not None else ():
+        new = stored_as(source.meta(name).dtype, dtype)
+        if new != source.meta(name).dtype and torch.finfo(new).max < torch.finfo(source.meta(name).dtype).max:
+            flat = source.read(name).reshape(-1)
+            pieces = (flat[start : start + BATCH] for start in range(0, flat.numel(), BATCH))
+            if any(bool((piece.to(new).isinf() & piece.isfinite()).any()) for piece in pieces):
+                lost.append(name)
+    if lost:
+        raise CheckpointError(
+            f"{source.path}: dtype={_name(dtype)!r} cannot hold {', '.join(map(repr, lost[:5]))}"
+            f"{f' and {len(lost) - 5} more' if len(lost) > 5 else ''}: their numbers are too large and would become "
+            "infinite; choose bfloat16 or float32"
+        )
 
 
 def _provenance(plan: Plan, receipt: Receipt, job: str, settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +21,27 @@ TORCH_ENDINGS = (".bin", ".pt", ".pth", ".ckpt")
 _OTHER_WEIGHTS = (".safetensors", ".bin", ".h5", ".msgpack", ".onnx", ".gguf", ".ot", ".tflite")
 _NO_WEIGHTS = ("training_args.bin", "scheduler.bin", "scheduler.pt", "rng_state.pth", "scaler.pt", "optimizer.bin")
 OPTIMIZER_FILES = ("optimizer.pt", "optimizer.bin")
+
+
+# What is written beside the weights and belongs to them: a new version of the checkpoint replaces it.
+_BESIDE_WEIGHTS = re.compile(
+    r"(config|configuration|generation_config|adapter_config|tokenizer|tokenizer_config|special_tokens_map|"
+    r"added_tokens|vocab|preprocessor_config|processor_config|chat_template|trainer_state|modules|"
+    r"quantize_config|model_index)\.(json|txt|jinja|model)|(merges|vocab)\.txt|spiece\.model|sentencepiece\.bpe\.model|"
+    r"tokenizer\.model|.*\.index\.json"
+)
+
+
+def beside(target: Path, what: str) -> Path:
+    """The name of a working file next to an output.
+
+    >>> beside(Path("out/model.pt"), "journal").name
+    '.model.pt.rekindle-journal'
+    """
+    return target.with_name(f".{target.name}.rekindle-{what}")
+
+
+_WORKING = re.compile(r"\..*\.rekindle-(partial|journal|replaced)")
 
 
 class Weights(NamedTuple):
@@ -45,7 +67,7 @@ def find_weights(folder: Path) -> Weights:
         indices = [path for path in files if path.name.endswith(f"{ending}.index.json")]
         if len(indices) == 1:
             return _shards(folder, indices[0])
-        single = [path for path in files if path.suffix == ending and not _is_training_state(path)]
+        single = [path for path in files if path.suffix == ending and not belongs_to_training(path.name)]
         if len(indices) > 1 or len(single) > 1:
             names = ", ".join(path.name for path in [*indices, *single][:6])
             raise CheckpointError(f"{folder}: which one is the model? {names}: give the path of one file")
@@ -84,19 +106,49 @@ def check_index(weights: Weights, parts: Sequence[FilePart]) -> None:
         raise CheckpointError(f"{weights.listing}: does not list {stray!r}, which {owner[stray]} holds")
 
 
-def companions(folder: Path, weights: Sequence[Path]) -> tuple[list[Path], list[str]]:
-    """(files to copy along, names of other weight files that stay behind), both relative to the folder."""
-    own = {path.name for path in weights}
-    keep, stale = [], []
+class Companions(NamedTuple):
+    """What else is in a folder, relative to it: files to copy, links with where they lead, weights left behind."""
+
+    files: list[Path]
+    links: dict[Path, str]
+    stale: list[str]
+
+
+def companions(folder: Path, own: Sequence[Path]) -> Companions:
+    """What is copied along with the weight files `own`.
+
+    A link stays a link if it leads to somewhere inside the folder. What the cache of Hugging Face links to, its own
+    blobs, is copied as files. Any other link is refused: it could bring a file along that nobody meant to pass on.
+    """
+    names = {path.relative_to(folder) for path in own}
+    found = Companions([], {}, [])
+    real = folder.resolve()
+    blobs = real.parents[1] / "blobs" if real.parent.name == "snapshots" else None
     for path in _walk(folder):
-        top = path.parent == folder
-        if top and path.name in own:
+        name = path.relative_to(folder)
+        if name in names:
             continue
-        if top and not _is_training_state(path) and _holds_weights(path.name):
-            stale.append(path.name)
+        if name.parent == Path() and not belongs_to_training(name.name) and _holds_weights(name.name):
+            found.stale.append(name.name)
+        elif not path.is_symlink():
+            if path.is_file():
+                found.files.append(name)
+        elif path.resolve().is_relative_to(real):
+            found.links[name] = os.path.relpath(path.resolve(), real / name.parent)
+        elif blobs is not None and path.resolve().parent == blobs and path.is_file():
+            found.files.append(name)
         else:
-            keep.append(path.relative_to(folder))
-    return keep, stale
+            raise CheckpointError(f"{path}: a link that leads out of the folder: remove it, or copy the file")
+    return found
+
+
+def is_replaceable(name: str) -> bool:
+    """Whether a file of this name in a checkpoint's folder is a part of the checkpoint.
+
+    >>> is_replaceable("config.json"), is_replaceable("model.safetensors"), is_replaceable("docs/thesis.tex")
+    (True, True, False)
+    """
+    return bool(_BESIDE_WEIGHTS.fullmatch(name)) or belongs_to_training(name) or _holds_weights(name)
 
 
 def _holds_weights(name: str) -> bool:
@@ -104,18 +156,17 @@ def _holds_weights(name: str) -> bool:
     return bare.endswith(_OTHER_WEIGHTS)
 
 
-def _is_training_state(path: Path) -> bool:
-    name = path.name
+def belongs_to_training(name: str) -> bool:
+    """Whether a file of this name holds the state of a training run, not weights."""
     return name in _NO_WEIGHTS or name in OPTIMIZER_FILES or name.startswith(("rng_state", "random_states"))
 
 
 def _walk(folder: Path) -> Iterator[Path]:
-    for root, folders, files in os.walk(folder):
-        folders[:] = sorted(name for name in folders if name != ".git")
-        for name in sorted(files):
-            path = Path(root, name)
-            if path.is_file() and ".rekindle-" not in name:
-                yield path
+    """Files and links of a folder, at any depth; working files of our own and .git are left out."""
+    for root, folders, names in os.walk(folder):
+        linked = [name for name in folders if Path(root, name).is_symlink()]
+        folders[:] = sorted(name for name in folders if name not in (".git", *linked))
+        yield from (Path(root, name) for name in sorted([*names, *linked]) if not _WORKING.fullmatch(name))
 
 
 def _shards(folder: Path, index: Path) -> Weights:

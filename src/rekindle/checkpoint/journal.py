@@ -9,11 +9,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
+from rekindle.files import state_of
 from rekindle.projection.receipt import BlockRecord, Receipt
 
 _SAMPLE = 1 << 16
@@ -21,55 +22,67 @@ _FIELDS = tuple(field.name for field in fields(BlockRecord))
 
 
 class Journal:
-    """The open journal of one job.
+    """The journal of one job, in a file that is open and locked.
 
     >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     path = Path(folder, "journal")
-    ...     journal = Journal.start(path, "job 1")
+    >>> with tempfile.TemporaryFile("w+b") as file:
+    ...     journal = Journal.start(file, "fire", "old.pt")
     ...     journal.add(0, Receipt("fire", (BlockRecord("a.weight", out=2, in_=2),)))
-    ...     list(Journal.resume(path, "job 1").done), Journal.resume(path, "job 2") is None
+    ...     found = Journal.resume(file, "fire", "old.pt")
+    ...     list(found.done), Journal.resume(file, "another job", "old.pt") is None
     ([0], True)
     """
 
-    def __init__(self, path: Path, done: dict[int, Receipt], staged: bool, finished: int | None) -> None:
-        self.path, self.done, self.staged, self.finished = path, done, staged, finished
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.done: dict[int, Receipt] = {}
+        self.staged, self.finished = False, False
+        self._inodes: dict[str, int] = {}
 
     @classmethod
-    def start(cls, path: Path, job: str) -> Journal:
-        """Begin anew."""
-        with path.open("r+b" if path.exists() else "w+b") as file:  # the lock is on this very file
-            file.truncate(0)
-        journal = cls(path, {}, False, None)
-        journal._append({"job": job})
+    def start(cls, file: BinaryIO, work: str, source: str) -> Journal:
+        """Begin anew: `work` is everything that decides the result but the source."""
+        file.truncate(0)
+        journal = cls(file)
+        journal._append({"job": work, "source": source})
         return journal
 
     @classmethod
-    def resume(cls, path: Path, job: str) -> Journal | None:
-        """The journal of the same job, or None if there is none."""
-        lines = list(_lines(path))
-        if not lines or lines[0].get("job") != job:
+    def resume(cls, file: BinaryIO, work: str, source: str | None) -> Journal | None:
+        """The journal of the same job, or None if there is none; with no source, of the same work on any."""
+        found = list(lines(file))
+        if not found or found[0].get("job") != work or source not in (None, found[0].get("source")):
             return None
-        done = {line["batch"]: _receipt(line) for line in lines if "batch" in line}
-        finished = next((line["finished"] for line in lines if "finished" in line), None)
-        return cls(path, done, any("staged" in line for line in lines), finished)
+        journal = cls(file)
+        try:
+            journal.done = {line["batch"]: _receipt(line) for line in found if "batch" in line}
+        except (KeyError, TypeError):
+            return None
+        journal.staged = any("staged" in line for line in found)
+        for line in found:
+            if "finished" in line:
+                journal.finished, journal._inodes = True, line["finished"]
+        return journal
 
     def mark_staged(self) -> None:
         """Everything but the tensors to be changed is in place."""
         self.staged = True
         self._append({"staged": True})
 
-    def mark_finished(self, partial: Path) -> None:
+    def mark_finished(self, partial: Path, names: Iterable[str], new: Iterable[str]) -> None:
         """Everything is in place and on the disk; only the renaming is left.
 
-        The inode shows later which name the result has: an exchange gives the partial's name to the old output.
+        The inodes show later which names the result has. `new` are names that nothing had before.
         """
-        self.finished = partial.stat().st_ino
-        self._append({"finished": self.finished})
+        self.finished, self._inodes = True, {name: (partial / name).lstat().st_ino for name in names}
+        self._append({"finished": self._inodes, "new": list(new)})
 
     def published(self, target: Path) -> bool:
-        """Whether the finished result has its final name already."""
-        return self.finished is not None and target.exists() and target.stat().st_ino == self.finished
+        """Whether the finished result has its final names already."""
+        states = {name: state_of(target / name) for name in self._inodes}
+        return self.finished and all(
+            state is not None and state.inode == self._inodes[name] for name, state in states.items()
+        )
 
     def add(self, batch: int, receipt: Receipt) -> None:
         """One batch is on the disk."""
@@ -79,14 +92,14 @@ class Journal:
         self._append(line)
 
     def _append(self, line: Mapping[str, Any]) -> None:
-        with self.path.open("ab") as file:
-            file.write(json.dumps(line).encode() + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
+        self._file.seek(0, os.SEEK_END)
+        self._file.write(json.dumps(line).encode() + b"\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
 
 
 def identify(files: Iterable[Path], *parts: Any) -> str:
-    """What a job is: its source files (size, time, first and last bytes), and everything that decides the result.
+    """Files (size, time, first and last bytes), and everything else that decides a result.
 
     >>> identify([], {"scale": "paper"}) == identify([], {"scale": "nearest"})
     False
@@ -103,10 +116,10 @@ def identify(files: Iterable[Path], *parts: Any) -> str:
     return digest.hexdigest()
 
 
-def _lines(path: Path) -> Iterable[dict[str, Any]]:
-    if not path.is_file():
-        return
-    for text in path.read_bytes().split(b"\n")[:-1]:
+def lines(file: BinaryIO) -> Iterator[dict[str, Any]]:
+    """The whole lines of a journal, up to the first that cannot be read."""
+    file.seek(0)
+    for text in file.read().split(b"\n")[:-1]:
         try:
             line = json.loads(text)
         except ValueError:

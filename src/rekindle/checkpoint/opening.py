@@ -12,7 +12,16 @@ import torch
 from torch import Tensor
 
 from rekindle.blocks.finding import Found
-from rekindle.checkpoint.folders import OPTIMIZER_FILES, Weights, check_index, companions, find_weights, read_json
+from rekindle.checkpoint.folders import (
+    OPTIMIZER_FILES,
+    Companions,
+    Weights,
+    beside,
+    check_index,
+    companions,
+    find_weights,
+    read_json,
+)
 from rekindle.checkpoint.parts import CheckpointError, FilePart, TensorMeta, clearly
 from rekindle.checkpoint.safetensors_files import SafetensorsPart
 from rekindle.projection.planning import Plan
@@ -43,7 +52,11 @@ class Checkpoint:
         self._owner = {name: part for part in parts for name in part.names}
         self.names = tuple(self._owner)
         self.metadata: dict[str, str] = {k: v for part in reversed(parts) for k, v in part.metadata.items()}
-        self.tied = {name: owner for part in parts for name, owner in part.tied.items()}
+        # A header may list a name as dropped; where another file holds that tensor, it is a tensor of its own.
+        self.tied = {
+            name: owner for part in parts for name, owner in part.tied.items() if self._owner.get(name, part) is part
+        }
+        self.shared: dict[str, str] = {name: other for part in parts for name, other in part.shared.items()}
         # safetensors sorts its tensors, DCP merges what ranks send: only a single torch file keeps a model's order.
         self.registration_order = kind in ("torch", "lightning") and sum(bool(part.names) for part in parts) == 1
         self.config_note: str | None = None
@@ -108,7 +121,8 @@ class Checkpoint:
             except Exception as second:
                 raise CheckpointError(f"{self.path}: {error}; and without the config: {second}") from second
             self.config_note = f"config.json was not used ({str(error)[:300]})"
-        return replace(drafted, entries=(*drafted.entries, *self._tied_entries(drafted)))
+        entries = [self._unless_shared(entry) for entry in drafted.entries]
+        return replace(drafted, entries=(*entries, *self._tied_entries(drafted)))
 
     @property
     def optimizer(self) -> dict[str, Any] | None:
@@ -121,13 +135,12 @@ class Checkpoint:
         """Every file that holds tensors."""
         return tuple(file for part in self.parts for file in part.files())
 
-    def companions(self) -> tuple[list[Path], list[str]]:
-        """Files of the folder that are copied along, and other weight files that stay behind."""
-        if self.folder is None or self.format == "dcp":
-            return [], []
-        own = [part.path for part in self.parts]
+    def companions(self) -> Companions:
+        """What else the folder holds."""
+        if self.folder is None:
+            return Companions([], {}, [])
         index = self.weights.listing if self.weights is not None else None
-        return companions(self.folder, [*own, *([index] if index is not None else [])])
+        return companions(self.folder, [*self.files(), *([index] if index is not None else [])])
 
     def _part(self, name: str) -> FilePart:
         if name not in self._owner:
@@ -135,14 +148,15 @@ class Checkpoint:
         return self._owner[name]
 
     def own_config(self) -> dict[str, Any] | None:
-        """The folder's config if it names a model and asks for nothing unreasonable."""
-        if self.config is None or "model_type" not in self.config:
-            return None
-        # A hostile config could ask for a billion layers, which takes forever even on the meta device.
-        for key, value in self.config.items():
-            if isinstance(value, int) and "layer" in key and value > max(64, len(self.names)):
-                return None
-        return self.config
+        """The folder's config if it names a model."""
+        return self.config if self.config is not None and "model_type" in self.config else None
+
+    def _unless_shared(self, entry: Found) -> Found:
+        other = self.shared.get(entry.key)
+        if other is None or entry.reason is not None:
+            return entry
+        why = f"shares memory with {other}, which would change with it; save them as separate tensors"
+        return replace(entry, blocks=(), refusal=why, scales=(), references=())
 
     def _tied_entries(self, drafted: Plan) -> Iterator[Found]:
         known = {entry.name: entry for entry in drafted.entries}
@@ -150,6 +164,16 @@ class Checkpoint:
             if name in self._owner and name not in known and owner in known:
                 reason = f"tied to {owner}, treated there"
                 yield replace(known[owner], name=name, key=name, blocks=(), refusal=reason, scales=(), references=())
+
+
+def place_of(path: str | Path) -> Path:
+    """The file or folder of a checkpoint: an index stands for its folder.
+
+    >>> place_of("model/model.safetensors.index.json").name
+    'model'
+    """
+    path = Path(path)
+    return path.parent if path.name.endswith(".index.json") else path
 
 
 def open_checkpoint(path: str | Path, *, writable: bool = False) -> Checkpoint:
@@ -166,10 +190,13 @@ def open_checkpoint(path: str | Path, *, writable: bool = False) -> Checkpoint:
     ...         checkpoint.format, checkpoint.names, checkpoint.read("a.weight").sum().item()
     ('torch', ('a.weight',), 6.0)
     """
-    path = Path(path)
+    path = place_of(path)
     with clearly(path, "opening it"):
-        if path.name.endswith(".index.json"):
-            path = path.parent
+        if beside(path, "replaced").is_dir():
+            raise CheckpointError(
+                f"{path}: a job that exchanged its files runs or was killed; the same command with --resume finishes "
+                "it, any other fire with this output undoes it"
+            )
         if path.is_dir():
             return _open_folder(path, writable)
         if not path.exists():
@@ -271,6 +298,12 @@ def match_plan(plan: Plan, checkpoint: Checkpoint) -> Plan:
         if entry.parametrized and entry.reason is None and key not in names:
             entry = replace(entry, refusal=_COMPUTED)
         if entry.reason is None:
+            if key in checkpoint.shared:
+                other = checkpoint.shared[key]
+                raise CheckpointError(
+                    f"{checkpoint.path}: {key!r} shares memory with {other!r}, which would change with it; "
+                    "save them as separate tensors"
+                )
             shape = checkpoint.meta(key).shape
             if tuple(entry.shape) != shape:
                 raise CheckpointError(f"{checkpoint.path}: {key!r} has shape {shape}, the plan says {entry.shape}")

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 LONGEST = 600
+LONGEST_NAME = 1000  # of a tensor; what is found by patterns in longer ones takes too long
 
 
 _UNSAFE = re.compile(r"[^.;(]*\bweights_only\b[^.;]*[.;]?")
@@ -76,12 +77,16 @@ class TensorMeta(NamedTuple):
 
 
 class FilePart(Protocol):
-    """One file (or DCP folder) of tensors. `read` may return a view of the mapped file."""
+    """One file (or DCP folder) of tensors. `read` may return a view of the mapped file.
+
+    `tied` names tensors that are one, `shared` those of which another one has a part of the bytes.
+    """
 
     path: Path
     names: tuple[str, ...]
     metadata: Mapping[str, str]
     tied: Mapping[str, str]
+    shared: Mapping[str, str]
 
     def meta(self, name: str) -> TensorMeta:
         """Shape, dtype, bytes in the file, and the file."""
@@ -93,6 +98,10 @@ class FilePart(Protocol):
 
     def write(self, name: str, value: Tensor) -> None:
         """Put a tensor into a part that was opened for writing."""
+        ...
+
+    def reopened(self, path: Path) -> FilePart:
+        """The staged copy of it at `path`, to be written."""
         ...
 
     def files(self) -> tuple[Path, ...]:

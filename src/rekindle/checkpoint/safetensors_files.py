@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rekindle.checkpoint.mapping import MappedFile, copy_range, reserve
-from rekindle.checkpoint.parts import CheckpointError, TensorMeta, clearly, stored_as
+from rekindle.checkpoint.parts import LONGEST_NAME, CheckpointError, TensorMeta, clearly, stored_as
 
 LONGEST_HEADER = 100_000_000  # the limit of the reference implementation
 MOST_DIMENSIONS = 64
@@ -99,8 +99,8 @@ def read_header(path: Path) -> Header:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     table = dict(pairs)
     if len(table) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
+        seen: set[str] = set()
+        twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
         raise ValueError(f"{twice[:200]!r} appears twice")
     return table
 
@@ -125,6 +125,8 @@ def _checked(path: Path, table: dict[str, Any], room: int, begin: int) -> Header
 
 def _span(path: Path, name: str, entry: Any) -> Span:
     where = f"{path}: tensor {name[:200]!r}"
+    if len(name) > LONGEST_NAME:
+        raise CheckpointError(f"{path}: a tensor has a name of {len(name)} characters, more than {LONGEST_NAME}")
     if any("\ud800" <= character <= "\udfff" for character in name):
         raise CheckpointError(f"{where} has a name that is no text")
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
@@ -139,11 +141,21 @@ def _span(path: Path, name: str, entry: Any) -> Span:
     bits = _BITS[code] if code in _BITS else _DTYPES[code].itemsize * 8
     for side in shape:
         bits *= side
+    if _beyond_torch(shape):
+        raise CheckpointError(f"{where} has a shape that is too large for torch: {shape!r:.200}")
     if bits != 8 * (offsets[1] - offsets[0]):
         raise CheckpointError(
             f"{where} of shape {shape} and dtype {code} does not take {offsets[1] - offsets[0]} bytes"
         )
     return Span(code, tuple(shape), offsets[0], offsets[1])
+
+
+def _beyond_torch(shape: list[int]) -> bool:
+    """Whether strides would overflow, which they do also where another side is 0."""
+    product = 1
+    for side in shape:
+        product *= max(side, 1)
+    return product >= 1 << 59
 
 
 def _counts(values: Any) -> bool:
@@ -163,6 +175,7 @@ class SafetensorsPart:
         self.names = tuple(self.header.spans)
         self.metadata: Mapping[str, str] = self.header.metadata
         # safetensors.torch.save_model notes the names that it drops because they share memory.
+        self.shared: Mapping[str, str] = {}
         self.tied: Mapping[str, str] = {
             name: owner
             for name, owner in self.metadata.items()
@@ -187,6 +200,10 @@ class SafetensorsPart:
         shape, dtype, _, _ = self.meta(name)
         self._file.put(self.header.begin + self.header.spans[name].start, value.reshape(shape).to(dtype))
 
+    def reopened(self, path: Path) -> SafetensorsPart:
+        """A staged copy, to be written."""
+        return SafetensorsPart(path, writable=True)
+
     def files(self) -> tuple[Path, ...]:
         """The file itself."""
         return (self.path,)
@@ -204,7 +221,7 @@ class SafetensorsPart:
         """Write a file of the same tensors in the same order, without the bytes of those in `changed`."""
         spans = self._spans_as(dtype)
         head = _encoded(spans, self.metadata, _ROOM)
-        reserve(target, len(head) + _end(spans))
+        reserve(target, len(head) + _end(spans), self.path)
         with self.path.open("rb") as source, target.open("r+b") as file:
             file.write(head)
             file.flush()

@@ -1,31 +1,35 @@
-"""Writing to a temporary name and renaming at the end, so that no crash leaves a partial checkpoint.
+"""Writing to temporary names, and publishing under the lock when all is on the disk: no crash leaves part of a result.
 
 A job on `model.safetensors` writes `.model.safetensors.rekindle-partial` (a folder if the checkpoint is one) and
-`.model.safetensors.rekindle-journal` next to it. The partial is renamed when everything in it is on the disk.
+`.model.safetensors.rekindle-journal`, which is also the lock, next to it. A new name is taken without replacing
+anything. In a folder that exists, single files are exchanged: each old one is kept in `….rekindle-replaced` until the
+last new one is in its place, and a job that was killed in between is undone by the next, which may then resume it.
 """
 
 from __future__ import annotations
 
-import ctypes
-import json
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO
+from typing import Any, BinaryIO
 
-import torch
-
-from rekindle.checkpoint.folders import read_json
-from rekindle.checkpoint.opening import Checkpoint
-from rekindle.checkpoint.parts import CheckpointError, stored_as
+from rekindle import files
+from rekindle.checkpoint.folders import beside
+from rekindle.checkpoint.journal import Journal, lines
+from rekindle.checkpoint.parts import CheckpointError
+from rekindle.files import State, kind_of, state_of
 
 _SPARE = 1 << 20
-_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+_OVER = ".rekindle-over"
 
 
 class Staging:
-    """The paths of one job, and the lock that keeps out a second job for the same output.
+    """The paths of one job, the lock that keeps out a second job for the same output, and what it may replace.
+
+    `replaceable` holds the states at the start of what the result replaces: under "" that of an output that is a file,
+    else those of files in the output folder, None for a name that was free. It is None for a new output.
 
     >>> Staging(Path("out/model.safetensors")).partial.name
     '.model.safetensors.rekindle-partial'
@@ -33,98 +37,153 @@ class Staging:
 
     def __init__(self, target: Path) -> None:
         self.target = target
-        self.partial = target.with_name(f".{target.name}.rekindle-partial")
-        self.journal = target.with_name(f".{target.name}.rekindle-journal")
-        self.replaced = target.with_name(f".{target.name}.rekindle-replaced")
-        self.locked = False  # whether the job is ours, and its leftover files too
-        self._lock: IO[bytes] | None = None
+        self.partial, self.journal = beside(target, "partial"), beside(target, "journal")
+        self.replaced = beside(target, "replaced")
+        self.replaceable: dict[str, State | None] | None = None
+        self.removed: tuple[str, ...] = ()
+        self.file: BinaryIO | None = None
 
-    def lock(self) -> None:
-        """Acquire the lock; it ends with its process, so that a killed job does not block the next."""
+    @contextmanager
+    def locked(self) -> Iterator[Staging]:
+        """The lock, which ends with its process; an exchange that a killed job left unfinished is undone."""
+        if not self.target.name or self.target.name == "..":
+            raise CheckpointError(f"{self.target}: give the output a name")
+        if not self.target.parent.is_dir():
+            raise CheckpointError(f"{self.target.parent}: there is no such folder to write to")
+        self.file = files.lock(self.journal, 0o600)
+        if self.file is None:
+            raise CheckpointError(f"{self.target}: another rekindle is writing this output right now")
         try:
-            import fcntl
-        except ImportError:  # Windows
-            self.locked = True
-            return
-        file = self.journal.open("ab")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._lock, self.locked = file, True
-        except OSError:
-            file.close()
-            raise CheckpointError(f"{self.target}: another rekindle is writing this output right now") from None
+            if hasattr(os, "geteuid") and os.fstat(self.file.fileno()).st_uid != os.geteuid():
+                raise CheckpointError(f"{self.journal}: belongs to another user: remove it")
+            self.undo()
+            yield self
+        finally:
+            self._release()
 
-    def release(self) -> None:
-        """Release the lock."""
-        self.locked = False
-        if self._lock is not None:
-            self._lock.close()
-            self._lock = None
-
-    def discard(self) -> None:
-        """Remove the files of a failed job, also if Ctrl-C came between creating and acquiring the lock."""
-        if not self.locked:
-            try:
-                self.lock()
-            except CheckpointError:
-                return  # another job's, which is running
-        self.clear()
+    def _release(self) -> None:
+        assert self.file is not None
+        over = not os.fstat(self.file.fileno()).st_size  # no job that could be resumed
+        if over and os.name != "nt":
+            self.journal.unlink(missing_ok=True)
+        self.file.close()
+        self.file = None
+        if over and os.name == "nt":  # where an open file cannot be removed, nor one that another has opened since
+            with suppress(OSError):
+                self.journal.unlink()
 
     def clear(self, *, journal: bool = True) -> None:
-        """Remove the files of this job, or of an earlier killed one."""
+        """Remove the files of this job, or of an earlier killed one; the journal last, empty until the lock ends."""
         remove(self.partial)
-        if self.target.exists():  # otherwise it is the only copy: see `publish`
-            remove(self.replaced)
-        if journal:
-            remove(self.journal)
+        if journal and self.file is not None:
+            self.file.truncate(0)
 
-    def recover(self) -> None:
-        """Restore an old output that was moved away when `publish` was killed between its two renames."""
-        if self.replaced.exists() and not self.target.exists():
-            self.lock()  # another job may be between its two renames right now
-            try:
-                if self.replaced.exists() and not self.target.exists():
-                    os.replace(self.replaced, self.target)
-            finally:
-                self.release()
-
-    def publish(self) -> None:
-        """Give the finished partial its final name; an old output stays until the new one is in its place."""
-        sync_tree(self.partial)
-        if not self.target.is_dir():
-            os.replace(self.partial, self.target)
-        elif not _exchange(self.partial, self.target):
-            os.replace(self.target, self.replaced)
-            os.replace(self.partial, self.target)
-        sync_folder(self.target.parent)
+    def discard(self) -> None:
+        """Put back what was exchanged, and remove the files of a failed job."""
+        self.undo()
         self.clear()
 
+    def staged_names(self) -> list[str]:
+        """The files to put into an output folder: those that equal what is there are not touched."""
+        found = [path for path in self.partial.rglob("*") if kind_of(path) in ("file", "symbolic link")]
+        names = sorted(path.relative_to(self.partial).as_posix() for path in found)
+        return [name for name in names if not same_content(self.partial / name, self.target / name)]
 
-def check_target(source: Path, target: Path, *, force: bool, in_place: bool) -> None:
-    """Refuse an output that would destroy something, before anything is written."""
-    if not target.name or target.name in (".", ".."):
-        raise CheckpointError(f"{target}: give the output a name")
-    if in_place:
-        if not target.exists() or not os.path.samefile(source, target):
-            raise CheckpointError("in_place writes to the input itself: leave the output out, or leave in_place out")
-        if target.is_symlink():
-            raise CheckpointError(f"{target}: a symbolic link; in place would replace the link: give the real path")
-        return
-    if target.exists():
-        if os.path.samefile(source, target):
-            raise CheckpointError(f"{target}: output and input are the same; say --in-place (in_place=True) to mean it")
-        if not force:
-            raise CheckpointError(f"{target}: exists already; --force (force=True) replaces it")
-        if target.is_dir() != source.is_dir():
-            kind = "folder" if target.is_dir() else "file"
-            raise CheckpointError(f"{target}: is a {kind} and the input is not: choose another output")
-        if target.is_symlink():
-            raise CheckpointError(f"{target}: is a symbolic link: give the real path")
-    if not target.parent.is_dir():
-        raise CheckpointError(f"{target.parent}: there is no such folder to write to")
-    real_source, real_target = source.resolve(), target.resolve()
-    if real_source.is_dir() and (real_source in real_target.parents or real_target in real_source.parents):
-        raise CheckpointError(f"{target}: output and input folder lie inside each other")
+    def publish(self, journal: Journal, check: Callable[[], None]) -> None:
+        """Give the result its name, after `check` and after the output was found to be what it was at the start."""
+        exchanged = kind_of(self.target) == "folder" and self.replaceable is not None
+        files.sync_tree(self.partial)
+        names = self.staged_names() if exchanged else [""]
+        journal.mark_finished(self.partial, names, [name for name in names if not kind_of(self.target / name)])
+        check()
+        self._check_output([*names, *self.removed])
+        if exchanged:
+            self._exchange(names)
+        elif self.replaceable is None:
+            try:
+                files.rename_new(self.partial, self.target)
+            except FileExistsError:
+                raise CheckpointError(f"{self.target}: appeared while the job ran; nothing was replaced") from None
+        else:
+            files.take_over(self.partial, self.target)
+            os.replace(self.partial, self.target)
+        files.sync_folder(self.target.parent)
+        self.clear()
+
+    def _check_output(self, names: Iterable[str]) -> None:
+        for name in names:
+            place = self.target / name if name else self.target
+            expected = self.replaceable.get(name) if self.replaceable is not None else None
+            if state_of(place) != expected:
+                raise CheckpointError(f"{place}: changed while the job ran; nothing was replaced")
+
+    def _exchange(self, names: Iterable[str]) -> None:
+        files.folder_like(self.replaced, self.target)
+        for name in names:
+            new, place = self.partial / name, self.target / name
+            place.parent.mkdir(parents=True, exist_ok=True)
+            if kind_of(place):
+                files.take_over(new, place)
+                _swap(new, place, self.replaced / name)
+            else:
+                files.rename_new(new, place)
+        for name in self.removed:
+            (self.replaced / name).parent.mkdir(parents=True, exist_ok=True)
+            os.rename(self.target / name, self.replaced / name)
+        files.sync_tree(self.target)
+        os.rename(self.replaced, self.partial / _OVER)  # the moment from which the new version counts
+
+    def undo(self) -> None:
+        """Put every exchanged file back, and the new ones where `resume` finds them."""
+        if kind_of(self.replaced) != "folder":
+            return
+        assert self.file is not None
+        finished = (line for line in lines(self.file) if "finished" in line)
+        last: dict[str, Any] = next(finished, {"finished": {}, "new": []})
+        for old in sorted(path for path in self.replaced.rglob("*") if kind_of(path) in ("file", "symbolic link")):
+            name = old.relative_to(self.replaced).as_posix()
+            now, place = state_of(self.target / name), self.target / name
+            if now is None:
+                files.rename_new(old, place)
+            elif os.path.samestat(old.lstat(), place.lstat()):
+                old.unlink()  # both names were there when the job was killed
+            elif now.inode == last["finished"].get(name):
+                _swap(old, place, self.partial / name)
+            else:
+                raise CheckpointError(
+                    f"{place}: changed after a job that was interrupted; what it was before that job is {old}: move "
+                    "one of them away"
+                )
+        for name in last["new"]:
+            state = state_of(self.target / name)
+            if state is not None and state.inode == last["finished"].get(name):
+                files.rename_new(self.target / name, self.partial / name)
+        remove(self.replaced)
+
+
+def _swap(new: Path, place: Path, keep: Path) -> None:
+    """Put a file into its place; the old one is kept under another name, and the place is never empty."""
+    keep.parent.mkdir(parents=True, exist_ok=True)
+    if not kind_of(keep):
+        try:
+            os.link(place, keep)
+        except OSError:  # a file system without hard links
+            os.rename(place, keep)
+    os.replace(new, place)
+
+
+def same_content(one: Path, other: Path) -> bool:
+    """Whether two names are plain files with the same bytes, or links with the same text."""
+    kinds = {kind_of(one), kind_of(other)}
+    if kinds == {"symbolic link"}:
+        return os.readlink(one) == os.readlink(other)
+    if kinds != {"file"} or one.stat().st_size != other.stat().st_size:
+        return False
+    with one.open("rb") as first, other.open("rb") as second:
+        while piece := first.read(1 << 22):
+            if piece != second.read(1 << 22):
+                return False
+    return True
 
 
 def check_space(folder: Path, needed: int, already: int = 0) -> None:
@@ -136,96 +195,14 @@ def check_space(folder: Path, needed: int, already: int = 0) -> None:
 
 def allocated(path: Path) -> int:
     """Bytes on the disk that a file or folder takes, 0 if it is not there."""
-    files: Iterable[Path] = path.rglob("*") if path.is_dir() else [path]
-    return sum(file.stat().st_blocks * 512 for file in files if file.is_file())
+    inside = path.rglob("*") if path.is_dir() else [path]
+    states = [file.stat() for file in inside if file.is_file()]
+    return sum(state.st_blocks * 512 if hasattr(state, "st_blocks") else state.st_size for state in states)
 
 
 def remove(path: Path) -> None:
     """Delete a file or folder if it is there."""
-    if path.is_dir() and not path.is_symlink():
+    if kind_of(path) == "folder":
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
-
-
-def sync_tree(path: Path) -> None:
-    """Flush a file, or a folder with all its files, to the disk."""
-    if path.is_dir():
-        for inner in path.iterdir():
-            sync_tree(inner)
-        sync_folder(path)
-    else:
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-
-
-def sync_folder(folder: Path) -> None:
-    """Flush the entries of a folder to the disk."""
-    if os.name == "nt":
-        return
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _exchange(one: Path, other: Path) -> bool:
-    """Swap two names in one step, where the system can (Linux): a folder cannot be renamed over another."""
-    try:
-        swap = ctypes.CDLL(None, use_errno=True).renameat2
-    except (OSError, AttributeError, TypeError):
-        return False
-    return bool(swap(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0)
-
-
-def staged_size(source: Checkpoint, dtype: torch.dtype | None) -> int:
-    """Bytes that `assemble` will write."""
-    size = sum(part.staged_size(dtype) for part in source.parts)
-    if source.folder is not None:
-        size += sum((source.folder / path).stat().st_size for path in source.companions()[0])
-    return size
-
-
-def assemble(source: Checkpoint, target: Path, changed: frozenset[str], dtype: torch.dtype | None) -> None:
-    """Write everything of a checkpoint but the tensors in `changed`, to a file or folder beside the output."""
-    if source.folder is None or source.format == "dcp":
-        source.parts[0].stage(target, changed, dtype)
-        if source.folder is None:
-            shutil.copymode(source.path, target)
-        return
-    target.mkdir()
-    for part in source.parts:
-        part.stage(target / part.path.name, changed, dtype)
-        shutil.copymode(part.path, target / part.path.name)
-    for path in source.companions()[0]:
-        (target / path).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(source.folder / path, target / path)
-    if source.weights is not None and source.weights.listing is not None:
-        _copy_index(source, source.weights.listing, target, dtype)
-    if dtype is not None:
-        _tell_dtype(target / "config.json", dtype)
-
-
-def _copy_index(source: Checkpoint, index: Path, target: Path, dtype: torch.dtype | None) -> None:
-    copy = target / index.name
-    shutil.copy2(index, copy)
-    table = read_json(index)
-    metadata = table.get("metadata")
-    if dtype is None or not isinstance(metadata, dict) or "total_size" not in metadata:
-        return
-    metas = [source.meta(name) for name in source.names]
-    metadata["total_size"] = sum(m.bytes // m.dtype.itemsize * stored_as(m.dtype, dtype).itemsize for m in metas)
-    copy.write_text(json.dumps(table, indent=2))
-
-
-def _tell_dtype(config: Path, dtype: torch.dtype) -> None:
-    """transformers casts to the dtype that the config names, whatever the file holds."""
-    if not config.is_file():
-        return
-    table = read_json(config)
-    named = [key for key in ("dtype", "torch_dtype") if key in table]
-    for key in named:
-        table[key] = str(dtype).removeprefix("torch.")
-    if named:
-        config.write_text(json.dumps(table, indent=2))

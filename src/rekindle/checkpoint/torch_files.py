@@ -4,8 +4,7 @@ A zip file is mapped, so its tensors are views of the file, and a staged copy is
 ties, strides and everything that is not a weight stay as they were. Only a change of structure (another dtype, an
 integer step count) or the format of before torch 1.6 makes it necessary to save the tree again.
 
-torch.save stores every tensor uncompressed in a zip archive, so a tensor can be overwritten in place. Then its CRC-32
-must be updated, which the archive holds twice: beside the record and in the directory at the end.
+`archives` knows the zip archive itself.
 """
 
 from __future__ import annotations
@@ -13,20 +12,20 @@ from __future__ import annotations
 import mmap
 import os
 import pickle
-import shutil
-import struct
-import zipfile
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
+from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.serialization import set_default_mmap_options
 
-from rekindle.checkpoint.parts import CheckpointError, TensorMeta, clearly, stored_as
+from rekindle.checkpoint.archives import check_storages, records, refresh_checksums
+from rekindle.checkpoint.byte_map import overlapping
+from rekindle.checkpoint.mapping import copy_file
+from rekindle.checkpoint.parts import LONGEST_NAME, CheckpointError, TensorMeta, clearly, stored_as
+from rekindle.files import create_like
 
 _WEIGHTS = ("state_dict", "model_state_dict", "model", "module", "net", "network", "weights", "params")
 _ZIP = b"PK\x03\x04"
@@ -45,7 +44,7 @@ class TorchPart:
     """
 
     def __init__(self, path: Path, *, writable: bool = False, weights: bool = True) -> None:
-        self.path, self.restructured, self._writable = path, False, writable
+        self.path, self.restructured, self._holds_weights = path, False, weights
         with path.open("rb") as file:
             self.zipped = file.read(4) == _ZIP
             if self.zipped:
@@ -57,6 +56,8 @@ class TorchPart:
                     raise CheckpointError(error if known else f"{path}: {error}") from error
                 if any(record.name.endswith("constants.pkl") for record in found):
                     raise CheckpointError(f"{path}: a TorchScript program, not a checkpoint: save its state_dict()")
+                with _safely(path):
+                    check_storages(path, file, found)
         self.tree = _load(path, self.zipped, writable)
         self.kind = "torch"
         if isinstance(self.tree, Mapping) and "pytorch-lightning_version" in self.tree:
@@ -66,11 +67,12 @@ class TorchPart:
         self._tensors: dict[str, Tensor] = {str(name): value.detach() for name, value in usable.items()}
         if weights and not self._tensors:
             raise CheckpointError(f"{path}: holds no tensors that are weights")
-        for name, tensor in self._tensors.items():
-            _check_bounds(path, name, tensor)
+        if len(self._tensors) < len(usable) or any(len(name) > LONGEST_NAME for name in self._tensors):
+            raise CheckpointError(f"{path}: two tensors have the same name as a text, or one is endless")
         self.names = tuple(self._tensors)
         self.metadata: Mapping[str, str] = {}
-        self.tied: Mapping[str, str] = _tied(path, self._tensors)
+        self.tied: Mapping[str, str] = _tied(self._tensors)
+        self.shared: Mapping[str, str] = overlapping(path, self._tensors, self.tied, self.tree)
 
     def meta(self, name: str) -> TensorMeta:
         """Shape, dtype, bytes and file."""
@@ -86,6 +88,10 @@ class TorchPart:
         place = self._tensors[name]
         if value.data_ptr() != place.data_ptr():
             place.copy_(value)
+
+    def reopened(self, path: Path) -> TorchPart:
+        """A staged copy, to be written."""
+        return TorchPart(path, writable=True, weights=self._holds_weights)
 
     def files(self) -> tuple[Path, ...]:
         """The file itself."""
@@ -106,12 +112,12 @@ class TorchPart:
     def stage(self, target: Path, changed: frozenset[str], dtype: torch.dtype | None) -> None:
         """Copy the file, or save its tree anew where its structure changes."""
         if self.zipped and not self.restructured and dtype is None:
-            shutil.copyfile(self.path, target)
+            copy_file(self.path, target)
             return
         scratch = target.with_name(f"{target.name}-cast")
         try:
-            tree = self.tree if dtype is None else _cast(self.tree, self._weights, dtype, scratch)
-            with target.open("wb") as file:
+            tree = self.tree if dtype is None else _cast(self.tree, self._weights, dtype, scratch, self.path)
+            with create_like(target, self.path) as file:
                 torch.save(tree, file)
         finally:
             scratch.unlink(missing_ok=True)
@@ -163,14 +169,23 @@ class TreeStates:
 
 
 def _load(path: Path, zipped: bool, writable: bool) -> Any:
-    try:
+    with _safely(path):
         if zipped and writable:
             with set_default_mmap_options(mmap.MAP_SHARED):
                 return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         return torch.load(path, map_location="cpu", mmap=zipped, weights_only=True)
+
+
+@contextmanager
+def _safely(path: Path) -> Iterator[None]:
+    """Say in one line why a pickle is refused: it needs code, or it is damaged."""
+    try:
+        yield
+    except CheckpointError:
+        raise
     except pickle.UnpicklingError as error:
         text = str(error)
-        if "Unsupported global" in text or ("weights_only" in text.lower() and "GLOBAL" in text):
+        if "GLOBAL" in text:
             wanted = text.partition("GLOBAL ")[2].partition(" ")[0] or "an unknown class"
             raise CheckpointError(
                 f"{path}: needs code to be read ({wanted}), which could be harmful; load it where you trust it and "
@@ -225,16 +240,7 @@ def _plain(value: Tensor) -> bool:
     return value.layout == torch.strided and not value.is_quantized and value.device.type == "cpu"
 
 
-def _check_bounds(path: Path, name: str, tensor: Tensor) -> None:
-    if not tensor.numel():
-        return
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    needed = (tensor.storage_offset() + last + 1) * tensor.element_size()
-    if needed > tensor.untyped_storage().nbytes():
-        raise CheckpointError(f"{path}: {name!r} needs {needed} bytes, its record has less")
-
-
-def _tied(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, str]:
+def _tied(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """Names of the same memory, each with the first of them."""
     first: dict[tuple[Any, ...], str] = {}
     tied = {}
@@ -262,13 +268,14 @@ def _is_optimizer(value: Any) -> bool:
     return isinstance(value, Mapping) and isinstance(value.get("state"), Mapping) and "param_groups" in value
 
 
-def _cast(tree: Any, weights: Mapping[Any, Any], dtype: torch.dtype, scratch: Path) -> Any:
+def _cast(tree: Any, weights: Mapping[Any, Any], dtype: torch.dtype, scratch: Path, like: Path) -> Any:
     """The tree with its weights in another dtype, in a scratch file instead of memory; ties stay ties."""
     sources = {n: v for n, v in weights.items() if _usable(v) and stored_as(v.dtype, dtype) != v.dtype}
     places: dict[tuple[Any, ...], Tensor] = {}
     size = sum(value.numel() for value in sources.values()) * dtype.itemsize
     if not size:
         return tree
+    create_like(scratch, like).close()  # torch would follow a link
     room = torch.UntypedStorage.from_file(str(scratch), True, size)
     start = 0
     new = weights.__class__() if type(weights) is not dict else {}
@@ -298,102 +305,3 @@ def _with(tree: Any, old: Any, new: Any, depth: int = 4) -> Any:
     if all(changed[key] is value for key, value in tree.items()):
         return tree
     return type(tree)(changed.items())  # type: ignore[call-arg]
-
-
-MOST_RECORDS = 2_000_000
-_LOCAL, _CENTRAL, _DESCRIPTOR = b"PK\x03\x04", b"PK\x01\x02", b"PK\x07\x08"
-_PIECE = 1 << 24
-
-
-class Record(NamedTuple):
-    """One file inside the archive. `start` is where its bytes begin, `central` where its directory entry does."""
-
-    name: str
-    start: int
-    size: int
-    header: int
-    central: int
-    descriptor: bool
-    crc: int
-
-
-def records(file: IO[bytes]) -> list[Record]:
-    """Every record of an archive, checked: uncompressed, inside the file, none overlapping another.
-
-    >>> import io, torch
-    >>> buffer = io.BytesIO(); torch.save({"a": torch.zeros(3)}, buffer)
-    >>> [(record.name.partition("/")[2], record.size) for record in records(buffer)][0:2]
-    [('data.pkl', ...), ('.format_version', 1)]
-    """
-    with zipfile.ZipFile(file) as archive:
-        infos = archive.infolist()
-        central = archive.start_dir
-    if len(infos) > MOST_RECORDS:
-        raise CheckpointError(f"{len(infos)} records are too many for a torch file")
-    file.seek(0, 2)
-    size = file.tell()
-    found = []
-    for info in infos:
-        if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
-            raise CheckpointError(
-                f"record {info.filename[:200]!r} is compressed: a TorchScript program or no torch file"
-            )
-        local = _at(file, info.header_offset, 30)
-        if local[:4] != _LOCAL:
-            raise CheckpointError(f"record {info.filename[:200]!r} has no header")
-        name_length, extra_length = struct.unpack("<HH", local[26:30])
-        start = info.header_offset + 30 + name_length + extra_length
-        if start + info.file_size > size:
-            raise CheckpointError(f"truncated: record {info.filename[:200]!r} reaches beyond the end")
-        flagged = bool(info.flag_bits & 8)
-        found.append(Record(info.filename, start, info.file_size, info.header_offset, central, flagged, info.CRC))
-        fixed = _at(file, central, 46)
-        if fixed[:4] != _CENTRAL:
-            raise CheckpointError("the directory of the archive is damaged")
-        central += 46 + sum(struct.unpack("<HHH", fixed[28:34]))
-    names = [record.name for record in found]
-    if len(set(names)) < len(names):
-        raise CheckpointError("a record appears twice in the archive")
-    ordered = sorted(found, key=lambda record: record.header)
-    for one, other in pairwise(ordered):
-        if one.start + one.size > other.header:
-            raise CheckpointError(f"records {one.name[:200]!r} and {other.name[:200]!r} overlap")
-    return found
-
-
-def refresh_checksums(file: IO[bytes]) -> int:
-    """Bring the CRC-32 of every changed record up to date in an archive open for reading and writing; how many."""
-    fresh = 0
-    for record in records(file):
-        crc = _crc(file, record)
-        if crc == record.crc:
-            continue
-        fresh += 1
-        stamp = struct.pack("<I", crc)
-        places = [record.central + 16]
-        if record.descriptor:
-            after = record.start + record.size
-            places.append(after + 4 if _at(file, after, 4) == _DESCRIPTOR else after)
-        else:
-            places.append(record.header + 14)
-        for place in places:
-            file.seek(place)
-            file.write(stamp)
-    file.flush()
-    return fresh
-
-
-def _crc(file: IO[bytes], record: Record) -> int:
-    file.seek(record.start)
-    crc, left = 0, record.size
-    while left:
-        piece = file.read(min(left, _PIECE))
-        if not piece:
-            raise CheckpointError(f"truncated inside record {record.name!r}")
-        crc, left = zlib.crc32(piece, crc), left - len(piece)
-    return crc
-
-
-def _at(file: IO[bytes], place: int, length: int) -> bytes:
-    file.seek(place)
-    return file.read(length)

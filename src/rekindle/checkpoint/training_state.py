@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from rekindle.blocks.state_dicts import meta_model
+from rekindle.blocks.configs import meta_model
 from rekindle.checkpoint.parts import CheckpointError, FilePart, TensorMeta
 from rekindle.optimizers import StateReset
 from rekindle.optimizers import resetting as optimizers

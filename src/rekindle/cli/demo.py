@@ -72,5 +72,6 @@ def demo(
         else:
             print_tables(found)
         if study.last is not None and study.last.errors:
-            say(f"[bold red]{len(study.last.errors)} runs failed[/]: {next(iter(study.last.errors.values()))[-300:]}")
+            reason = next(iter(study.last.errors.values()))[-300:]
+            say(reason, f"{len(study.last.errors)} runs failed:", "bold red")
             raise typer.Exit(FINDINGS)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from rich.markup import escape
 
 from rekindle.cli import options
 from rekindle.cli.inspect import answers, examined, moved_by
@@ -16,6 +15,7 @@ from rekindle.cli.page import made, write_page
 from rekindle.cli.terminal import (
     as_json,
     as_options,
+    note,
     progress,
     refuse_existing,
     reported,
@@ -26,7 +26,6 @@ from rekindle.cli.terminal import (
     write_text,
 )
 from rekindle.report.view import MOVED, how_far
-from rekindle.report.words import printable
 
 if TYPE_CHECKING:
     from rekindle.blocks.finding import Found
@@ -83,7 +82,7 @@ def plan(
     with open_checkpoint(path) as checkpoint:
         drawn = draw(checkpoint, described_by, asked | {"allow_empty": True})
     if not drawn.selected:
-        say(f"[yellow]note:[/] {NOTHING}")
+        note(NOTHING)
     if output is not None:
         write_text(output, as_json(drawn.to_dict()), force)
         say(f"plan: {output}")
@@ -96,10 +95,10 @@ def plan(
 
 def _costs(drawn: Plan, ranks: int) -> list[Estimate]:
     """What carrying out the plan on so many processes would cost, on CPUs like this one and on GPUs."""
-    from rekindle.sharding.estimate import ACCELERATOR, estimate, measured_here
+    from rekindle.sharding.estimate import estimate, measured_here
 
     weights = [([block.layout for block in entry.blocks], entry.dtype.itemsize) for entry in drawn.selected]
-    return [estimate(weights, ranks, machine) for machine in (measured_here(), ACCELERATOR)]
+    return [estimate(weights, ranks, measured_here())]
 
 
 def draw(checkpoint: Checkpoint, config: Any, asked: Mapping[str, Any]) -> Plan:
@@ -108,7 +107,7 @@ def draw(checkpoint: Checkpoint, config: Any, asked: Mapping[str, Any]) -> Plan:
 
     drawn = checkpoint.plan(config=config, measure="none", **asked)
     if checkpoint.config_note:
-        say(f"[yellow]note:[/] {escape(printable(checkpoint.config_note))}")
+        note(checkpoint.config_note)
     total = sum(torch.Size(entry.shape).numel() for entry in drawn.selected)
     with progress(f"planning {checkpoint.path.name}", total) as advance:
         entries = tuple(_measured(drawn, entry, checkpoint, advance) for entry in drawn.entries)
@@ -224,7 +223,7 @@ def fire(
     else:
         show(receipt.table(width(), worded=as_options))
     say(f"written: {target}")
-    say(f"[yellow]note:[/] {MOVED}" + ("" if answered is not None else f"; {how_far(None)}"))
+    note(MOVED + ("" if answered is not None else f"; {how_far(None)}"))
 
 
 def _target(path: Path, output: Path | None, in_place: bool) -> Path:

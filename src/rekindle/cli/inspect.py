@@ -9,13 +9,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.markup import escape
 
 from rekindle.cli import options
 from rekindle.cli.page import described, made, write_page
-from rekindle.cli.terminal import FINDINGS, as_options, progress, refuse_existing, reported, say, show, show_json, width
+from rekindle.cli.terminal import (
+    FINDINGS,
+    as_options,
+    note,
+    progress,
+    refuse_existing,
+    reported,
+    show,
+    show_json,
+    width,
+)
 from rekindle.report.view import MOVED, how_far
-from rekindle.report.words import plural, printable
+from rekindle.report.words import plural
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -125,9 +134,9 @@ def usable(checkpoint: Checkpoint, config: Any, plan: Plan | None) -> list[Store
     """The tensors of a file; a file without any certain matrix is an error that says what to pass."""
     from rekindle.cli.weights import layers_of
 
-    layers, note = layers_of(checkpoint, config, plan)
-    if note:
-        say(f"[yellow]note:[/] {escape(printable(note))}")
+    layers, remark = layers_of(checkpoint, config, plan)
+    if remark:
+        note(remark)
     if not any(layer.reason is None for layer in layers):
         reasons = sorted({layer.reason for layer in layers if layer.reason and len(layer.shape) > 1})
         why = f": {'; '.join(reasons[:3])}" if reasons else ""
@@ -138,9 +147,9 @@ def usable(checkpoint: Checkpoint, config: Any, plan: Plan | None) -> list[Store
     unsure = sum(layer.reason is not None and "state dict alone" in layer.reason for layer in layers)
     assumed = sum(layer.assumed for layer in layers)
     if assumed:
-        say(f"[yellow]note:[/] {plural(assumed, 'convolution')} read with groups=1: --model or --plan tell otherwise")
+        note(f"{plural(assumed, 'convolution')} read with groups=1: --model or --plan tell otherwise")
     if unsure:
-        say(f"[yellow]note:[/] {plural(unsure, 'tensor')} skipped; --config, --model or --plan tell how they are used")
+        note(f"{plural(unsure, 'tensor')} skipped; --config, --model or --plan tell how they are used")
     return layers
 
 

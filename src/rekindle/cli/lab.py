@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.markup import escape
 
 from rekindle.cli import options
 from rekindle.cli.page import write_page
@@ -285,7 +284,7 @@ def fetch(
                 so_far = done
 
             try:
-                path = fetching.fetch(name, folder, progress=advanced, notice=lambda line: say(escape(printable(line))))
+                path = fetching.fetch(name, folder, progress=advanced, notice=say)
             except (sets.Missing, fetching.FetchError) as error:
                 raise ValueError(str(error)) from error
         typer.echo(printable(str(path)))

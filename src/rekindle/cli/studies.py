@@ -10,12 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
-from rich.markup import escape
 
 from rekindle.cli.page import made, write_page
 from rekindle.cli.terminal import FINDINGS, say, show_json, show_rich, stopped, width, write_text
 from rekindle.extras import install, require
-from rekindle.report.words import printable
 
 if TYPE_CHECKING:
     from rekindle.lab.results import ArmComparison, Results
@@ -77,11 +75,11 @@ def perform(study: Study, on: str, workers: int | None, sinks: Any, html: Path |
         write_page(html, data, force)
     present(data, json)
     if not json:
-        say(f"[dim]results: {escape(str(study.folder))}; the page: rekindle lab report {study.folder} --html FILE[/]")
+        say(f"results: {study.folder}; the page: rekindle lab report {study.folder} --html FILE")
     errors = study.last.errors if study.last is not None else {}
     if errors:
-        first = printable(next(iter(errors.values())).strip().splitlines()[-1])
-        say(f"[bold red]{len(errors)} runs failed[/], the first with: {escape(first)}")
+        first = next(iter(errors.values())).strip().splitlines()[-1]
+        say(f"the first with: {first}", f"{len(errors)} runs failed,", "bold red")
         raise typer.Exit(FINDINGS)
 
 
@@ -100,9 +98,9 @@ def run_live(study: Study, *, again: str | None = None, **how: Any) -> Results:
             return study.run(progress=watch, **how)
     except KeyboardInterrupt:
         if again is None:
-            told = f"stopped; finished runs are kept. Go on with: [bold]rekindle lab resume {study.folder}[/]"
+            told = f"stopped; finished runs are kept. Go on with: rekindle lab resume {study.folder}"
         else:
-            told = f"stopped. Start again with: [bold]{again}[/]"
+            told = f"stopped. Start again with: {again}"
         raise stopped(told) from None
 
 
@@ -115,7 +113,7 @@ def present(data: dict[str, Any], json: bool) -> None:
     else:
         print_tables(comparisons(data))
         if code := data["made"].get("code"):
-            say(f"[yellow]{escape(code)}[/]")
+            say("", code, "yellow")
 
 
 def print_tables(found: list[ArmComparison]) -> None:

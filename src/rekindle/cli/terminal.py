@@ -21,8 +21,9 @@ from typing import Any, ParamSpec, TypeVar
 
 import typer
 from rich.console import Console
-from rich.markup import escape
+from rich.text import Text
 
+from rekindle import files
 from rekindle.cli.interrupt import pressed
 from rekindle.report.words import printable
 
@@ -72,7 +73,7 @@ def reported(command: Callable[P, R]) -> Callable[P, R]:
                 raise
             if pressed:  # wrapped by a library
                 raise stopped() from None
-            say(f"[bold red]error:[/] {escape(_line(error))}")
+            say(_line(error), "error:", "bold red")
             raise typer.Exit(BAD_INPUT) from None
 
     return run
@@ -151,10 +152,20 @@ def page_as_options(page: str) -> str:
     return page
 
 
-def say(text: str) -> None:
-    """A message with rich markup, on stderr."""
+def say(text: str, label: str = "", style: str = "") -> None:
+    """A message on stderr, after a label in a style of rich.
+
+    Brackets and control characters in it are shown as they are: names and paths of files may contain any.
+    """
     console = _Pipe(stderr=True, highlight=False)
-    console.print(text, soft_wrap=not console.is_terminal)  # a log keeps one line per message
+    words = Text(label, style)
+    words.append(" " * bool(label) + "\n".join(map(printable, text.split("\n"))), "default")
+    console.print(words, soft_wrap=not console.is_terminal)  # a log keeps one line per message
+
+
+def note(text: str) -> None:
+    """A remark on stderr that is no error."""
+    say(text, "note:", "yellow")
 
 
 def show(text: str) -> None:
@@ -250,14 +261,8 @@ def write_text(path: Path, text: str, force: bool = False) -> None:
 def replacing(path: Path, force: bool = False) -> Iterator[Any]:
     """A binary file that takes the place of `path` when all went well, and leaves nothing behind when not."""
     refuse_existing(path, force)
-    beside = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        with beside.open("xb") as handle:
-            yield handle
-        beside.replace(path)
-    except BaseException:
-        beside.unlink(missing_ok=True)
-        raise
+    with files.replacing(path, overwrite=force) as handle:
+        yield handle
 
 
 def refuse_existing(path: Path, force: bool) -> None:
@@ -269,7 +274,8 @@ def refuse_existing(path: Path, force: bool) -> None:
     """
     if not path.absolute().parent.is_dir():
         raise ValueError(f"{path.absolute().parent} is not a folder: cannot write {path.name} there")
-    if path.is_dir():
-        raise ValueError(f"{path} is a folder")
-    if path.exists() and not force:
+    kind = files.kind_of(path)
+    if kind not in ("", "file"):
+        raise ValueError(f"{path} is a {kind}: give the name of a file")
+    if kind and not force:
         raise ValueError(f"{path} is there already; --force overwrites it")

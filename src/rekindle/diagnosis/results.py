@@ -10,6 +10,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rekindle import files
 from rekindle.diagnosis.activity import Unmeasured
 from rekindle.diagnosis.verdict import LEVELS, Numbers, Thresholds, Verdict, judge
 from rekindle.extras import install
@@ -184,7 +185,7 @@ class Health:
         """
         text = json.dumps(_plain(self.to_dict()), indent=1)
         if path is not None:
-            Path(path).write_text(text)
+            files.write(path, text)
         return text
 
     def to_frame(self) -> pandas.DataFrame:

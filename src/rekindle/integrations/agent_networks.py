@@ -18,7 +18,7 @@ from rekindle.extras import require
 from rekindle.isolation import Recorded, random_states_kept
 from rekindle.methods.compose import Compose
 from rekindle.methods.plasticity_injection import PlasticityInjection
-from rekindle.methods.remedy import FromStart, moments
+from rekindle.methods.remedy import moments
 from rekindle.projection.receipt import Receipt
 
 _off_policy: Any = require("stable_baselines3.common.off_policy_algorithm", "rl", "RekindleCallback")
@@ -33,10 +33,14 @@ _TARGETS = {
 
 
 class Networks(nn.Module):
-    """The trained networks of an agent as one module; a forward pass runs each on the same observations."""
+    """The trained networks of an agent as one module; a forward pass runs each on the same observations.
 
-    def __init__(self, parts: Mapping[str, nn.Module]) -> None:
+    fresh: a factory of new ones, by which fresh draws of a method go (`rekindle.initial.draw`).
+    """
+
+    def __init__(self, parts: Mapping[str, nn.Module], fresh: Callable[[], nn.Module] | None = None) -> None:
         super().__init__()
+        self.fresh = fresh
         for name, part in parts.items():
             self.add_module(name, part)
 
@@ -52,10 +56,12 @@ class Networks(nn.Module):
 
 def trained(agent: Any) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
     """All networks of an agent that are trained, as one module, and their optimizers."""
-    return _networks(agent.policy)
+    return _networks(agent.policy, fresh_networks(agent))
 
 
-def _networks(policy: nn.Module) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
+def _networks(
+    policy: nn.Module, fresh: Callable[[], nn.Module] | None = None
+) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
     parts = {name: getattr(policy, name) for name in _TARGETS if isinstance(getattr(policy, name, None), nn.Module)}
     if not parts:  # on-policy: one policy, one optimizer
         optimizer = getattr(policy, "optimizer", None)
@@ -64,9 +70,9 @@ def _networks(policy: nn.Module) -> tuple[nn.Module, list[torch.optim.Optimizer]
                 f"{type(policy).__name__} has no optimizer and no network of a known name ({', '.join(_TARGETS)}): "
                 "rekindle changes agents that learn by gradients, such as DQN, SAC, TD3, PPO and A2C"
             )
-        return Networks({"policy": policy}), [optimizer]
+        return Networks({"policy": policy}, fresh), [optimizer]
     own = [part.optimizer for part in parts.values() if hasattr(part, "optimizer")]
-    return Networks(parts), own or [policy.optimizer]
+    return Networks(parts, fresh), own or [policy.optimizer]
 
 
 def fresh_networks(agent: Any) -> Callable[[], nn.Module]:
@@ -80,17 +86,6 @@ def fresh_networks(agent: Any) -> Callable[[], nn.Module]:
         return _networks(policy.to(agent.device))[0]
 
     return build
-
-
-def draw_as_the_policy(agent: Any, method: Any) -> list[FromStart]:
-    """Fresh draws of the method follow SB3's own scheme (orthogonal, gains per layer), not torch's default.
-
-    Returns the methods that had no scheme of their own.
-    """
-    found = [each for each in members(method) if isinstance(each, FromStart) and each._fresh is None]
-    for each in found:
-        each._fresh = fresh_networks(agent)
-    return found
 
 
 def refuse_what_breaks(agent: Any, method: Any) -> None:
@@ -127,12 +122,7 @@ def apply_to_agent(agent: Any, method: Any, *, generator: torch.Generator | None
         recurrent = hasattr(agent, "_last_lstm_states")
         if not recurrent and (found := value_regression(agent, seed=seed)) is not None:
             batches, loss = found
-    given = draw_as_the_policy(agent, act)
-    try:
-        receipt: Receipt = act(module, optimizers, batches=batches, loss=loss, generator=generator)
-    finally:
-        for each in given:
-            each._fresh = None  # it may be applied to another agent next
+    receipt: Receipt = act(module, optimizers, batches=batches, loss=loss, generator=generator)
     follow_targets(agent, receipt.changed)
     return receipt
 
@@ -140,6 +130,12 @@ def apply_to_agent(agent: Any, method: Any, *, generator: torch.Generator | None
 def members(method: Any) -> list[Any]:
     """A method, or those that a `Compose` joins."""
     return [each for part in method.methods for each in members(part)] if isinstance(method, Compose) else [method]
+
+
+def targets(agent: Any) -> dict[str, nn.Module]:
+    """The target network of each trained network that has one, by the name of the trained one."""
+    named = {name: getattr(agent.policy, target, None) for name, target in _TARGETS.items()}
+    return {name: target for name, target in named.items() if isinstance(target, nn.Module)}
 
 
 def follow_targets(agent: Any, changed: Collection[str] | None = None) -> None:

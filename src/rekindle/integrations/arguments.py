@@ -14,7 +14,7 @@ from rekindle.methods.remedy import Moment, moments
 from rekindle.monitoring.guard import Guard
 from rekindle.monitoring.monitor import Monitor
 from rekindle.monitoring.triggers import Trigger
-from rekindle.projection.method import Batch, Method
+from rekindle.projection.method import Method
 
 Watching = Monitor | int | Mapping[str, Any] | None
 Period = int | Literal["epoch"] | None
@@ -118,10 +118,14 @@ def watching(monitor: Any) -> Watching:
     raise ValueError(f"monitor is a Monitor, a positive number of steps or a dict of its options, got {monitor!r}")
 
 
-def again(batches: Iterable[Batch] | None) -> Iterable[Batch] | None:
-    """Batches that can be read at each application."""
+def again(batches: Any) -> Any:
+    """Batches that can be read at each application, or a function that returns them."""
     if isinstance(batches, Iterator):
-        raise TypeError("batches can be read only once, and a method reads them whenever it acts: give a list")
+        raise TypeError(
+            "batches can be read only once, and a method reads them whenever it acts: give a list or a function"
+        )
+    if batches is not None and not callable(batches) and not isinstance(batches, Iterable):
+        raise TypeError(f"batches is a list of batches or a function that returns one, got {type(batches).__name__}")
     return batches
 
 

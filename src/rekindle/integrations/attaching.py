@@ -4,7 +4,7 @@
 >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
 >>> optimizer = torch.optim.Adam(model.parameters())
 >>> with rekindle.attach(model, optimizer, method="fire", every=3) as remedy:
-...     for _ in range(7):
+...     for _ in range(9):
 ...         loss = model(torch.ones(2, 4)).square().mean()
 ...         loss.backward()
 ...         optimizer.step()
@@ -16,55 +16,105 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
+import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from rekindle.integrations.application import Application, Log
+from rekindle.integrations.clock import clock_among
 from rekindle.monitoring.schedules import Schedule
+from rekindle.optimizers import unwrap
 from rekindle.projection.method import Method
 from rekindle.projection.receipt import Receipt
 
 
 class Attachment(Application):
-    """An `Application` on one model and optimizer; `step()` is called after each optimizer step."""
+    """An `Application` on one model and optimizer; `step()` is called after each optimizer step.
+
+    What is due then is done when the next step begins: at the first forward pass with gradients. So a run that ends
+    simply ends, and its model is not one that was just changed.
+    """
 
     def __init__(
         self, model: nn.Module, optimizer: Any, method: Any, *, log: Log | None = None, **options: Any
     ) -> None:
         super().__init__(method, **options)
-        if 0 in self._at:
+        if 0 in self.when.at:
             raise ValueError("at=0 is before the loop: call the method there, rekindle.fire(model, optimizer)")
         self._calls = 0
+        self._called = model  # with its wrappers, as the loop calls it
+        self._next_pass: list[RemovableHandle] = []
+        self._next_closure: list[RemovableHandle] = []
+        self._done: Receipt | None = None
         self.bind(model, optimizer, log=log)
-        self._considered, self._epoch = 0, 0
+        self.when.considered, self.when.epoch = 0, 0
+        self._order = _Order(clock_among(unwrap(optimizer), options.get("clock")))
 
     @property
     def steps(self) -> int:
-        """Optimizer steps so far: as the optimizers took them, else (no torch optimizer) the calls of `step`."""
-        assert self._rounds is not None, "the attachment is closed"
-        return self._rounds.count if self._rounds.watched else self._calls
+        """Steps so far: updates of the clock optimizer, else (no torch optimizer) the calls of `step`."""
+        assert self.clock is not None, "the attachment is closed"
+        return self.clock.count if self.clock.watched else self._calls
 
     def step(
         self, metrics: Mapping[str, Any] | None = None, /, *, epoch: int | None = None, **more: Any
     ) -> Receipt | None:
-        """After `optimizer.step()`: act if it is due, and return the receipt.
+        """After `optimizer.step()`: decide whether the method acts before the next step.
 
-        Metrics for the trigger come as a mapping, as keywords, or both. While gradients are accumulated it may be
-        called after each batch: only steps that the optimizer took count.
+        Returns the receipt of what was done since the last call. Metrics for the trigger come as a mapping, as
+        keywords, or both. While gradients are accumulated it may be called after each batch: only steps that the
+        optimizer took count.
         """
-        assert self._rounds is not None, "the attachment is closed"
-        self._rounds.close()
+        assert self.clock is not None, "the attachment is closed"
+        if self._order.watching:
+            self._order.called()
+        if self.pending is not None and self.steps > self.pending.step:
+            self.start()  # its forward pass could not be seen (compiled in place, or run outside of the module)
+        self.clock.close()
         self._calls += 1
         self.note({**(metrics or {}), **more})
-        return self.begin(self.steps, epoch)
+        self._stop_waiting()
+        self.decide(self.steps, epoch)
+        self._wait()
+        done, self._done = self._done, None
+        return done
 
-    def boundary(self, reason: str = "task boundary") -> Receipt | None:  # type: ignore[override]
+    def start(self) -> Receipt | None:
+        """The next step begins here: act now if anything is due.
+
+        For loops whose first forward pass comes without gradients, as the rollout of PPO does.
+        """
+        for handle in self._next_pass:
+            handle.remove()
+        self._next_pass.clear()
+        receipt = self.act()
+        self._done = receipt if receipt is not None else self._done
+        return receipt
+
+    def boundary(self, reason: str = "task boundary") -> Receipt | None:
         """A task or data set ends here: the method acts now (or the trigger is evaluated now)."""
+        due = self.start()
         super().boundary(reason)
-        return self._decide(self.steps, self._epoch)  # what else is due at this step is not done twice
+        if due is not None and self.when.trigger is None:
+            self.when.boundary = None  # it has just acted
+            return due
+        self.decide(self.steps, self.when.epoch, again=True)  # what else is due at this step is not done twice
+        return self.act()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state_dict()`; what was due and not done yet is done when the next step begins."""
+        super().load_state_dict(state)
+        self._wait()
+
+    def finish(self) -> None:
+        """Training is over: hooks are removed, and what was due after the last step is not done."""
+        self._stop_waiting()
+        super().finish()
 
     def __enter__(self) -> Attachment:
         return self
@@ -72,14 +122,102 @@ class Attachment(Application):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._order.remove()
         self.finish()
+
+    def _wait(self) -> None:
+        """Hooks for the next forward pass in the mode that the model has now: an evaluation is no step."""
+        if self.pending is None or self._next_pass:
+            return
+        compiled = hasattr(self._called, "_orig_mod")  # hooks inside of it would be compiled too
+        for module in (self._called,) if compiled else self._called.modules():
+            hook = _NextPass(self, module.training)
+            self._next_pass.append(module.register_forward_pre_hook(hook, prepend=True))
+        assert self.clock is not None
+        for optimizer in self.clock.optimizers:
+            if hasattr(optimizer, "register_step_pre_hook"):
+                self._next_closure.append(optimizer.register_step_pre_hook(self._before_closure))
+
+    def _before_closure(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """A closure runs its forward pass inside of the step, where it is too late to reset the optimizer."""
+        if any(callable(value) for value in (*args[1:], *kwargs.values())):
+            self.start()
+
+    def _stop_waiting(self) -> None:
+        for handle in (*self._next_pass, *self._next_closure):
+            handle.remove()
+        self._next_pass.clear()
+        self._next_closure.clear()
+
+
+class _NextPass:
+    """A hook that begins the next step. A copy of the model, or a file of it, gets one that does nothing."""
+
+    def __init__(self, remedy: Attachment | None = None, training: bool = True) -> None:
+        self._remedy, self._training = remedy, training
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if self._remedy is None or torch.compiler.is_compiling():
+            return
+        if torch.is_grad_enabled() and module.training == self._training:
+            self._remedy.start()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _NextPass, ()
+
+
+class _Order:
+    """Notices `remedy.step()` between the backward pass and `optimizer.step()`, in the first updates."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._events: list[str] = []
+        self._handles: list[Any] = []
+        leaves = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad and p.is_leaf]
+        if hasattr(optimizer, "register_step_post_hook") and leaves:
+            self._handles = [
+                leaves[-1].register_post_accumulate_grad_hook(lambda _: self._events.append("backward")),
+                optimizer.register_step_post_hook(self._updated),
+            ]
+
+    @property
+    def watching(self) -> bool:
+        """Whether the first updates are still to come."""
+        return bool(self._handles)
+
+    def called(self) -> None:
+        """`remedy.step()` was called."""
+        self._events.append("call")
+        if self._events.count("update") >= 3:  # here: a hook cannot remove itself
+            self.remove()
+
+    def remove(self) -> None:
+        """Stop watching."""
+        self._events.clear()
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _updated(self, *_: Any) -> None:
+        if self._events[-2:] == ["backward", "call"]:
+            warnings.warn(
+                "remedy.step() is called between backward() and optimizer.step(): call it after optimizer.step(), "
+                "else it is one step late",
+                stacklevel=4,
+            )
+        self._events.append("update")
 
 
 def attach(model: nn.Module, optimizer: Any, method: Method | Schedule | str = "fire", **options: Any) -> Attachment:
     """Apply a method inside your own training loop; use it in a `with` block and call `.step()` in the loop.
 
-    optimizer: one, a list, or accelerate's wrapper. Options are those of every integration: at, every, when, monitor,
-    guard, mirrors, rewarm, batches, loss, name (see `rekindle.integrations.Application`), and `log`, a function of
-    (step, flat dict of numbers) that receives health and receipts.
+    optimizer: one, a list, or accelerate's wrapper. Options are those of every integration: at, every, when, clock,
+    monitor, guard, mirrors, mirrors_copy, rewarm, batches, loss, run, name (see `rekindle.integrations.Application`),
+    and `log`, a function of (step, flat dict of numbers) that receives health and receipts.
     """
+    if not isinstance(model, nn.Module):
+        swapped = hasattr(model, "param_groups")
+        raise TypeError(
+            f"model is a torch module, got {type(model).__name__}"
+            + (": the order is (model, optimizer, method)" if swapped else "")
+        )
     return Attachment(model, optimizer, method, **options)

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from rekindle.methods.regularisers import Regulariser
+
 
 def add_term(method: Any, model: nn.Module, optimizer: Any, scale: float = 1.0) -> None:
     """Add the gradient of a method's loss term to what an optimizer holds.
@@ -27,12 +29,23 @@ def add_term(method: Any, model: nn.Module, optimizer: Any, scale: float = 1.0) 
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     if not parameters:
         return
-    with torch.enable_grad():
-        term = method.loss_term(model) * scale
-        gradients = torch.autograd.grad(term, parameters, allow_unused=True)
+    if isinstance(method, Regulariser):
+        gradients = method.gradients(model, parameters)
+    else:
+        with torch.enable_grad():
+            gradients = torch.autograd.grad(method.loss_term(model), parameters, allow_unused=True)
+    old, more = [], []
     for parameter, gradient in zip(parameters, gradients, strict=True):
-        if gradient is not None:
-            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+        if gradient is None:
+            continue
+        gradient = gradient if scale == 1 else gradient * scale
+        if parameter.grad is None:
+            parameter.grad = gradient
+        else:
+            old.append(parameter.grad)
+            more.append(gradient)
+    if old:
+        torch._foreach_add_(old, more)
 
 
 @contextmanager

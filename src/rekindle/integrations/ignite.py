@@ -46,15 +46,15 @@ class RekindleHandler(Application):
         """
 
         def start(engine: Any) -> None:
-            before = self._ended if self._restored is None else None  # a trainer that continues keeps its count
-            self.bind(model, optimizer, step=before["count"] if before else 0, log=log)
-            if before is not None and self._rounds is not None:
-                self._rounds.load_state_dict(before)
+            before = self.steps_before  # a trainer that continues keeps its count
+            self.bind(model, optimizer, step=before, log=log)
+            if before:
+                self.continue_clock()
 
         def iteration(engine: Any) -> None:
-            assert self._rounds is not None
-            self._rounds.close()
-            self.begin(self._rounds.count, engine.state.epoch)
+            assert self.clock is not None
+            self.clock.close()
+            self.begin(self.clock.count, engine.state.epoch)
 
         def outcome(engine: Any) -> None:
             output = engine.state.output
@@ -65,7 +65,7 @@ class RekindleHandler(Application):
 
         engine.add_event_handler(_events.STARTED, start)
         engine.add_event_handler(_events.ITERATION_STARTED, iteration)
-        if self._trigger is not None:
+        if self.when.trigger is not None:
             engine.add_event_handler(_events.ITERATION_COMPLETED, outcome)
             engine.add_event_handler(_events.EPOCH_COMPLETED, metrics)
         engine.add_event_handler(_events.COMPLETED, lambda engine: self.finish())

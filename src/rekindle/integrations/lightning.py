@@ -7,6 +7,7 @@ checkpoints.
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 from rekindle.extras import require
@@ -37,12 +38,18 @@ class RekindleCallback(Application, _Callback):  # type: ignore[misc]
 
         self._seen: dict[str, Any] = {}
         ranks.refuse(trainer.model, trainer.optimizers, self.method)  # FSDP1 wraps the module from outside
-        self.bind(pl_module, trainer.optimizers, step=trainer.global_step, log=log, closures=True, counting=False)
+        self._warn_of_averages(trainer)
+        # With several optimizers global_step counts the updates of all of them.
+        self._counts = len(trainer.optimizers) > 1
+        step = self.steps_before if self._counts else trainer.global_step
+        self.bind(pl_module, trainer.optimizers, step=step, log=log, closures=True, counting=self._counts)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """The place between two optimizer steps; the batches of one accumulation have the same `global_step`."""
-        if trainer.global_step != self._considered:
-            self.begin(trainer.global_step, trainer.current_epoch)
+        assert self.clock is not None
+        if self._counts:
+            self.clock.close()
+        self.begin(self.clock.count if self._counts else trainer.global_step, trainer.current_epoch)
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         """Gradients are there and unscaled, and not clipped yet."""
@@ -64,9 +71,20 @@ class RekindleCallback(Application, _Callback):  # type: ignore[misc]
         """The same when training is interrupted."""
         self.finish()
 
+    def _warn_of_averages(self, trainer: Any) -> None:
+        """An average of the weights that does not follow would bring the old ones back."""
+        kinds = {"WeightAveraging", "EMAWeightAveraging", "StochasticWeightAveraging"}
+        averages = [c for c in trainer.callbacks if kinds & {kind.__name__ for kind in type(c).__mro__}]
+        if averages and not self.what.mirrors and "event" in self.what.parts:
+            warnings.warn(
+                f"{type(averages[0]).__name__} averages the weights and does not follow what {self.name} changes: give "
+                "its model as mirrors= (a function that returns it, since it is made when training starts)",
+                stacklevel=2,
+            )
+
     def _gather(self, trainer: Any) -> None:
         """Only what is new: Lightning keeps the last value of every metric, and each value must count once."""
-        if self._trigger is None or trainer.sanity_checking:
+        if self.when.trigger is None or trainer.sanity_checking:
             return
         metrics = dict(trainer.callback_metrics)
         self.note({key: value for key, value in metrics.items() if self._seen.get(key) is not value})

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral, Real
 from statistics import fmean
 from typing import Any, Literal
@@ -23,7 +23,6 @@ from rekindle.extras import require
 from rekindle.integrations.agent_networks import (
     Networks,
     apply_to_agent,
-    draw_as_the_policy,
     empty_replay,
     follow_targets,
     fresh_networks,
@@ -31,14 +30,15 @@ from rekindle.integrations.agent_networks import (
     observations,
     refuse_what_breaks,
     reset_temperature,
+    targets,
     trained,
     value_loss,
     value_regression,
 )
 from rekindle.integrations.application import Application
-from rekindle.methods.remedy import FromStart
+from rekindle.integrations.mirroring import Mirrors
 from rekindle.monitoring.schedules import Schedule
-from rekindle.monitoring.triggers import Trigger, name_in
+from rekindle.monitoring.triggers import Trigger
 from rekindle.projection.method import Method
 from rekindle.projection.receipt import Receipt
 
@@ -46,13 +46,13 @@ __all__ = [
     "Networks",
     "RekindleCallback",
     "apply_to_agent",
-    "draw_as_the_policy",
     "empty_replay",
     "follow_targets",
     "fresh_networks",
     "observations",
     "refuse_what_breaks",
     "reset_temperature",
+    "targets",
     "trained",
     "value_loss",
     "value_regression",
@@ -110,17 +110,15 @@ class RekindleCallback(Application, _callbacks.BaseCallback):  # type: ignore[mi
         Application.__init__(
             self, method, at=[*steps, _NEVER] if timed else steps or None, every=every, when=when, **options
         )
-        self._asked = [step for step in self._at if step != _NEVER]
+        self._asked = [step for step in self.when.at if step != _NEVER]
         self._temperature, self._replay, self._period = temperature, replay, monitor
         self._measured: int | None = None
         self._updated = 0  # gradient steps when it last acted, or when training began
         self._averaging: RemovableHandle | None = None
         self._stored: _StoredValues | None = None
         self._episode: Any = None  # the last one that the trigger knows of
-        self._noted: set[str] = set()
         self._shares: dict[int, float] = {}  # of this `learn`: step → fraction
         self._policy: Any = lambda: None  # a weak reference to the policy of the agent that it served last
-        self._given: list[FromStart] = []  # methods that draw as this agent's policy
         self._made = copy.deepcopy(self.state_dict())
         self.health: dict[str, Health] = {}
 
@@ -134,12 +132,12 @@ class RekindleCallback(Application, _callbacks.BaseCallback):  # type: ignore[mi
             )
         kept = getattr(self.model, _KEPT, {})
         for each in kept.values():
-            if isinstance(each, _Kept) and each.callback._rounds is not None:
+            if isinstance(each, _Kept) and each.callback.clock is not None:
                 each.callback._on_training_end()  # of a learn() that ended with an error
         own = kept.get(self.name)
         if own is None and self._policy() not in (None, self.model.policy):
             self._start_again()
-        if own is not None and self._considered is None:
+        if own is not None and self.when.considered is None:
             try:
                 self.load_state_dict(own.state() if isinstance(own, _Kept) else own)
             except (KeyError, TypeError, ValueError, RuntimeError) as error:
@@ -151,19 +149,21 @@ class RekindleCallback(Application, _callbacks.BaseCallback):  # type: ignore[mi
     def _on_training_start(self) -> None:
         kept = getattr(self.model, _KEPT, {})
         other = kept.get(self.name)
-        if isinstance(other, _Kept) and other.callback is not self and other.callback._rounds is not None:
+        if isinstance(other, _Kept) and other.callback is not self and other.callback.clock is not None:
             raise ValueError(f"two callbacks are called {self.name!r}: give each a name of its own with name=")
         total, begun = self.model._total_timesteps, self.model._num_timesteps_at_start
         self._shares = {round(begun + share * (total - begun)): share for share in self._fractions}
-        self._at = tuple(sorted({*self._asked, *self._shares}))
+        self.when.at = tuple(sorted({*self._asked, *self._shares}))
         refuse_what_breaks(self.model, self.method)
         module, opened = trained(self.model)
-        self._given += draw_as_the_policy(self.model, self.method)
         self._provide()
+        if "step" in self.what.parts and not self.what.mirrors:
+            self.what.mirrors = Mirrors(targets(self.model))
         self._updated = self.model._n_updates
-        if self._considered is not None and self._considered > self.num_timesteps:
-            self._considered = None  # another training, whose steps are counted from 0 again
-        resumed = self._considered is not None
+        considered = self.when.considered
+        if considered is not None and considered > self.num_timesteps:
+            considered = self.when.considered = None  # another training, whose steps are counted from 0 again
+        resumed = considered is not None
         self.bind(
             module,
             opened,
@@ -172,11 +172,12 @@ class RekindleCallback(Application, _callbacks.BaseCallback):  # type: ignore[mi
             alternating=True,
             counting=False,
         )
+        self._gathers = self.what.observing is not None
         if hasattr(self.method, "update"):
             self._average(opened)
         if not resumed:
-            due = self._boundary is not None or 0 in self._asked
-            self._considered = self.num_timesteps - due
+            due = self.when.boundary is not None or 0 in self._asked
+            self.when.considered = self.num_timesteps - due
         self._policy = weakref.ref(self.model.policy)
         setattr(self.model, _KEPT, {**kept, self.name: _Kept(self)})
 
@@ -196,30 +197,24 @@ class RekindleCallback(Application, _callbacks.BaseCallback):  # type: ignore[mi
         return True
 
     def _on_training_end(self) -> None:
-        later, self._at = self._at, ()  # another learn() may still reach them
+        later, self.when.at = self.when.at, ()  # another learn() may still reach them
         self.finish()
         if self._averaging is not None:
             self._averaging.remove()
-        self._at = later
+        self.when.at = later
         for step, share in self._shares.items():
-            if self._considered is not None and step > self._considered:
+            if self.when.considered is not None and step > self.when.considered:
                 warnings.warn(
                     f"{self.name} at {share:g} of the training (step {step}) was not applied: no rollout began after",
                     stacklevel=2,
                 )
-        for names in () if self._trigger is None else self._trigger.reads():
-            if all(name_in(dict.fromkeys(self._noted, 0.0), name) is None for name in names):
-                there = ", ".join(sorted(name for name in self._noted if name.count("/") < 2)) or "none"
-                asked = " or ".join(map(repr, names))
-                warnings.warn(f"{self.name}: its trigger reads {asked}; the metrics were {there}", stacklevel=2)
-
-    def note(self, metrics: Mapping[str, Any]) -> None:
-        """Metrics for the trigger, if there is one."""
-        if self._trigger is not None:
-            self._noted.update(metrics)
-            super().note(metrics)
 
     # Inside
+
+    @property
+    def monitored(self) -> bool:
+        """Whether health is measured while training."""
+        return self._period is not None
 
     @property
     def _off_policy(self) -> bool:
@@ -227,36 +222,37 @@ class RekindleCallback(Application, _callbacks.BaseCallback):  # type: ignore[mi
 
     def _start_again(self) -> None:
         """As it was made: a start, statistics and draws of one agent are not those of another."""
-        asked = self._boundary
-        self.load_state_dict(self._made)
-        self._boundary, self._restored, self._measured, self.health = asked, None, None, {}
-        for each in self._given:
-            each._fresh = None
-        self._given.clear()
+        marked = self.when.boundary
+        self.rewind(self._made)
+        self.when.boundary, self._measured, self.health = marked, None, {}
 
     def _provide(self) -> None:
         """Batches and a loss for a method that needs them and does not gather in training what it wants to know."""
         needed = [each for each in members(self.method) if getattr(each, "batches", "none") != "none"]
         alone = any(not hasattr(each, "observe") for each in needed)
-        if self._batches is None and self._loss is None and alone and not hasattr(self.model, "_last_lstm_states"):
+        if (
+            self.what.batches is None
+            and self.what.loss is None
+            and alone
+            and not hasattr(self.model, "_last_lstm_states")
+        ):
             self._stored = _StoredValues()
-            self._batches, self._loss = self._stored, value_loss
+            self.what.batches, self.what.loss = self._stored, value_loss
 
     def _average(self, opened: Sequence[torch.optim.Optimizer]) -> None:
         """Update a running average after the steps: SB3 calls each network separately, never all of them as one."""
-        assert self._rounds is not None and self._observing is not None
-        self._observing.remove()
-        self._averaging = opened[-1].register_step_post_hook(lambda *_: self.method.update(self._model))
+        self.what.release()
+        self._averaging = opened[-1].register_step_post_hook(lambda *_: self.method.update(self.what.model))
 
     def _look(self) -> None:
+        if self._off_policy and self.num_timesteps >= self.model._total_timesteps:
+            return  # the last rollout: nothing would be learned after it
         # TD3 trains its actor only in every second step.
-        if self._observing is not None and self.model._n_updates < self._updated + getattr(
-            self.model, "policy_delay", 1
-        ):
+        if self._gathers and self.model._n_updates < self._updated + getattr(self.model, "policy_delay", 1):
             return  # it judges by what it saw in training, and there was none yet (`learning_starts`)
         if self._stored is not None and not self._stored.ready(self.model):
             return
-        if self._trigger is not None:
+        if self.when.trigger is not None:
             self.note(self.logger.name_to_value)
             self._note_episodes()
         if self.begin(self.num_timesteps) is not None:
@@ -288,13 +284,14 @@ class RekindleCallback(Application, _callbacks.BaseCallback):  # type: ignore[mi
             numbers = self.health[name].flat(f"{name}/")
             self.note(numbers)
             self._record(self.num_timesteps, {f"rekindle/{key}": value for key, value in numbers.items()})
-        worst = max(self.health.values(), key=lambda each: (each.verdict.level, each.whole.get("dormant", 0.0)))
+        worst = max(self.health.values(), key=lambda each: (each.verdict.level, each.whole.get("dormant_worst", 0.0)))
         self.note(worst.flat())
 
-    def _change(self) -> Receipt:
+    def change(self) -> Receipt:
+        """Apply the method; targets, temperature and replay follow."""
         if self._stored is not None and self._off_policy:
             self._stored.read(self.model)
-        receipt = super()._change()
+        receipt = super().change()
         if receipt.rolled_back:
             return receipt
         follow_targets(self.model, receipt.changed)
@@ -334,8 +331,8 @@ class _StoredValues:
     def __init__(self) -> None:
         self._batches: list[dict[str, Any]] = []
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        return iter(self._batches)
+    def __call__(self) -> list[dict[str, Any]]:
+        return self._batches
 
     def read(self, agent: Any) -> None:
         found = value_regression(agent)

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from rekindle import files
 from rekindle.extras import require
 from rekindle.integrations import ranks
 from rekindle.integrations.application import Application
@@ -76,18 +77,17 @@ class RekindleCallback(Application, _TrainerCallback, _ExportableState):  # type
                     part.on_log(args, state, copy.copy(control), dict(given))
 
         self.bind(given["model"], given["optimizer"], step=state.global_step, log=log, counting=False)
-        if "loss" in self._parts:
+        if "loss" in self.what.parts:
             trainer = _caller(require("transformers", "transformers", "RekindleCallback").Trainer, lambda trainer: True)
             self._unwrap = _after_backward(trainer.accelerator, self.before_clipping) if trainer is not None else None
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """The place between two optimizer steps."""
-        if state.global_step != self._considered:
-            self.begin(state.global_step, max(int((state.epoch or 0) + 1e-6), self._passes))
+        self.begin(state.global_step, max(int((state.epoch or 0) + 1e-6), self._passes))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Health of this step, before the loggers are closed after the last one."""
-        self._send()
+        self.send()
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """One pass over the data is over, whatever share of an epoch `state.epoch` calls it (iterable data sets)."""
@@ -127,7 +127,7 @@ class RekindleCallback(Application, _TrainerCallback, _ExportableState):  # type
         if ranks.first() and folder.is_dir():
             data = self._packed()
             if len(data) > _LARGEST:
-                (folder / _FILE.format(name=self.name)).write_bytes(data)
+                files.write(folder / _FILE.format(name=self.name), data)
 
     def _packed(self) -> bytes:
         buffer = io.BytesIO()

@@ -10,9 +10,10 @@
 
 `study` is the grid of runs: `settings` (named in `protocols`, listed by `catalogue`) times `arms` times seeds, and
 `tuning`. `execution` does the runs: `train` is the loop for networks, `agents` the one for agents; `streams` makes
-tasks of `data` (`sources` gives them in batches), `networks` builds what learns, `evaluation` measures it; `norms`
-gives all arms the same norms; `boundaries` stops between two tasks. `results` compares, `views` shows. May import
-everything up to `report`. Start reading at `study.Study`, or at `train.execute` for one run.
+tasks of `data` (`sources` gives them in batches), `networks` builds what learns (`dawn` is one with its losses and
+analysis), `evaluation` measures it; `boundaries` stops between two tasks. `results` compares, `views` shows. May import
+everything up to `report`, and of that only what users may import. Start reading at `study.Study`, or at `train.execute`
+for one run.
 """
 
 from importlib import import_module

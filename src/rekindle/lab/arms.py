@@ -201,11 +201,11 @@ def _made(name: str, options: Mapping[str, Any]) -> Any:
 def register(name: str, **fields: Any) -> Callable[[F], F]:
     """Add your own arm: a class or function whose call returns a method; fields are those of `Arm`.
 
-    A method is anything that `rekindle.receipt.Method` describes; `moment`, `remember` and `observe` are used where
-    it has them.
+    A method is anything that `rekindle.projection.method.Method` describes; `moment`, `remember` and `observe` are
+    used where it has them.
 
     >>> from rekindle.methods.remedy import Remedy
-    >>> from rekindle.projection.receipt import Receipt
+    >>> from rekindle import Receipt
     >>> @register("zeroed", about="all weights become zero")
     ... class Zeroed(Remedy):
     ...     def __call__(self, model, optimizer=None, **_):

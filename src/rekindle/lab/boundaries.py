@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rekindle.advice.advising import Advice, advise
+from rekindle import Advice, advise
 from rekindle.isolation import Loss, random_states_kept
 from rekindle.lab.arms import ARMS, Arm
 from rekindle.lab.evaluation import loss_of

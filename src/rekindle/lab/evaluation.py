@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from rekindle.diagnosis.examination import health
+from rekindle import health
 from rekindle.lab.sources import Examples
 
 _AT_ONCE = 500  # rows per forward pass
@@ -94,7 +94,7 @@ def drift_of(before: Tensor, after: Tensor) -> float | None:
     return None if not math.isfinite(moved) else max(0.0, moved)  # rounding may leave it just below zero
 
 
-def look(model: nn.Module, data: Examples) -> dict[str, float | None] | None:
+def health_numbers(model: nn.Module, batch: Any) -> dict[str, float | None] | None:
     """The health numbers that a study follows: shares of units, ranks and deviation, and the norm of all weights.
 
     `dormant` is the share of units whose activity is at most 0.025 of their layer's mean, `effective_rank` the mean
@@ -102,21 +102,21 @@ def look(model: nn.Module, data: Examples) -> dict[str, float | None] | None:
     None is unmeasured.
     """
     try:
-        found = health(model, [data.some(256).x])
+        report = health(model, [batch])
     except (ValueError, RuntimeError, TypeError):  # a diverged network, or one that activity cannot read
         return None
-    ranks = [u["feature_rank"] / u["rank_limit"] for u in found.units.values() if "feature_rank" in u]
+    ranks = [unit["feature_rank"] / unit["rank_limit"] for unit in report.units.values() if "feature_rank" in unit]
     return {
-        "dormant": _known(found.whole.get("dormant")),
-        "dormant_worst": _known(found.whole.get("dormant_worst")),
-        "dead": _known(found.whole.get("dead")),
-        "effective_rank": mean(map(_known, ranks)),
-        "dfi": _known(found.whole.get("dfi_scale_free")),
-        "norm": _known(found.whole.get("weight_norm")),
+        "dormant": _finite_or_none(report.whole.get("dormant")),
+        "dormant_worst": _finite_or_none(report.whole.get("dormant_worst")),
+        "dead": _finite_or_none(report.whole.get("dead")),
+        "effective_rank": mean(map(_finite_or_none, ranks)),
+        "dfi": _finite_or_none(report.whole.get("dfi_scale_free")),
+        "norm": _finite_or_none(report.whole.get("weight_norm")),
     }
 
 
-def _known(value: float | None) -> float | None:
+def _finite_or_none(value: float | None) -> float | None:
     return None if value is None else finite(value)
 
 

@@ -200,7 +200,7 @@ def coefficients(stream: str, network: str) -> dict[str, dict[str, Any]]:
         "dash": ("alpha", "lam"),
         "parseval": ("coefficient",),
         "l2-init": ("coefficient",),
-        "continual-backprop": ("replacement_rate", "maturity"),
+        "continual-backprop": ("replacement_rate", "maturity_threshold"),
         "redo": ("tau",),
         "self-normalized-reset": ("percentile",),
     }

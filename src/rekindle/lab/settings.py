@@ -14,10 +14,8 @@ import hashlib
 import importlib.util
 import inspect
 import json
-import os
 import pickle
 import sys
-import tempfile
 import traceback
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -29,6 +27,7 @@ import torch
 from torch import nn
 
 import rekindle
+from rekindle import files
 from rekindle.lab import networks, protocols, streams
 from rekindle.lab.agents import streams as agent_streams
 from rekindle.lab.arms import Arm, from_stored, stored_form
@@ -322,6 +321,7 @@ class FirstTask:
     A remedy that acts at boundaries has done nothing during the first task: two such arms of one setting and seed are
     bit for bit equal there. What is kept is the network, the optimizers where they live on, and the task's row.
 
+    >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     first = FirstTask(Path(folder), {"setting": "tiny", "seed": 0})
     ...     print(first.load())
@@ -345,14 +345,8 @@ class FirstTask:
     def save(self, state: Mapping[str, Any]) -> None:
         """Write to a temporary file and rename, so that another process sees all of it or nothing."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        handle, beside = tempfile.mkstemp(dir=self.path.parent, suffix=".part")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                torch.save(dict(state), file)
-            os.replace(beside, self.path)
-        except BaseException:
-            Path(beside).unlink(missing_ok=True)
-            raise
+        with files.replacing(self.path) as file:
+            torch.save(dict(state), file)
 
 
 def _hash(value: Any) -> str:

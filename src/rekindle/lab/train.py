@@ -26,7 +26,16 @@ from torch.optim import Optimizer
 
 import rekindle
 from rekindle.lab.arms import Arm
-from rekindle.lab.evaluation import Score, Track, average, drift_of, evaluate, log_probabilities, look, loss_of
+from rekindle.lab.evaluation import (
+    Score,
+    Track,
+    average,
+    drift_of,
+    evaluate,
+    health_numbers,
+    log_probabilities,
+    loss_of,
+)
 from rekindle.lab.settings import Run, Setting, read_source
 from rekindle.lab.sources import Examples, Stream, Task, derive, generator, isolated
 from rekindle.methods import muon
@@ -163,7 +172,7 @@ class Learner:
             "remedy": remedy,
             "old_accuracy_start": retained[0],
             "old_loss_start": retained[1],
-            "health": look(self.model, task.train.some(self.setting.evaluate)) if self.setting.health else None,
+            "health": self._health(task) if self.setting.health else None,
             "diverged": diverged,
         }
 
@@ -267,6 +276,9 @@ class Learner:
             "old_accuracy": old[0],
             "old_loss": old[1],
         }
+
+    def _health(self, task: Task) -> dict[str, float | None] | None:
+        return health_numbers(self.model, task.train.some(self.setting.evaluate).some(256).x)
 
     def state(self, row: Row) -> Row:
         """What another run of the same beginning needs instead of the first task."""

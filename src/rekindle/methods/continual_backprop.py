@@ -2,40 +2,91 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass
+from collections import Counter, deque
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Unpack
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from rekindle.blocks.names import unwrapped
 from rekindle.consumers.wiring import Group, Wiring
 from rekindle.methods.call import Call
-from rekindle.methods.neurons import Judgement, NeuronOptions, NeuronRemedy, Sums, others, sizes
+from rekindle.methods.neurons import Judgement, NeuronOptions, NeuronRemedy
+from rekindle.methods.remedy import Observation
+from rekindle.methods.statistics import Sums, others, sizes
+from rekindle.projection.method import Batch
 
 
 @dataclass
 class _Life:
-    """What is known about the neurons of one group."""
+    """What is known about the neurons of one group.
+
+    All of them grow older together, so an age is `clock` − `born`, and how many are mature needs no look at a tensor.
+    """
 
     utility: Tensor
     mean: Tensor
-    age: Tensor
+    born: Tensor
+    clock: int = 0
     debt: float = 0.0
+    mature: int = 0
+    young: deque[tuple[int, int]] = field(default_factory=deque)  # when and how many were born, not mature yet
+
+    @classmethod
+    def new(cls, like: Tensor) -> _Life:
+        """Neurons of no age, one per entry of `like`."""
+        zeros = torch.zeros_like(like)
+        return cls(zeros, zeros.clone(), zeros.clone(), young=deque([(0, len(like))]))
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> _Life:
+        """Back from `state()`."""
+        born = -state["age"]
+        young = Counter(int(birth) for birth in born.tolist())
+        return cls(
+            state["utility"].clone(),
+            state["mean"].clone(),
+            born,
+            debt=state["debt"],
+            young=deque(sorted(young.items())),
+        )
+
+    def state(self) -> dict[str, Any]:
+        """What a state dict keeps."""
+        return {"utility": self.utility, "mean": self.mean, "age": self.age, "debt": self.debt}
+
+    @property
+    def age(self) -> Tensor:
+        """How many steps each neuron was seen."""
+        return self.clock - self.born
+
+    def ripen(self, threshold: int) -> None:
+        """Count those that have become older than the threshold as mature."""
+        while self.young and self.clock - self.young[0][0] > threshold:
+            self.mature += self.young.popleft()[1]
+
+    def renew(self, index: Tensor) -> None:
+        """These mature neurons are new ones."""
+        self.utility.index_fill_(0, index, 0)
+        self.mean.index_fill_(0, index, 0)
+        self.born.index_fill_(0, index, self.clock)
+        self.mature -= len(index)
+        self.young.append((self.clock, len(index)))
 
 
 class ContinualBackprop(NeuronRemedy):
     """Generate-and-test (Dohare et al., 2024), to be called after every optimizer step.
 
     Contribution utility u_i ← η·u_i + (1 − η)·mean|h_i|·Σ|w_out,i| and mean activity f_i ← η·f_i + (1 − η)·mean h_i,
-    both divided by 1 − η^age before use. Each step adds ρ·(neurons older than `maturity`) to a layer's count of due
-    replacements; the whole part is done at once on the least useful mature neurons, the rest is carried over. Immature
-    neurons add nothing, so replacements cannot pile up. The mean contribution f_i·w_out of a replaced neuron is added
-    to the consumer's bias. Statistics come from `observe(model)`. η = 0.99, ρ = 1e-4 as in the paper.
+    both divided by 1 − η^age before use. Each step adds ρ·(neurons older than `maturity_threshold`) to a layer's
+    count of due replacements; the whole part is done at once on the least useful mature neurons, the rest is carried
+    over. Immature neurons add nothing, so replacements cannot pile up. The mean contribution f_i·w_out of a replaced
+    neuron is added to the consumer's bias. Statistics come from `observe(model)`. η = 0.99, ρ = 1e-4 as in the paper.
 
-    >>> from torch import nn
     >>> model = nn.Sequential(nn.Linear(2, 50), nn.ReLU(), nn.Linear(50, 1))
-    >>> method = ContinualBackprop(replacement_rate=0.02, maturity=2)
+    >>> method = ContinualBackprop(replacement_rate=0.02, maturity_threshold=2)
     >>> with method.observe(model):
     ...     for _ in range(3):
     ...         _ = model(torch.randn(8, 2))
@@ -52,7 +103,7 @@ class ContinualBackprop(NeuronRemedy):
         self,
         replacement_rate: float = 1e-4,
         decay: float = 0.99,
-        maturity: int = 100,
+        maturity_threshold: int = 100,
         **options: Unpack[NeuronOptions],
     ) -> None:
         if not 0 <= replacement_rate < 1:
@@ -60,19 +111,39 @@ class ContinualBackprop(NeuronRemedy):
         if not 0 <= decay < 1:
             raise ValueError(f"decay={decay} must be at least 0 and below 1")
         super().__init__(**options)
-        self.replacement_rate, self.decay, self.maturity = replacement_rate, decay, maturity
+        self.replacement_rate, self.decay, self.maturity_threshold = replacement_rate, decay, maturity_threshold
         self._lives: dict[str, _Life] = {}
         self._now = Sums()  # of |h| and h since the last call
+        self._positive: set[str] = set()  # layers whose activity has no sign, as observed
+
+    def observe(self, model: nn.Module, batches: Iterable[Batch] | None = None) -> Observation:
+        """As for every neuron remedy; behind a ReLU one sum is both, of |h| and of h."""
+        readings = {group.name: group.reading for group in self.wiring(model, batches)}
+        inner = unwrapped(model)
+        self._positive = {
+            name
+            for name, reading in readings.items()
+            if reading.side == "output" and isinstance(inner.get_submodule(reading.module), nn.ReLU | nn.ReLU6)
+        }
+        return super().observe(model, batches)
+
+    def watch(self, group: Group, activity: Tensor) -> None:
+        """Keep the sums of |h| and h until the step's call."""
+        if group.name not in self._positive:
+            self.record(group, activity)
+            return
+        total = activity.sum(others(activity), dtype=torch.promote_types(activity.dtype, torch.float32))
+        self._now.add(group.name, total.expand(2, -1), activity.numel() // len(total))
 
     def record(self, group: Group, activity: Tensor) -> None:
-        """Keep the sums of |h| and h until the step's call."""
+        """The same for an activity of any sign."""
         size = sizes(activity)
         both = torch.stack([size, activity.sum(others(activity), dtype=size.dtype)])
-        self._now.add(group.name, both, activity.numel() // group.width)
+        self._now.add(group.name, both, activity.numel() // len(size))
 
     def measure(self, call: Call) -> None:
         """What was observed at this step comes before the batches of the call."""
-        if not self._now.values:
+        if self._now.empty:
             super().measure(call)
 
     def judge(self, call: Call, wiring: Wiring) -> Judgement:
@@ -80,26 +151,23 @@ class ContinualBackprop(NeuronRemedy):
         now = self._now.over(call, {group.name: (2, group.width) for group in wiring})
         if not now.values:
             raise ValueError("no activity was recorded since the last call: train inside observe(model)")
+        groups = [group for group in wiring if now.seen.get(group.name)]
+        lives = self._grow(groups, now) if groups else []
         due: dict[str, Tensor] = {}
         means: dict[str, Tensor] = {}
-        skipped = {}
-        for group in wiring:
-            if group.name not in now.values or not float(now.seen[group.name]):
-                skipped[group.name] = "no finite activity was recorded since the last call"
-                continue
-            life = self._grow(group, now.values[group.name] / now.seen[group.name].to(now.values[group.name]))
+        for group, life in zip(groups, lives, strict=True):
             chosen = self._due(life)
-            if len(chosen):
+            if chosen is not None:
                 due[group.name] = chosen
                 means[group.name] = life.mean / self._correction(life)
+        unseen = [group.name for group in wiring if not now.seen.get(group.name)]
+        skipped = dict.fromkeys(unseen, "no finite activity was recorded since the last call")
         return Judgement(due, means, skipped, now.notes())
 
     def replaced(self, neurons: Mapping[str, Tensor]) -> None:
         """New neurons have no age and no utility."""
         for name, index in neurons.items():
-            life = self._lives[name]
-            for tensor in (life.utility, life.mean, life.age):
-                tensor.index_fill_(0, index, 0)
+            self._lives[name].renew(index)
         self._now.clear()
 
     def forget(self, layers: Collection[str] | None = None) -> None:
@@ -113,43 +181,46 @@ class ContinualBackprop(NeuronRemedy):
         life = self._lives[group]
         return life.utility / self._correction(life)
 
-    def _grow(self, group: Group, now: Tensor) -> _Life:
-        """One step older; now: mean |h| and mean h of each neuron, (2, neurons)."""
-        if group.name not in self._lives:
-            zeros = torch.zeros_like(now[0])
-            self._lives[group.name] = _Life(zeros, zeros.clone(), zeros.clone())
-        life = self._lives[group.name]
-        # A state that was loaded may be on another device than the model.
-        life.utility, life.mean, life.age = (each.to(now.device) for each in (life.utility, life.mean, life.age))
-        life.age += 1
-        life.utility.lerp_(now[0] * outgoing(group), 1 - self.decay)
-        life.mean.lerp_(now[1], 1 - self.decay)
-        return life
+    def _grow(self, groups: Sequence[Group], now: Sums) -> list[_Life]:
+        """One step older, with the sums of |h| and h of each neuron, (2, neurons) per group."""
+        sums = [now.values[group.name] for group in groups]
+        lives = []
+        for group, both in zip(groups, sums, strict=True):
+            life = self._lives.get(group.name)
+            if life is None:
+                life = self._lives[group.name] = _Life.new(both[0])
+            elif life.born.device != both.device:  # a loaded state
+                life.utility, life.mean, life.born = (t.to(both) for t in (life.utility, life.mean, life.born))
+            life.clock += 1
+            lives.append(life)
+        means = torch._foreach_mul(sums, [1 / now.seen[group.name] for group in groups])
+        contributions = torch._foreach_mul([both[0] for both in means], [outgoing(group) for group in groups])
+        torch._foreach_lerp_([life.utility for life in lives], contributions, 1 - self.decay)
+        torch._foreach_lerp_([life.mean for life in lives], [both[1] for both in means], 1 - self.decay)
+        return lives
 
     def _correction(self, life: _Life) -> Tensor:
         return (1 - self.decay**life.age).clamp_min(1e-12)
 
-    def _due(self, life: _Life) -> Tensor:
-        mature = life.age > self.maturity
-        eligible = int(mature.sum())
-        life.debt += self.replacement_rate * eligible
-        amount = min(int(life.debt), eligible)
+    def _due(self, life: _Life) -> Tensor | None:
+        life.ripen(self.maturity_threshold)
+        life.debt += self.replacement_rate * life.mature
+        amount = min(int(life.debt), life.mature)
         life.debt -= amount
         if amount == 0:
-            return torch.empty(0, dtype=torch.long)
-        utility = (life.utility / self._correction(life)).masked_fill(~mature, float("inf"))
-        return utility.topk(amount, largest=False).indices
+            return None
+        immature = life.age <= self.maturity_threshold
+        return (
+            (life.utility / self._correction(life)).masked_fill(immature, torch.inf).topk(amount, largest=False).indices
+        )
 
     def gathered(self) -> dict[str, Any]:
         """Utilities, means, ages and due replacements."""
-        return {"lives": {name: asdict(life) for name, life in self._lives.items()}}
+        return {"lives": {name: life.state() for name, life in self._lives.items()}}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Take them back."""
-        self._lives = {
-            name: _Life(life["utility"].clone(), life["mean"].clone(), life["age"].clone(), life["debt"])
-            for name, life in state["lives"].items()
-        }
+        self._lives = {name: _Life.of(life) for name, life in state["lives"].items()}
 
 
 def outgoing(group: Group) -> Tensor:
@@ -158,7 +229,9 @@ def outgoing(group: Group) -> Tensor:
     for consumer in group.consumers:
         layer = consumer.layer
         columns = sizes(layer.weight.detach(), layer.in_axis)
-        if consumer.order == "minor":
+        if len(columns) == group.width:
+            total = total + columns if len(group.consumers) > 1 else columns
+        elif consumer.order == "minor":
             total = total + columns.reshape(consumer.spread, group.width).sum(0)
         else:
             total = total + columns.reshape(group.width, consumer.spread).sum(1)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from rekindle.blocks.finding import Block
+from rekindle.initial import orthogonal_
 from rekindle.methods.call import Call
-from rekindle.methods.diversity import orthogonal_
 from rekindle.methods.remedy import FromStart, Remedy
 from rekindle.methods.selection import chosen_weights
 from rekindle.methods.writing import isometry_scale, rewrite

@@ -12,9 +12,11 @@ from rekindle.blocks.names import Layer
 from rekindle.consumers.wiring import Wiring
 from rekindle.isolation import isolated
 from rekindle.methods.call import Call
-from rekindle.methods.neurons import Handle, NeuronOptions, Sums, check_finite, sizes
+from rekindle.methods.neurons import Handle, NeuronOptions
 from rekindle.methods.redo import ReDo
 from rekindle.methods.remedy import Observation
+from rekindle.methods.replacement import check_finite
+from rekindle.methods.statistics import Sums, sizes
 from rekindle.projection.method import Batch
 
 
@@ -23,8 +25,9 @@ class ReGraMa(ReDo):
 
     g_i = mean over the incoming weights of |∂L/∂w_ij|, divided by the layer's mean; inactive are g_i ≤ tau. Unlike
     an activity score this sees saturated units, and needs no ReLU. Gradients are those of the `batches` and `loss`
-    of the call, or what `observe` has seen at every backward pass since the last call. The reset and the `period` are
-    ReDo's. A neuron made by two layers (a gate) is inactive only if both its rows are. (The authors' code also scores
+    of the call, or what `observe` has seen since the last call, at one in `sample` backward passes. The
+    reset and the `period` are ReDo's. A neuron made by two layers (a gate) is inactive only if both its rows are. (The
+    authors' code also scores
     the entries of normalisation layers by their own gradients; here an entry is renewed with its neuron.)
 
     >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
@@ -36,16 +39,20 @@ class ReGraMa(ReDo):
 
     name = "regrama"
 
-    def __init__(self, tau: float = 0.01, *, period: int = 1000, **options: Unpack[NeuronOptions]) -> None:
-        super().__init__(tau, period=period, **options)
+    def __init__(
+        self, tau: float = 0.01, *, period: int = 1000, sample: int = 7, **options: Unpack[NeuronOptions]
+    ) -> None:
+        super().__init__(tau, period=period, sample=sample, **options)
 
     def observe(self, model: nn.Module, batches: Iterable[Batch] | None = None) -> Observation:
         """Record the gradients of every backward pass until the result is removed."""
 
         def hook(maker: Layer) -> Handle:
             def note(weight: Tensor) -> None:
-                assert weight.grad is not None
-                self._add(maker, weight.grad)
+                number = self._passes[maker.name] = self._passes.get(maker.name, -1) + 1
+                if number % self.sample == 0:
+                    assert weight.grad is not None
+                    self._add(maker, weight.grad)
 
             handle: Handle = maker.weight.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
             return handle
@@ -76,7 +83,7 @@ class ReGraMa(ReDo):
 
     def _scores(self, wiring: Wiring, sums: Sums) -> dict[str, Tensor]:
         makers = {f"{maker.name}.weight": maker for group in wiring for maker in group.makers}
-        if not all(float(sums.seen.get(maker.name, 1)) for maker in makers.values()):
+        if not all(sums.seen.get(maker.name, 1) for maker in makers.values()):
             check_finite({name: maker.weight for name, maker in makers.items()})
         return {group.name: torch.stack([_score(m, sums) for m in group.makers]).amax(0) for group in wiring}
 
@@ -86,7 +93,7 @@ def _score(maker: Layer, sums: Sums) -> Tensor:
         raise ValueError(
             f"no gradient of {maker.name!r} was recorded: give batches= and loss=, or train inside observe()"
         )
-    if not float(sums.seen[maker.name]):
+    if not sums.seen[maker.name]:
         raise ValueError(f"every recorded gradient of {maker.name!r} holds NaN or Inf; nothing was changed")
     total = sums.values[maker.name]
     return (total / total.mean()).nan_to_num(0.0)

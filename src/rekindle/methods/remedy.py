@@ -14,6 +14,7 @@ in here. The class attributes say what a trainer must do for it, so that no trai
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, ClassVar, Literal, get_args
 
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from rekindle import initial
 from rekindle.engine.arithmetic import full_precision
 from rekindle.isolation import undone
+from rekindle.methods.caching import PerModel
 from rekindle.methods.call import Call
 from rekindle.projection.method import Batch, Loss
 from rekindle.projection.receipt import Meter, Receipt
@@ -72,6 +74,7 @@ class Remedy:
 
     def __init__(self, *, seed: int = 0) -> None:
         self._own = torch.Generator().manual_seed(seed)
+        self._admitted: PerModel[None] = PerModel()
 
     def __call__(
         self,
@@ -88,13 +91,22 @@ class Remedy:
         """
         meter = Meter()
         if not self.sharded:
-            refuse_hidden(model, f"{type(self).__name__}(...)(model.module, optimizer)")
-            settle(model)
-            refuse_shards(model, type(self).__name__, self.needs)
-        restore = snapshot([model], optimizer, self) if self.atomic else None
-        with Transaction(self.name, [model], optimizer, restore=restore), full_precision():
-            done = self.apply(Call(model, optimizer, batches, loss, self._own, generator))
+            self._admitted.get(model, lambda: self._admit(model))
+        call = Call(model, optimizer, batches, loss, self._own, generator)
+        with self.transaction(call), full_precision():
+            done = self.apply(call)
             return replace(done, settings=done.settings or self.settings(), **meter.cost())
+
+    def transaction(self, call: Call) -> AbstractContextManager[object]:
+        """What wraps a call, so that an error or Ctrl-C inside leaves a true receipt or everything as it was."""
+        restore = snapshot([call.model], call.optimizer, self) if self.atomic else None
+        return Transaction(self.name, [call.model], call.optimizer, restore=restore)
+
+    def _admit(self, model: nn.Module) -> None:
+        """Raise for a model that this method cannot change; asked once, and again when a part was replaced."""
+        refuse_hidden(model, f"{type(self).__name__}(...)(model.module, optimizer)")
+        settle(model)
+        refuse_shards(model, type(self).__name__, self.needs)
 
     @property
     def needs(self) -> Needs:
@@ -182,8 +194,9 @@ class FromStart(Remedy):
         return {name: self._initial[name].to(own[name].device, own[name].dtype) for name in names}
 
     def drawn(self, call: Call, names: Collection[str]) -> dict[str, Tensor]:
-        """A fresh draw of these tensors."""
-        return initial.draw(call.model, generator=call.generator, fresh=self._fresh, names=names)
+        """A fresh draw of these tensors; a model may have a factory of its own (`fresh`), as an agent's networks do."""
+        fresh = self._fresh if self._fresh is not None else vars(call.inner).get("fresh")
+        return initial.draw(call.model, generator=call.generator, fresh=fresh, names=names)
 
     def gathered(self) -> dict[str, Any]:
         """The stored start."""

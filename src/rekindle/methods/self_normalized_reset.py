@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from rekindle.consumers.wiring import Group, Wiring
 from rekindle.methods.call import Call, replicas
-from rekindle.methods.neurons import Judgement, NeuronOptions, NeuronRemedy, others
+from rekindle.methods.neurons import Judgement, NeuronOptions, NeuronRemedy
+from rekindle.methods.statistics import others
 from rekindle.projection.method import Batch
 
 _EXACT = 16  # intervals up to this have a bin each

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Mapping
 from functools import partial
@@ -66,7 +67,7 @@ class UPGD(Remedy):
             hook.remove()
         self._waiting = []
         gradients = {name: _gradient(share) for name, share in shares.items()}
-        if bad := [name for name, gradient in gradients.items() if not bool(gradient.isfinite().all())]:
+        if bad := _not_finite(gradients):
             # A gradient scaler skips this step; in an average of utilities NaN would stay forever.
             note = f"{len(bad)} gradients hold NaN or Inf ({bad[0]}, …): utilities and gradients stay as they were"
             return Receipt(self.name, (), skipped, optimizer=StateReset("none"), notes=(note,))
@@ -79,7 +80,7 @@ class UPGD(Remedy):
             highest = self._update(shares)
             for name, share in shares.items():
                 parameter, gradient = share.parameter, gradients[name]
-                gate = torch.sigmoid(self._utility[name] / highest).neg_().add_(1)
+                gate = torch.div(self._utility[name], -highest).sigmoid_()  # 1 − sigmoid(x) = sigmoid(−x)
                 noise = _normal(parameter, call.generator).mul_(self.sigma) if self.sigma else None
                 if share.mask is not None:
                     gate.masked_fill_(~share.mask, 1)
@@ -96,15 +97,18 @@ class UPGD(Remedy):
 
     def _update(self, shares: Mapping[str, Share]) -> Tensor:
         """Renew the utilities; the largest of all, uncorrected: the correction cancels in the ratio."""
-        highest = []
         for name, share in shares.items():
             parameter, owner = share.parameter, self._owners.get(name)
             if name not in self._utility or (owner is not None and owner() is not parameter):
                 self._utility[name] = torch.zeros_like(parameter)
             self._owners[name] = weakref.ref(parameter)
-            utility = self._utility[name] = self._utility[name].to(parameter)
-            utility.mul_(self.beta_utility).addcmul_(_gradient(share), parameter, value=self.beta_utility - 1)
-            highest.append(share.of(utility).max())
+            self._utility[name] = self._utility[name].to(parameter)
+        utilities = [self._utility[name] for name in shares]
+        torch._foreach_mul_(utilities, self.beta_utility)
+        gradients = [_gradient(share) for share in shares.values()]
+        weights: list[Tensor] = [share.parameter for share in shares.values()]
+        torch._foreach_addcmul_(utilities, gradients, weights, value=self.beta_utility - 1)
+        highest = [share.of(utility).max() for share, utility in zip(shares.values(), utilities, strict=True)]
         top = torch.stack(highest).max()
         return torch.where(top == 0, torch.ones_like(top), top)
 
@@ -130,10 +134,18 @@ def _gate_step(gates: dict[int, tuple[Tensor, Tensor | None, Tensor]], optimizer
             gate, noise, before = gates.pop(id(parameter))
             if isinstance(optimizer, torch.optim.AdamW) or group.get("decoupled_weight_decay"):
                 before.mul_(1 - group["lr"] * group["weight_decay"])
-            change = parameter - before
+            change = parameter.sub(before)
             if noise is not None:
-                change.sub_(noise * group["lr"])
-            parameter.copy_(before.addcmul_(change, gate))
+                change.add_(noise, alpha=-float(group["lr"]))
+            torch.addcmul(before, change, gate, out=parameter)
+
+
+def _not_finite(gradients: Mapping[str, Tensor]) -> list[str]:
+    """The names of gradients with NaN or Inf; the largest of each is asked for first, all at once."""
+    largest = torch._foreach_norm(list(gradients.values()), torch.inf)
+    if math.isfinite(sum(each.item() for each in largest)):
+        return []
+    return [name for name, gradient in gradients.items() if not bool(gradient.isfinite().all())]
 
 
 def _gradient(share: Share) -> Tensor:

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rekindle.isolation import Batch, Loss, call, check_loss, isolated
+from rekindle.isolation import Batch, Loss, call, check_loss, isolated, surely
 from rekindle.projection.method import Method
 from rekindle.projection.receipt import Receipt
-from rekindle.projection.transaction import Restore, Transaction, snapshot, surely
+from rekindle.projection.transaction import Restore, Transaction, snapshot
 from rekindle.sharding.passes import passes
 from rekindle.sharding.team import distributed, settle
 

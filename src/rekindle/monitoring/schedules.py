@@ -55,6 +55,12 @@ class Schedule:
     def bind(self, model: nn.Module, optimizer: Any) -> None:
         """The model and optimizer that are trained; for schedules that read them. Each `step` updates both."""
 
+    def applied(self, receipt: Receipt) -> None:
+        """The method was applied; for schedules that note it."""
+
+    def close(self) -> None:
+        """Training is over; for schedules that run something."""
+
     def step(
         self,
         model: nn.Module,
@@ -82,6 +88,7 @@ class Schedule:
         # Only now: a method that refused has not been applied.
         self.trigger.fire()
         self.firings.append(Firing(self.trigger.step, reason))
+        self.applied(receipt)
         return receipt
 
     def _given(self, metrics: Metrics | Flat | Monitor) -> Metrics | None:

@@ -20,6 +20,8 @@ from rekindle.diagnosis.verdict import LEVELS
 
 Metrics = Mapping[str, Any]
 PREFIX = "health/"  # what a Monitor's sinks put before the names
+# Metrics that only a Health has.
+HEALTH = frozenset({"dormant", "dormant_worst", "feature_rank_worst", "dfi_scale_free", "verdict"})
 
 
 @runtime_checkable
@@ -223,14 +225,27 @@ class _Threshold(Trigger):
 
 
 class DormancyAbove(_Threshold):
-    """More than this share of all units is dormant (`dormant`, or `dormant_worst` for the worst layer).
+    """More than this share of the worst layer's units is dormant, the number that a verdict names too.
 
-    >>> DormancyAbove(0.3)({"dormant": 0.4})
-    'dormant 0.4 > 0.3'
+    key="dormant" is the share of all units. Metrics that have only that number are judged by it.
+
+    >>> DormancyAbove(0.3)({"dormant_worst": 0.4, "dormant": 0.1})
+    'dormant_worst 0.4 > 0.3'
     """
 
-    def __init__(self, share: float, *, key: str = "dormant", cooldown: int = 0, most: int | None = None) -> None:
-        super().__init__(share, key=key, cooldown=cooldown, most=most)
+    def __init__(self, share: float, *, key: str = "dormant_worst", cooldown: int = 0, most: int | None = None) -> None:
+        super().__init__(_share(share, key), key=key, cooldown=cooldown, most=most)
+
+    def reads(self) -> list[tuple[str, ...]]:
+        """The worst layer's share, or that of all units."""
+        return [(self.key, "dormant") if self.key == "dormant_worst" else (self.key,)]
+
+    def look(self, metrics: Metrics) -> str | None:
+        """The worst layer where it is known."""
+        if self.key == "dormant_worst" and name_in(metrics, self.key) is None:
+            value = _number(metrics, "dormant")
+            return None if value is None or not value > self.threshold else f"dormant {value:g} > {self.threshold:g}"
+        return super().look(metrics)
 
 
 class RankBelow(_Threshold):
@@ -245,7 +260,7 @@ class RankBelow(_Threshold):
     def __init__(
         self, share: float, *, key: str = "feature_rank_worst", cooldown: int = 0, most: int | None = None
     ) -> None:
-        super().__init__(share, key=key, cooldown=cooldown, most=most)
+        super().__init__(_share(share, key), key=key, cooldown=cooldown, most=most)
 
 
 class DfIAbove(_Threshold):
@@ -386,6 +401,12 @@ def name_in(metrics: Metrics, key: str) -> str | None:
     ('health/dormant', 'dormant')
     """
     return next((name for name in (key, PREFIX + key, key.removeprefix(PREFIX)) if name in metrics), None)
+
+
+def _share(share: float, key: str) -> float:
+    if key.removeprefix(PREFIX) in HEALTH and not 0 <= share <= 1:
+        raise ValueError(f"a share is a number from 0 to 1, got {share:g}: 50% is 0.5")
+    return share
 
 
 def _number(metrics: Metrics, key: str) -> float | None:

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any, TypedDict, Unpack, get_args
 import torch
 from torch import Tensor, nn
 
-from rekindle import tables
+from rekindle import files, tables
 from rekindle.blocks import parametrized
+from rekindle.blocks.evidence import Facts
 from rekindle.blocks.finding import Conv, Found, find
 from rekindle.blocks.layouts import Block, Recipe
 from rekindle.blocks.names import is_sharded, locate, unwrapped
@@ -31,6 +32,7 @@ from rekindle.measures.spectra import real
 from rekindle.projection.measuring import Look, Reader, look, looks, references_of, too_many
 from rekindle.projection.receipt import Measuring
 from rekindle.projection.targets import Scale, Targets, choose, describe, preset_layouts, terms
+from rekindle.recording import facts_of, record
 from rekindle.sharding.spread import Spread
 from rekindle.sharding.team import SOLO, opened
 
@@ -39,7 +41,7 @@ if TYPE_CHECKING:
 
 MIN_NORM = 1e-8
 _VERSION = 1
-_HEADINGS = ("parameter", "role", "shape", "matrices", "scale", "DfI now", "action")
+_HEADINGS = ("parameter", "role", "shape", "matrices", "scale", "DfI now", "evidence", "action")
 
 
 @dataclass(frozen=True, repr=False)
@@ -171,7 +173,7 @@ class Plan:
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON, to be applied to a checkpoint or in another process."""
         # NaN is a measurement here (a matrix with NaN in it), and json's own spelling of it reads back.
-        Path(path).write_text(json.dumps(self.to_dict(), indent=1))
+        files.write(path, json.dumps(self.to_dict(), indent=1))
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
@@ -188,7 +190,7 @@ class Plan:
 
 
 def _cells(entry: Found) -> list[str]:
-    """Its row of the table: seven cells, or four if it is skipped: the reason takes the place of the numbers."""
+    """Its row of the table: eight cells, or four if it is skipped: the reason takes the place of the numbers."""
     shape = "×".join(map(str, entry.shape)) or "-"
     if entry.refusal is not None:
         return [entry.name, entry.role, shape, f"skipped: {entry.refusal}"]
@@ -207,7 +209,7 @@ def _cells(entry: Found) -> list[str]:
     if entry.parametrized:
         action += " through its parametrisation"
     dfi = "-" if entry.dfi_now is None else f"{'≈' if entry.estimated else ''}{entry.dfi_now:.3g}"
-    return [entry.name, role, shape, matrices, scales, dfi, action]
+    return [entry.name, role, shape, matrices, scales, dfi, entry.evidence or "-", action]
 
 
 class Planning(TypedDict, total=False):
@@ -223,6 +225,7 @@ class Planning(TypedDict, total=False):
     min_norm: float
     reference: nn.Module | Mapping[str, Tensor] | None
     layouts: Mapping[str, Recipe] | None
+    example: Any
 
 
 class PlanOptions(Planning, total=False):
@@ -238,8 +241,8 @@ def plan(model: nn.Module | Mapping[str, Tensor], **options: Unpack[PlanOptions]
     """Decide, without changing anything, what becomes of every parameter of a model or state dict.
 
     >>> print(plan(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), measure="none").table(width=90))
-    parameter  role   shape  matrices  scale  DfI now  action
-    0.weight   other  8×4    1 × 8×4   1.41   -        project
+    parameter  role   shape  matrices  scale  DfI now  evidence  action
+    0.weight   other  8×4    1 × 8×4   1.41   -        class     project
     0.bias     other  8      skipped: bias
     2.weight   head   2×8    skipped: output head
     2.bias     other  2      skipped: bias
@@ -258,6 +261,8 @@ def plan(model: nn.Module | Mapping[str, Tensor], **options: Unpack[PlanOptions]
         min_norm: matrices with a smaller norm stay (0 asks for them).
         reference: the initial weights, for `scale="reference"`.
         layouts: the layout of single weights.
+        example: one batch. The model runs on it once, in isolation, and what is seen decides what is an output, how
+            weights are cut and what selects, before anything that its source or names say.
         config: goes with a state dict: a transformers config or a model on the meta device.
         measure: "cheap" measures the DfI and looks for normalizations behind weights; the DfI of a model of a billion
             numbers is an estimate (≈) then, "full" measures it. "none" does neither.
@@ -289,6 +294,7 @@ def _plan(
     config: Any = None,
     reference: nn.Module | Mapping[str, Tensor] | None = None,
     layouts: Mapping[str, Recipe] | None = None,
+    example: Any = None,
     measure: Measuring = "cheap",
     sharded: bool = True,
     allow_empty: bool = False,
@@ -302,6 +308,8 @@ def _plan(
     options: dict[str, Any] = {"conv": conv, "split_heads": split_heads, "heads": heads, "layouts": dict(layouts or {})}
     measures = measure != "none"
     with team.together():
+        if example is not None:
+            options["facts"] = _facts(model, example)
         if measure not in get_args(Measuring):
             raise ValueError(f"measure={measure!r} is not one of {', '.join(map(repr, get_args(Measuring)))}")
         rule = Scale.parse(scale)
@@ -377,6 +385,12 @@ def _local_looks(
                 found[f.name, place] = (norms, None, None)
     fetched = to_host([norms for norms, _, _ in found.values()])
     return {key: (norm, *seen[1:]) for norm, (key, seen) in zip(fetched, found.items(), strict=True)}
+
+
+def _facts(model: Any, example: Any) -> Facts:
+    if not isinstance(model, nn.Module):
+        raise ValueError("example= goes with a model: a state dict cannot be run. Save the plan of the live model")
+    return example if isinstance(example, Facts) else facts_of(record(model, example))
 
 
 def _find(model: Any, config: Any, options: dict[str, Any], sharded: bool) -> list[Found]:

@@ -18,10 +18,11 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
+from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
 from rekindle.blocks.names import cleaner
-from rekindle.isolation import WATCHERS, Kept, undone, version_of
+from rekindle.isolation import WATCHERS, Kept, same_values, surely, undone, version_of
 from rekindle.optimizers import unwrap
 from rekindle.projection.method import MethodError, MethodInterrupt
 from rekindle.projection.receipt import BlockRecord, Receipt
@@ -106,15 +107,6 @@ class Transaction:
             raise MethodError(f"{error}; everything was put back", Receipt(self._method)) from error
 
 
-def surely(restore: Restore) -> None:
-    """Put back, and once more from the beginning if Ctrl-C comes meanwhile: doing it twice does no harm."""
-    try:
-        restore()
-    except KeyboardInterrupt:
-        restore()
-        raise
-
-
 def _completed(receipt: Receipt, differs: tuple[str, ...], parameters: set[str]) -> Receipt:
     """A receipt of a call that failed: every parameter that differs has a record, measured or not."""
     more = [BlockRecord(name) for name in differs if name in parameters - {record.name for record in receipt.records}]
@@ -124,7 +116,8 @@ def _completed(receipt: Receipt, differs: tuple[str, ...], parameters: set[str])
 class Marks:
     """How every tensor of some models and optimizers is marked now; `differences` names those written since.
 
-    The marks are torch's version counters, which every write in place raises: no value is copied or read. Inside
+    The marks are torch's version counters, which every write in place raises: no value is copied or read. Only the
+    running statistics of BatchNorm are copied: a forward pass changes them without raising their counters. Inside
     `with marks:` what is put back (`isolation.Kept`) counts as not written.
     """
 
@@ -141,6 +134,9 @@ class Marks:
             *kept,
         ]
         self._versions = {id(tensor): version_of(tensor) for tensor in self._all}
+        self._statistics = {
+            id(buffer): buffer.detach().clone() for model in self._models for buffer in _statistics_of(model)
+        }
         self._hooks = [(table, set(table)) for each in self._optimizers for table in _step_hooks(each)]
 
     def __enter__(self) -> Marks:
@@ -194,7 +190,10 @@ class Marks:
         return tuple(written)
 
     def _is_written(self, tensor: Tensor) -> bool:
-        return id(tensor) not in self._versions or version_of(tensor) != self._versions[id(tensor)]
+        if id(tensor) not in self._versions or version_of(tensor) != self._versions[id(tensor)]:
+            return True
+        value = self._statistics.get(id(tensor))
+        return value is not None and not same_values(tensor.detach(), value)
 
     def _named(self) -> Iterator[tuple[str, Tensor]]:
         for number, model in enumerate(self._models):
@@ -211,6 +210,12 @@ def _tensors_of(model: nn.Module) -> Iterator[Tensor]:
     for module in model.modules():
         for table in (module._parameters, module._buffers):
             yield from (tensor for tensor in table.values() if tensor is not None)
+
+
+def _statistics_of(model: nn.Module) -> Iterator[Tensor]:
+    for module in model.modules():
+        if isinstance(module, _NormBase):
+            yield from (buffer for buffer in module._buffers.values() if buffer is not None)
 
 
 def _step_hooks(optimizer: Optimizer) -> Iterator[dict[int, Any]]:

@@ -136,10 +136,6 @@ class Assembly:
         """The number of the item that a parcel is a part of."""
         return self._item[parcel.tensor]
 
-    def is_mine(self, parcel: Parcel) -> bool:
-        """Whether a parcel belongs to the copy of its parameter that this rank has a share of."""
-        return self.team.rank in parcel.spread.ranks
-
     def norms(self) -> list[list[Tensor]]:
         """‖W‖_F of every matrix, for each layout of each item, from sums over shards alone; collective."""
         if self.partitioned:

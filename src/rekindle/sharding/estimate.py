@@ -1,7 +1,7 @@
 """What `fire` on many ranks would cost, before there are any: balance, bytes moved, memory, time.
 
 The units, owners and lots are the real ones, made for a model whose parameters are cut by rows over `ranks` processes
-as FSDP2 does. Time comes from a machine's measured speeds; figures for accelerators are labelled as assumptions.
+as FSDP2 does. Time comes from speeds measured on this machine.
 """
 
 from __future__ import annotations
@@ -41,12 +41,7 @@ class Machine:
     overlaps: bool = False
 
     def seconds(self, layout: Layout) -> float:
-        """The time to solve one block; speeds between the measured sizes are interpolated.
-
-        >>> from rekindle.blocks.layouts import matrices
-        >>> ACCELERATOR.seconds(matrices("out in")((4096, 4096))[0].layout) < 0.1
-        True
-        """
+        """The time to solve one block; speeds between the measured sizes are interpolated."""
         count, out, in_ = layout.sizes
         n, m = min(out, in_), max(out, in_)
         return count * n * n * m * _per_unit(n, self.wide if m >= WIDE * n else self.speeds)
@@ -60,12 +55,6 @@ def _per_unit(n: int, known: tuple[tuple[int, float], ...]) -> float:
             share = (math.log(n) - math.log(a)) / (math.log(b) - math.log(a))
             return math.exp((1 - share) * math.log(slow) + share * math.log(fast))
     return known[-1][1]
-
-
-# About 20 products of 2n²m flops per matrix (products only, as on accelerators) at 40 TFLOP/s of float32.
-ACCELERATOR = Machine(
-    "a GPU (assumed: 40 TFLOP/s float32, 50 GB/s)", ((4096, 1e-12),), ((4096, 1e-12),), 50e9, 2e-5, overlaps=True
-)
 
 
 def measured_here(bandwidth: float = 6e8, rounds: int = 2) -> Machine:
@@ -117,14 +106,7 @@ class Estimate:
 
 
 def estimate(weights: Iterable[tuple[Sequence[Layout], int]], ranks: int, machine: Machine) -> Estimate:
-    """Predict one call; weights are (layouts of the blocks, bytes per element) of each parameter, cut by rows.
-
-    >>> from rekindle.blocks.layouts import matrices
-    >>> weights = [([matrices("out in")((512, 512))[0].layout], 4)] * 8
-    >>> alone, shared = (estimate(weights, ranks, ACCELERATOR) for ranks in (1, 4))
-    >>> round(alone.work / shared.solving, 3), shared.balance, alone.moved
-    (4.0, 1.0, 0)
-    """
+    """Predict one call; weights are (layouts of the blocks, bytes per element) of each parameter, cut by rows."""
     if ranks < 1:
         raise ValueError(f"ranks={ranks} must be at least 1")
     parcels: list[Parcel] = []

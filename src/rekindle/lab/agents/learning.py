@@ -7,7 +7,6 @@ temperature and optimizers are reset or kept at a boundary as the setting says, 
 
 from __future__ import annotations
 
-import math
 import platform
 import time
 from collections.abc import Iterator, Sequence
@@ -20,12 +19,11 @@ import numpy as np
 import torch
 
 import rekindle
-from rekindle.diagnosis.examination import health
 from rekindle.integrations import sb3
 from rekindle.isolation import Recorded, random_states_kept
 from rekindle.lab.agents.building import build, restore, state_of
 from rekindle.lab.agents.streams import AgentStream
-from rekindle.lab.evaluation import POINTS, finite, mean
+from rekindle.lab.evaluation import POINTS, finite, health_numbers
 from rekindle.lab.settings import FirstTask, Run, read_source
 from rekindle.lab.sources import derive, generator
 from rekindle.lab.train import Refused
@@ -117,7 +115,6 @@ class AgentLearner:
         try:
             if self.method is not None:
                 sb3.refuse_what_breaks(self.agent, self.method)
-                sb3.draw_as_the_policy(self.agent, self.method)
             if hasattr(self.method, "remember"):
                 self.method.remember(module)
         except (ValueError, NotImplementedError) as reason:
@@ -179,8 +176,8 @@ class AgentLearner:
             "seconds": seconds,
             "remedy_seconds": (remedy or {}).get("seconds", 0.0) + sum(each.seconds for each in receipts),
             "remedy": remedy,
-            "applied": len(receipts),
-            "health": None if diverged or not self.setting.health else look(agent),
+            "applied": len(receipts) if "event" in self.acts else 0,
+            "health": None if diverged or not self.setting.health else agent_health(agent),
             "diverged": diverged,
         }
 
@@ -233,8 +230,8 @@ class AgentLearner:
         if when == "boundary":
             return sb3.RekindleCallback(self.method, at=_NEVER)
         every = self.acts["event"].period if when == "period" else when
-        # An agent has no epochs: a tenth of the task stands for one.
-        every = every if isinstance(every, int) else self.arm.epochs * max(1, steps // 10)
+        # An agent has no epochs: a tenth of the task stands for one. Nothing acts when the task is over.
+        every = every if isinstance(every, int) else min(self.arm.epochs, 9) * max(1, steps // 10)
         return sb3.RekindleCallback(self.method, every=every)
 
     def _chance(self, index: int) -> float | None:
@@ -291,19 +288,10 @@ def curve(episodes: Sequence[tuple[int, float]], steps: int, points: int = POINT
     ]
 
 
-def look(agent: Any) -> dict[str, float | None] | None:
-    """The health of all trained networks on a batch of the agent's buffer; names as in `lab.evaluation.look`."""
-    seen = _seen(agent)
-    if seen is None:
-        return None
-    try:
-        found = health(sb3.trained(agent)[0], [seen])
-    except (ValueError, RuntimeError, TypeError):
-        return None
-    ranks = [unit["feature_rank"] / unit["rank_limit"] for unit in found.units.values() if "feature_rank" in unit]
-    names = {"dormant": "dormant", "dormant_worst": "dormant_worst", "dead": "dead", "dfi": "dfi_scale_free"}
-    numbers = {name: _known(found.whole.get(key)) for name, key in names.items()}
-    return {**numbers, "effective_rank": mean(map(_known, ranks)), "norm": _known(found.whole.get("weight_norm"))}
+def agent_health(agent: Any) -> dict[str, float | None] | None:
+    """The health of all trained networks on a batch of the agent's buffer; None where it holds nothing."""
+    batch = _seen(agent)
+    return None if batch is None else health_numbers(sb3.trained(agent)[0], batch)
 
 
 def _seen(agent: Any) -> Recorded | None:
@@ -322,10 +310,6 @@ def _episodes(agent: Any) -> list[tuple[int, float]]:
 def _mean(values: Any) -> float | None:
     found = list(values)
     return finite(fmean(found)) if found else None
-
-
-def _known(value: float | None) -> float | None:
-    return None if value is None or not math.isfinite(value) else value
 
 
 def _versions() -> dict[str, str]:

@@ -12,16 +12,17 @@ changed since: they are made again behind the old ones.
 
 from __future__ import annotations
 
-import fcntl
 import io
 import json
 import os
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeAlias
+from typing import Any, BinaryIO, TypeAlias
 
+from rekindle import files
 from rekindle.extras import install
 from rekindle.lab.arms import from_stored
 
@@ -105,7 +106,7 @@ class Claim:
     Making one repairs the file: an incomplete last line is removed, so that what is appended starts on a new line.
     """
 
-    def __init__(self, path: Path, handle: io.BufferedRandom) -> None:
+    def __init__(self, path: Path, handle: BinaryIO) -> None:
         self.path, self._handle = path, handle
         handle.seek(0)
         content = handle.read()
@@ -165,13 +166,8 @@ class RunStore:
         """The right to write this run's file, or None while another process (or another claim here) has it."""
         path = self.path(identity)
         self.runs.mkdir(parents=True, exist_ok=True)
-        handle = open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644), "r+b")  # noqa: SIM115
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            handle.close()
-            return None
-        return Claim(path, handle)
+        handle = files.lock(path)
+        return None if handle is None else Claim(path, handle)
 
     def read(self, identity: str) -> RunRecord:
         """What is known of a run now; a run that is being written reads as partial."""
@@ -191,7 +187,7 @@ class RunStore:
     def describe(self, content: Mapping[str, Any]) -> None:
         """Write study.json."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        replace(self.folder / "study.json", (json.dumps(content, indent=1, allow_nan=False) + "\n").encode())
+        files.write(self.folder / "study.json", json.dumps(content, indent=1, allow_nan=False) + "\n")
 
     def description(self) -> dict[str, Any]:
         """Read study.json."""
@@ -211,7 +207,7 @@ class RunStore:
         path = self.folder / "table.parquet"
         buffer = io.BytesIO()
         frame(self.records()).to_parquet(buffer, index=False)
-        replace(path, buffer.getvalue())
+        files.write(path, buffer.getvalue())
         return path
 
     def records(self) -> Iterator[tuple[str, RunRecord]]:
@@ -220,25 +216,6 @@ class RunStore:
             record = self.read(identity)
             if record.state == "finished":
                 yield identity, record
-
-
-def replace(path: Path, content: bytes) -> None:
-    """Write to a temporary file and rename, so that a reader sees the old file or the new one, never a partial one.
-
-    >>> import tempfile
-    >>> path = Path(tempfile.mkdtemp()) / "x"
-    >>> replace(path, b"new"); path.read_bytes()
-    b'new'
-    """
-    beside = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}")
-    try:
-        with open(beside, "wb") as handle:
-            handle.write(content)
-            handle.flush()
-            os.fsync(handle.fileno())
-        os.replace(beside, path)
-    finally:
-        beside.unlink(missing_ok=True)
 
 
 def flat(row: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -258,6 +235,19 @@ def flat(row: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return out
 
 
+def _described(identity: str, record: RunRecord) -> dict[str, Any]:
+    run = record.rows[0].get("run", {})
+    arm = from_stored(run.get("arm", {}), run.get("setting", {}))
+    return {
+        "setting": run.get("setting", {}).get("name"),
+        "arm": arm.get("name"),
+        "seed": run.get("seed"),
+        "identity": identity,
+        "arm_lr": None if arm.get("lr") is None else float(arm["lr"]),
+        "arm_options": json.dumps(arm.get("options") or {}, sort_keys=True),
+    }
+
+
 FIRST_COLUMNS = ("setting", "arm", "seed", "identity", "arm_lr", "arm_options", "task", "name")
 
 
@@ -275,16 +265,12 @@ def frame(records: Iterable[tuple[str, RunRecord]]) -> Any:
         raise ImportError(f"the table of a study needs pandas and pyarrow: {install('lab')}") from error
     lines: list[dict[str, Any]] = []
     for identity, record in records:
-        run = record.rows[0].get("run", {})
-        arm = from_stored(run.get("arm", {}), run.get("setting", {}))
-        head = {
-            "setting": run.get("setting", {}).get("name"),
-            "arm": arm.get("name"),
-            "seed": run.get("seed"),
-            "identity": identity,
-            "arm_lr": arm.get("lr"),
-            "arm_options": json.dumps(arm.get("options") or {}, sort_keys=True),
-        }
+        try:
+            head = _described(identity, record)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            reason = f"{type(error).__name__}: {error}"
+            warnings.warn(f"the run {identity} is malformed and left out ({reason})", stacklevel=2)
+            continue
         lines += [head | flat(row) for row in record.rows if row.get("kind") == "task"]
     columns = [*FIRST_COLUMNS, *sorted({name for line in lines for name in line} - {*FIRST_COLUMNS, "kind"})]
     table = pandas.DataFrame(lines, columns=columns)

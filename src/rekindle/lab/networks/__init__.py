@@ -19,10 +19,10 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from rekindle.blocks import finding as blocks
+from rekindle import blocks
 from rekindle.blocks.layouts import Recipe
 from rekindle.isolation import forked_rng
-from rekindle.lab.networks.dawn import DAWN, DAWNConfig, Router
+from rekindle.lab.dawn.network import DAWN, DAWNConfig, Router
 from rekindle.lab.networks.transformers import GPT, ViT, context
 from rekindle.lab.networks.vision import CNN, MLP, VGG16, ResNet18, at_least_one
 

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rekindle.blocks.finding import matrices, register
+from rekindle.blocks import matrices, register
 from rekindle.blocks.layouts import Recipe
 from rekindle.lab.networks.vision import at_least_one, image
 

@@ -1,7 +1,8 @@
-"""Optimizer steps as a method sees them: hooks before and after, one round for several optimizers, and re-warming.
+"""Optimizer steps as a method sees them: hooks before and after, one clock for several optimizers, and re-warming.
 
-The hooks are torch's own on the bare optimizers. They run inside every wrapper (accelerate, lightning) and inside
-`GradScaler.step`, so gradients are unscaled there and a skipped step does not count.
+A step is one update of the clock optimizer: the first one, unless another is named. The hooks are torch's own on the
+bare optimizers. They run inside every wrapper (accelerate, lightning) and inside `GradScaler.step`, so gradients are
+unscaled there and a skipped step does not count.
 """
 
 from __future__ import annotations
@@ -14,34 +15,38 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from rekindle.optimizers import unwrap
 from rekindle.optimizers.steps import Steps
 
 
-class Rounds:
-    """Counts rounds: one is over when every optimizer has stepped, or when one of them is about to step again.
+class Clock:
+    """Counts steps: the updates of one of the optimizers. Critic, critic, actor, actor are two steps of the critic.
 
-    `before(optimizer, first)` is called before each step of each optimizer, after the backward pass; first: none has
-    stepped in this round yet. `after` is called once per round, after the steps. After `rewarm()` the learning rate of
-    the next n rounds is lr·1/(n+1), lr·2/(n+1), …; it is changed only between gradients and step, so that closures,
-    schedulers, loggers and checkpoints always see their own value.
+    `before(optimizer, first)` is called before each update of each optimizer, after the backward pass; first: none was
+    updated since the step began. `after` is called once per step: when all optimizers were updated, or when the clock
+    optimizer is about to be updated again. After `rewarm()` the learning rate of the next n steps is lr·1/(n+1),
+    lr·2/(n+1), …; it is changed only between gradients and step, so that closures, schedulers, loggers and checkpoints
+    always see their own value.
 
+    clock: the optimizer whose updates count, or its position; the first by default.
     counting=False: the trainer counts steps itself. Without anything to do at a step there is then no hook at all.
 
     >>> import torch
     >>> weight = torch.nn.Parameter(torch.zeros(1))
     >>> sgd = torch.optim.SGD([weight], lr=1.0)
-    >>> rounds = Rounds([sgd], rewarm=1)
-    >>> rounds.rewarm()
+    >>> clock = Clock([sgd], rewarm=1)
+    >>> clock.rewarm()
     >>> for _ in range(2):
     ...     weight.grad = torch.ones(1)
     ...     sgd.step()
-    >>> weight.item(), sgd.param_groups[0]["lr"], rounds.count
+    >>> weight.item(), sgd.param_groups[0]["lr"], clock.count
     (-1.5, 1.0, 2)
     """
 
     def __init__(
         self,
         optimizers: Sequence[Any],
+        clock: Any = None,
         *,
         before: Callable[[Any, bool], None] | None = None,
         after: Callable[[], None] | None = None,
@@ -50,6 +55,7 @@ class Rounds:
         counting: bool = True,
     ) -> None:
         self.optimizers = tuple(optimizers)
+        self._clock = id(clock_among(self.optimizers, clock))
         self.count = 0
         self._before, self._after, self._closures = before, after, closures
         self._length, self._left = rewarm, 0
@@ -68,13 +74,12 @@ class Rounds:
 
     @property
     def watched(self) -> bool:
-        """Whether the optimizers have hooks, so that rounds are counted at all."""
+        """Whether the optimizers have hooks, so that steps are counted at all."""
         return bool(self._handles)
 
     def before_step(self, optimizer: Any) -> None:
         """The backward pass is done and this optimizer is about to step."""
-        if id(optimizer) in self._stepped:
-            self.close()
+        self._again(optimizer)
         if not self._acting:
             return
         if self._before is not None:
@@ -84,11 +89,10 @@ class Rounds:
             self._slow(optimizer)
 
     def close(self) -> None:
-        """End a round in which any optimizer has stepped."""
-        if not self._stepped:
+        """End a step in which the clock optimizer was updated."""
+        if self._clock not in self._stepped:
             return
         self._stepped.clear()
-        self.count += 1
         self._left = max(self._left - 1, 0)
         if self._after is not None:
             self._after()
@@ -106,7 +110,7 @@ class Rounds:
             self._restore(optimizer)
 
     def state_dict(self) -> dict[str, int]:
-        """How many rounds there were, and how many are left to warm up."""
+        """How many steps there were, and how many are left to warm up."""
         return {"count": self.count, "left": self._left}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
@@ -117,11 +121,21 @@ class Rounds:
         """Register only the hooks that are needed: they cost time at every step."""
         if not self._acting and not counting:
             return
-        if not self._acting and len(self.optimizers) == 1 and not _nests(optimizer):
+        if not self._acting and self._is_clock(optimizer) and not _nests(optimizer):
             self._handles.append(optimizer.register_step_post_hook(self._count))
+            return
+        if not self._acting and not self._is_clock(optimizer):
             return
         self._handles.append(optimizer.register_step_pre_hook(self._pre))
         self._handles.append(optimizer.register_step_post_hook(self._post))
+
+    def _is_clock(self, optimizer: Any) -> bool:
+        return id(optimizer) == self._clock
+
+    def _again(self, optimizer: Any) -> None:
+        """The clock optimizer is updated again: the step before is over, whoever was not updated in it."""
+        if self._is_clock(optimizer):
+            self.close()
 
     def _count(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self.count += 1
@@ -133,8 +147,8 @@ class Rounds:
             if self._before is not None:
                 _check_gradients(optimizer, args, kwargs)
             self.before_step(optimizer)
-        elif id(optimizer) in self._stepped:
-            self.close()
+        else:
+            self._again(optimizer)
         if id(optimizer) in self._ready:
             self._slow(optimizer)
 
@@ -149,6 +163,7 @@ class Rounds:
             )
         self._ready.discard(id(optimizer))
         self._stepped.add(id(optimizer))
+        self.count += self._is_clock(optimizer)
         if len(self._stepped) == len(self.optimizers):
             self.close()
 
@@ -166,6 +181,25 @@ class Rounds:
                 group["lr"].copy_(rate)
             else:
                 group["lr"] = rate
+
+
+def clock_among(optimizers: Sequence[Any], clock: Any = None) -> Any:
+    """The optimizer whose updates are the steps: the one that is named, by itself or by its position; else the first.
+
+    >>> clock_among(["critic", "actor"], 1)
+    'actor'
+    """
+    if clock is None:
+        return optimizers[0]
+    if isinstance(clock, int) and not isinstance(clock, bool) and 0 <= clock < len(optimizers):
+        return optimizers[clock]
+    inner = None if isinstance(clock, int) else unwrap(clock)[0]
+    if not any(optimizer is inner for optimizer in optimizers):
+        raise ValueError(
+            f"clock={type(clock).__name__ if inner is not None else clock} is none of the {len(optimizers)} "
+            "optimizers: name one of those that are given, or its position in the list"
+        )
+    return inner
 
 
 def _nests(optimizer: Any) -> bool:

@@ -4,16 +4,16 @@ A token does not pass through a fixed matrix. A `Router` scores n low-rank neuro
 attention gathers around it, and keeps the best few. Each neuron holds two rows of coefficients over a small basis,
 and a `BasisFFN` mixes the kept rows into one *recipe* that says how to compose the up-projection. The network is
 here to test a claim: that coefficient matrices with a QR start, and a loss that keeps them diverse, stop the
-neurons from becoming copies of one another (`benchmarks/dawn.py` measures it, `dawn_analysis.py` looks inside).
+neurons from becoming copies of one another (`benchmarks/dawn.py` measures it, `analysis` looks inside).
 
 Four things differ from the document that describes the system, each because it was found wrong:
 
 - It composes one up-projection per sequence, from every position. A next-token predictor would see its own target
   in there, so a causal model averages the recipes of the positions so far (`causal=False` keeps the document's way,
   for tasks that may look at the whole sequence).
-- Rows of a tall QR factor are not unit vectors (512 in 16 dimensions: norm .18). They are scaled to norm 1 here, and
+- Rows of a tall QR factor are not unit vectors (512 in 16 dimensions: norm 0.18). They are scaled to norm 1 here, and
   so is the Gaussian start, so that the two starts differ in angles and not in size.
-- Counting coefficients above a threshold has no gradient: `rekindle.methods.diversity.basis_usage_loss` counts softly.
+- Counting coefficients above a threshold has no gradient: `losses.basis_usage_loss` counts softly.
 - n > d vectors cannot be orthogonal: the losses are ratios to the Welch bound, 1 being the best there is.
 
 >>> model = DAWN(DAWNConfig(width=16, heads=2, hidden=32, layers=2, neurons=24, chosen=4, basis=4, neuron_rank=4))
@@ -33,9 +33,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from rekindle.initial import orthogonal_
 from rekindle.isolation import forked_rng
-from rekindle.measures.matrices import welch_bound
-from rekindle.methods.diversity import basis_usage_loss, diversity_loss, mean_squared_cosine, orthogonal_
+from rekindle.lab.dawn.losses import basis_usage_loss, diversity_loss, mean_squared_cosine
+from rekindle.measures import welch_bound
 
 CoefficientStart = Literal["gaussian", "qr", "positive"]
 

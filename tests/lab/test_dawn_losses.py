@@ -2,18 +2,10 @@
 
 import pytest
 import torch
-from torch import nn
 
+from rekindle.initial import orthogonal_
+from rekindle.lab.dawn.losses import basis_usage, basis_usage_loss, diversity_loss, mean_squared_cosine
 from rekindle.measures.matrices import welch_bound
-from rekindle.methods.diversity import (
-    Penalised,
-    basis_usage,
-    basis_usage_loss,
-    diversity_loss,
-    mean_squared_cosine,
-    orthogonal_,
-    orthogonality_loss,
-)
 
 
 def gen(seed=0):
@@ -73,31 +65,6 @@ def test_memory_is_bounded_by_the_smaller_gram():
     assert diversity_loss(torch.randn(100_000, 8, generator=gen())).item() == pytest.approx(1.0, abs=0.01)
 
 
-def test_gradients_match_finite_differences_and_descent_separates_neurons():
-    x = randn(5, 3).requires_grad_()
-    assert torch.autograd.gradcheck(diversity_loss, x)
-    assert torch.autograd.gradcheck(orthogonality_loss, x)
-    assert torch.autograd.gradcheck(lambda c: basis_usage_loss(c, at_least=2.9), x)
-    x = (torch.ones(8, 4) + 0.1 * torch.randn(8, 4, generator=gen())).requires_grad_()
-    optimizer = torch.optim.Adam([x], lr=0.05)
-    first = diversity_loss(x).item()
-    for _ in range(300):
-        optimizer.zero_grad()
-        diversity_loss(x).backward()
-        optimizer.step()
-    assert first > 2
-    assert diversity_loss(x).item() < 1.01
-
-
-def test_orthogonality_loss_is_the_deviation_from_isometry_per_dimension():
-    x = randn(4, 6)
-    expected = ((x @ x.T - torch.eye(4)) ** 2).sum() / 4
-    torch.testing.assert_close(orthogonality_loss(x), expected)
-    torch.testing.assert_close(orthogonality_loss(x.T), expected)
-    directions = x / x.norm(dim=1, keepdim=True)
-    torch.testing.assert_close(orthogonality_loss(x, unit=True), orthogonality_loss(directions))
-
-
 def test_basis_usage_counts_smoothly_and_has_a_gradient():
     c = torch.tensor([[1.0, 0.01, 0.0, 0.0], [1.0, -1.0, 1.0, 1.0]], dtype=torch.float64, requires_grad=True)
     usage = basis_usage(c)
@@ -112,19 +79,6 @@ def test_basis_usage_counts_smoothly_and_has_a_gradient():
     assert torch.isfinite(basis_usage(torch.zeros(2, 4))).all()
 
 
-def test_regulariser_attaches_to_named_parameters():
-    model = nn.Sequential(nn.Conv2d(2, 6, 3), nn.Linear(6, 3))
-    both = Penalised(diversity_loss, ["*.weight"], coefficient=0.5).loss_term(model)
-    expected = 0.5 * (diversity_loss(model[0].weight.flatten(1)) + diversity_loss(model[1].weight))
-    torch.testing.assert_close(both, expected)
-    both.backward()
-    assert model[0].weight.grad is not None
-    with pytest.raises(ValueError, match="match no parameter"):
-        Penalised(diversity_loss, ["nope"]).loss_term(model)
-    with pytest.raises(ValueError, match=r"'1\.bias'"):
-        Penalised(diversity_loss, ["1.bias"]).loss_term(model)
-
-
 def test_impossible_requests_are_named():
     with pytest.raises(ValueError, match="two axes"):
         orthogonal_(torch.empty(3))
@@ -134,3 +88,18 @@ def test_impossible_requests_are_named():
         diversity_loss(torch.ones(1, 4))
     with pytest.raises(ValueError, match="at_least"):
         basis_usage_loss(torch.ones(2, 2), at_least=3)
+
+
+def test_gradients_match_finite_differences_and_descent_separates_neurons():
+    x = randn(5, 3).requires_grad_()
+    assert torch.autograd.gradcheck(diversity_loss, x)
+    assert torch.autograd.gradcheck(lambda c: basis_usage_loss(c, at_least=2.9), x)
+    x = (torch.ones(8, 4) + 0.1 * torch.randn(8, 4, generator=gen())).requires_grad_()
+    optimizer = torch.optim.Adam([x], lr=0.05)
+    first = diversity_loss(x).item()
+    for _ in range(300):
+        optimizer.zero_grad()
+        diversity_loss(x).backward()
+        optimizer.step()
+    assert first > 2
+    assert diversity_loss(x).item() < 1.01

@@ -4,7 +4,7 @@
 Routing is looked at on data; the coefficients are looked at as matrices. There are two of these per layer, one for
 each factor of the up-projection, and both are shown.
 
->>> from rekindle.lab.networks.dawn import DAWN, DAWNConfig
+>>> from rekindle.lab.dawn.network import DAWN, DAWNConfig
 >>> small = DAWNConfig(width=8, heads=2, hidden=12, layers=2, neurons=40, chosen=4, neuron_rank=4, basis=4)
 >>> print(analyse(DAWN(small), [torch.arange(64).view(4, 16)]))
 layer  usage  balance  similar pairs  × Welch bound  effective rank  basis per neuron  basis active
@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rekindle.lab.networks.dawn import DAWN, DAWNLayer
-from rekindle.measures.matrices import effective_rank, participation_rank, similar_pairs, singular_values, welch_ratio
-from rekindle.methods.diversity import basis_usage
+from rekindle.lab.dawn.losses import basis_usage
+from rekindle.lab.dawn.network import DAWN, DAWNLayer
+from rekindle.measures import effective_rank, participation_rank, similar_pairs, singular_values, welch_ratio
 
 Pair = tuple[float, float]
 
@@ -82,7 +82,7 @@ class Analysis:
     def mean(self, name: str) -> float:
         """A measure averaged over layers and, where there are two, over both coefficient matrices.
 
-        >>> from rekindle.lab.networks.dawn import DAWN, DAWNConfig
+        >>> from rekindle.lab.dawn.network import DAWN, DAWNConfig
         >>> small = DAWNConfig(width=8, heads=2, hidden=12, neurons=40, chosen=4, neuron_rank=4, basis=4)
         >>> round(analyse(DAWN(small), [torch.arange(64).view(4, 16)]).mean("effective_rank"), 3)
         1.0
@@ -108,7 +108,7 @@ class Analysis:
 def analyse(model: DAWN, batches: Iterable[Any], *, tau: float = 0.8) -> Analysis:
     """Look at every layer of `model` on `batches` (token tensors, or tuples that start with one).
 
-    >>> from rekindle.lab.networks.dawn import DAWN, DAWNConfig
+    >>> from rekindle.lab.dawn.network import DAWN, DAWNConfig
     >>> small = DAWNConfig(width=8, heads=2, hidden=12, layers=1, neurons=40, chosen=40, neuron_rank=4, basis=4)
     >>> analyse(DAWN(small), [torch.arange(64).view(4, 16)]).layers[0].usage  # all are chosen
     1.0

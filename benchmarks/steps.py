@@ -1,0 +1,223 @@
+"""What a remedy that is left on costs: processor time of a training step with it, beside a plain step.
+
+    python benchmarks/steps.py                  all of them
+    python benchmarks/steps.py --rounds 40 upgd some of them
+
+One DQN-sized step (MLP 4-120-84-2, batch 128, Adam, one thread). Every loop runs a block of steps in each round, one
+after the other; the figures are medians over the rounds of the ratio to the plain block of the same round. "alone" is
+the method as its paper writes it, in plain torch and for this network only, without any check: what a user would
+write by hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import rekindle
+from measuring import processor
+from rekindle.methods import UPGD, ContinualBackprop, L2Init, ReDo
+
+BATCH, BLOCK, NEVER = 128, 100, 10**9
+GOALS = {"monitor": 1.03, "redo": 1.08, "l2-init": 1.20, "upgd": 1.60, "continual-backprop": 1.45}
+Step = Callable[[], None]
+
+
+def network(seed: int = 0) -> nn.Sequential:
+    """The Q network of CleanRL's DQN on CartPole."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, 2))
+
+
+def batches() -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (torch.randn(BATCH, 4, generator=generator), torch.randn(BATCH, 2, generator=generator)) for _ in range(BLOCK)
+    ]
+
+
+DATA = batches()
+
+
+def training(method: object = None, **options: object) -> Step:
+    """A block of steps, with a method attached if there is one."""
+    model = network()
+    optimizer = torch.optim.Adam(model.parameters(), lr=2.5e-4)
+    remedy = None if method is None else rekindle.attach(model, optimizer, method, **options)  # type: ignore[arg-type]
+
+    def block() -> None:
+        for x, y in DATA:
+            loss = F.mse_loss(model(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            if remedy is not None:
+                remedy.step()
+
+    return block
+
+
+def l2_init_alone(coefficient: float = 1e-3) -> Step:
+    """The penalty as a term of the loss (Kumar et al., 2023)."""
+    model = network()
+    start = [p.detach().clone() for p in model.parameters()]
+    optimizer = torch.optim.Adam(model.parameters(), lr=2.5e-4)
+
+    def block() -> None:
+        for x, y in DATA:
+            loss = F.mse_loss(model(x), y)
+            for parameter, first in zip(model.parameters(), start, strict=True):
+                loss = loss + coefficient * (parameter - first).square().sum()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    return block
+
+
+class PlainUPGD(torch.optim.Optimizer):
+    """First-order global UPGD, an optimizer of its own as in the paper (Elsayed & Mahmood, 2024, algorithm 1)."""
+
+    def __init__(self, parameters: object, lr: float = 2.5e-4, beta: float = 0.999, sigma: float = 0.001) -> None:
+        super().__init__(parameters, {"lr": lr, "beta": beta, "sigma": sigma})  # type: ignore[arg-type]
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        """Utilities and their largest first, then the gated step."""
+        largest = -torch.inf
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state["step"], state["utility"] = 0, torch.zeros_like(p)
+                state["step"] += 1
+                state["utility"].mul_(group["beta"]).add_(-p.grad * p, alpha=1 - group["beta"])
+                largest = max(largest, state["utility"].max())
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                corrected = state["utility"] / (1 - group["beta"] ** state["step"])
+                gate = 1 - torch.sigmoid(corrected / largest)
+                p.add_((p.grad + torch.randn_like(p) * group["sigma"]) * gate, alpha=-group["lr"])
+
+
+def upgd_alone() -> Step:
+    """UPGD with its own optimizer: there is no Adam."""
+    model = network()
+    optimizer = PlainUPGD(model.parameters())
+
+    def block() -> None:
+        for x, y in DATA:
+            loss = F.mse_loss(model(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    return block
+
+
+def continual_backprop_alone(rate: float = 1e-4, decay: float = 0.99, maturity: int = 100) -> Step:
+    """Generate and test after each step (Dohare et al., 2024, algorithm 1), for this chain of layers."""
+    model = network()
+    optimizer = torch.optim.Adam(model.parameters(), lr=2.5e-4)
+    layers = [layer for layer in model if isinstance(layer, nn.Linear)]
+    hidden = list(pairwise(layers))
+    utility = [torch.zeros(a.out_features) for a, _ in hidden]
+    mean = [torch.zeros(a.out_features) for a, _ in hidden]
+    age = [torch.zeros(a.out_features) for a, _ in hidden]
+    due = [0.0 for _ in hidden]
+
+    @torch.no_grad()
+    def generate_and_test(features: list[Tensor]) -> None:
+        for i, ((maker, reader), h) in enumerate(zip(hidden, features, strict=True)):
+            age[i] += 1
+            contribution = reader.weight.abs().mean(0) * h.abs().mean(0)
+            utility[i].mul_(decay).add_(contribution, alpha=1 - decay)
+            mean[i].mul_(decay).add_(h.mean(0), alpha=1 - decay)
+            eligible = torch.where(age[i] > maturity)[0]
+            if not len(eligible):
+                continue
+            due[i] += rate * len(eligible)
+            number = int(due[i])
+            if not number:
+                continue
+            due[i] -= number
+            correction = 1 - decay ** age[i]
+            out = eligible[(utility[i] / correction)[eligible].topk(number, largest=False).indices]
+            reader.bias += reader.weight[:, out] @ (mean[i] / correction)[out]
+            bound = maker.in_features**-0.5
+            maker.weight[out] = torch.empty(number, maker.in_features).uniform_(-bound, bound)
+            maker.bias[out] = 0
+            reader.weight[:, out] = 0
+            utility[i][out] = mean[i][out] = age[i][out] = 0
+            for parameter, place in ((maker.weight, out), (maker.bias, out), (reader.weight, (slice(None), out))):
+                for slot in ("exp_avg", "exp_avg_sq"):
+                    optimizer.state[parameter][slot][place] = 0
+
+    def block() -> None:
+        for x, y in DATA:
+            a = F.relu(layers[0](x))
+            b = F.relu(layers[1](a))
+            loss = F.mse_loss(layers[2](b), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            generate_and_test([a.detach(), b.detach()])
+
+    return block
+
+
+LOOPS: dict[str, Callable[[], Step]] = {
+    "idle": lambda: training("fire", at=NEVER),
+    "monitor": lambda: training("fire", at=NEVER, monitor=100),
+    "redo": lambda: training(ReDo(), every=NEVER),
+    "l2-init": lambda: training(L2Init(1e-3)),
+    "l2-init decoupled": lambda: training(L2Init(1e-3, decoupled=True)),
+    "l2-init alone": l2_init_alone,
+    "upgd": lambda: training(UPGD()),
+    "upgd alone": upgd_alone,
+    "continual-backprop": lambda: training(ContinualBackprop()),
+    "continual-backprop alone": continual_backprop_alone,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("loops", nargs="*", metavar="LOOP", help=", ".join(LOOPS))
+    parser.add_argument("--rounds", type=int, default=30)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    wanted = {name: make for name, make in LOOPS.items() if not options.loops or name.startswith(tuple(options.loops))}
+    steps = {"plain": training(), **{name: make() for name, make in wanted.items()}}
+    ratios: dict[str, list[float]] = {name: [] for name in steps}
+    plain = []
+    for turn in range(options.rounds + 2):
+        spent = {}
+        for name, block in steps.items():
+            began = time.process_time()
+            block()
+            spent[name] = time.process_time() - began
+        if turn >= 2:  # plans are made and states are allocated in the first rounds
+            plain.append(spent["plain"] / BLOCK)
+            for name, seconds in spent.items():
+                ratios[name].append(seconds / spent["plain"])
+    base = statistics.median(plain)
+    print(f"{processor()}, torch {torch.__version__}, one thread; {options.rounds} rounds of {BLOCK} steps")
+    print(f"{'':26}{'ms a step':>10}{'over plain':>12}{'goal':>8}")
+    for name, each in ratios.items():
+        ratio, goal = statistics.median(each), GOALS.get(name)
+        text = "" if goal is None else f"{100 * (goal - 1):+.0f}%"
+        print(f"{name:26}{1e3 * base * ratio:>10.3f}{100 * (ratio - 1):>+11.1f}%{text:>8}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""Errors and Ctrl-C at random lines of `fire` and of every method, plain and under a guard: what was left behind?
+
+Each fault is one call that fails at one line of the package. Afterwards either everything is as it was, or the error is
+a `MethodError` whose receipt names everything that differs; modes, gradients, hooks and random states are checked too.
+The small version of this is tests/methods/test_faults.py.
+
+    OMP_NUM_THREADS=1 python benchmarks/verb_faults.py --faults 2000
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+TESTS = Path(__file__).parent.parent / "tests"
+sys.path[:0] = [str(TESTS / "support"), str(TESTS / "methods"), str(TESTS)]
+
+import faults  # noqa: E402
+import test_faults as small  # noqa: E402
+
+import rekindle  # noqa: E402
+from rekindle import methods  # noqa: E402
+
+Outcome = tuple[BaseException | None, str | None]
+
+
+def method_fault(name: str, guarded: bool, at: int, kind: type[BaseException]) -> Outcome:
+    """One fault in a call of a method."""
+    model, optimizer, method = small.ready(small.CASES[name])
+    before = faults.Before(model, optimizer)
+    error = faults.interrupted(small.called(model, optimizer, method, guarded), at, kind)
+    whole = guarded or method.atomic or name == "fire atomic"
+    return error, faults.judged(error, before, whole=whole)
+
+
+def mirrored(model: Any, optimizer: Any, mirror: Any, atomic: bool) -> Callable[[], Any]:
+    """A call of `fire` with everything that it can do beside the weights."""
+    return lambda: rekindle.fire(
+        model, optimizer, mirrors=mirror, biases="zero", recalibrate=small.DATA, drift=small.DATA, atomic=atomic
+    )
+
+
+def mirror_fault(atomic: bool, at: int, kind: type[BaseException]) -> Outcome:
+    """One fault in a call of `fire` with a mirror, which is compared too."""
+    model, optimizer, _ = small.ready(methods.FIRE)
+    mirror = copy.deepcopy(model)
+    before = faults.Before(model, optimizer)
+    start = {name: value.clone() for name, value in mirror.state_dict().items()}
+    error = faults.interrupted(mirrored(model, optimizer, mirror, atomic), at, kind)
+    moved = {name for name, value in mirror.state_dict().items() if not torch.equal(value, start[name])}
+    receipt = getattr(error, "receipt", None)
+    named = set() if receipt is None or atomic else set(receipt.differs)
+    missing = {name for name in moved if f"mirror 0: {name}" not in named}
+    if error is not None and missing:
+        return error, f"mirror: {sorted(missing)[:3]} differ and are not named"
+    return error, faults.judged(error, before, whole=atomic)
+
+
+def cases() -> dict[str, tuple[int, Callable[[int, type[BaseException]], Outcome]]]:
+    """What is tried: how many lines each call runs, and a function that fails it at one of them."""
+    found: dict[str, tuple[int, Callable[[int, type[BaseException]], Outcome]]] = {}
+    for name in small.CASES:
+        for guarded in (False, True):
+            total = faults.lines(small.called(*small.ready(small.CASES[name]), guarded))
+            found[f"{name}{' guarded' * guarded}"] = (
+                total,
+                lambda at, kind, name=name, guarded=guarded: method_fault(name, guarded, at, kind),  # type: ignore[misc]
+            )
+    for atomic in (False, True):
+        model, optimizer, _ = small.ready(methods.FIRE)
+        total = faults.lines(mirrored(model, optimizer, copy.deepcopy(model), atomic))
+        found[f"fire with a mirror{' atomic' * atomic}"] = (
+            total,
+            lambda at, kind, atomic=atomic: mirror_fault(atomic, at, kind),  # type: ignore[misc]
+        )
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--faults", type=int, default=2000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so many seconds")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    begin, tried = time.monotonic(), cases()
+    each = -(-options.faults // len(tried))
+    # One fault of every case in turn, so that a run that is cut short has tried them all.
+    places = {name: list(faults.positions(total, each, options.seed)) for name, (total, _) in tried.items()}
+    done = raised = 0
+    wrong: list[str] = []
+    for turn in range(each):
+        for name, (total, fail) in tried.items():
+            if turn >= len(places[name]) or time.monotonic() - begin > options.seconds:
+                continue
+            kind = (faults.Fault, KeyboardInterrupt)[turn % 2]
+            error, verdict = fail(places[name][turn], kind)
+            done, raised = done + 1, raised + (error is not None)
+            if verdict is not None:
+                wrong.append(f"{name}, line {places[name][turn]} of {total}, {error}: {verdict}")
+                print(wrong[-1], flush=True)
+    print(f"{done} faults in {len(tried)} cases, {raised} raised, {len(wrong)} wrong, {time.monotonic() - begin:.0f} s")
+    return 1 if wrong or not raised else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

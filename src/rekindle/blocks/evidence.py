@@ -1,0 +1,88 @@
+"""What a recorded pass showed about the parameters of a model; `rekindle.recording` makes it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from rekindle.blocks.layouts import Block, Layout
+
+
+@dataclass(frozen=True)
+class Fact:
+    """What the recording shows about one parameter.
+
+    `use` says how it entered: "matrix", "convolution", "table", "elementwise", "opaque" or "" where it did not run.
+    `parts` are (name, start, length) within `period` rows, empty where the output is not cut; `refusal` says why the
+    matrices cannot be told although it is used.
+    """
+
+    use: str = ""
+    layout: Layout | None = None
+    taps: int = 1
+    parts: tuple[tuple[str, int, int], ...] = ()
+    period: int = 0
+    refusal: str = ""
+    output: bool = False
+    router: bool = False
+    role: str = ""
+
+    @property
+    def cut(self) -> bool:
+        """Whether its output is cut into parts that go different ways."""
+        return bool(self.parts) or self.refusal.startswith("cut")
+
+    def role_of(self, named: str) -> str:
+        """The role that its name suggests, where what ran does not say otherwise."""
+        if self.router:
+            return "router"
+        if named == "adapter":
+            return named
+        if self.role in _ROLES:
+            return self.role
+        return "other" if self.role == "not attention" and named in _ROLES else named
+
+    def blocks(self, role: str) -> tuple[Block, ...]:
+        """The blocks that follow from it."""
+        layout = self.layout
+        assert layout is not None
+        if not self.parts:
+            count, out, in_ = layout.sizes
+            return (Block(role, "", out, in_, count, layout, self.taps),)
+        (factor,) = layout.out
+        outer, split = layout.split[factor] // self.period, list(layout.split)
+        split[factor : factor + 1] = [outer, self.period]
+
+        def shift(group: tuple[int, ...]) -> tuple[int, ...]:
+            return tuple(i + (i > factor) for i in group)
+
+        made = []
+        for name, start, length in self.parts:
+            whole = Layout(
+                layout.shape,
+                tuple(split),
+                shift(layout.count),
+                (factor, factor + 1),
+                shift(layout.in_),
+                ((factor + 1, start, length),),
+            )
+            count, out, in_ = whole.sizes
+            does = {"gate": "mlp-gate", "up": "mlp-in"}.get(name, name if name in _ROLES else role)
+            made.append(Block(does, name, out, in_, count, whole, self.taps))
+        return tuple(made)
+
+
+_ROLES = ("query", "key", "value")
+
+
+@dataclass(eq=False)
+class Facts:
+    """What one recorded pass, or several, show about a model, by the names of its parameters."""
+
+    by_name: dict[str, Fact] = field(default_factory=dict)
+    ran: set[int] = field(default_factory=set)
+
+    def __getitem__(self, name: str) -> Fact:
+        return self.by_name.get(name, Fact())
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.by_name

@@ -1,0 +1,16 @@
+"""One pass of a model, noted operation by operation, and what it shows about the weights.
+
+`recorder` notes one pass as a list of operations (`graph`); `following` goes through them once more with *shadows*: an
+integer tensor beside each value that names the row of the weight behind each element, moved by the same operations.
+`traces` are what one value holds, `combining` and `following` what operations make of that, `shadows` the index
+arithmetic, `operations` the tables. `weights` says how a parameter enters an operation, `facts` what follows for each
+parameter: how its matrices lie, into which parts its output is cut, whether it reaches the caller, whether it selects,
+whether it ran at all. `evidence` in blocks holds them.
+
+May import everything up to `blocks`. Start reading at `recorder.record`.
+"""
+
+from rekindle.recording.facts import facts_of
+from rekindle.recording.recorder import Recorder, RecordingError, record
+
+__all__ = ["Recorder", "RecordingError", "facts_of", "record"]

@@ -1,0 +1,187 @@
+"""What a recorded pass shows about each parameter: layout, parts, output, router, role, whether it ran."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import replace
+
+from rekindle.blocks.evidence import Fact, Facts
+from rekindle.recording.following import Following
+from rekindle.recording.graph import Graph, ModuleCall
+from rekindle.recording.traces import Arrival, LayerCall, RowTrace
+from rekindle.recording.weights import Entry
+
+_MOST_PARTS = 16
+
+
+def facts_of(graph: Graph) -> Facts:
+    """What this pass shows about each parameter.
+
+    >>> import torch
+    >>> from torch import nn
+    >>> from rekindle.recording.recorder import record
+    >>> net = nn.Sequential(nn.Linear(4, 8), nn.GLU(), nn.Linear(4, 2))
+    >>> facts = facts_of(record(net, torch.zeros(3, 4)))
+    >>> facts["2.weight"].output, [part for part, _, _ in facts["0.weight"].parts]
+    (True, ['up', 'gate'])
+    """
+    followed = Following(graph)
+    outputs = _outputs(graph, followed)
+    routers = _routers(followed)
+    calls: dict[str, list[LayerCall]] = defaultdict(list)
+    for call in followed.calls:
+        calls[call.weight].append(call)
+    facts = {}
+    for name, entries in followed.entered.items():
+        held = calls.get(name, [])
+        fact = _used(entries)
+        # Used transposed somewhere else (a tied decoder), its rows there are the columns here.
+        alike = [call for call in held if fact.layout is None or call.entry.layout == fact.layout]
+        pieces = [piece for call in alike for piece in followed.pieces[call.number]]
+        fact = _cut(fact, entries, pieces)
+        numbers = {call.number for call in held}
+        role = "" if fact.parts else _role(pieces)
+        fact = replace(fact, output=bool(numbers & outputs), router=bool(numbers & routers), role=role)
+        facts[name] = fact
+    return Facts(facts, graph.modules())
+
+
+def _used(entries: list[Entry]) -> Fact:
+    """How a parameter enters: as a matrix if it does so anywhere."""
+    solid = [e for e in entries if e.kind in ("matrix", "convolution")]
+    if not solid:
+        return Fact(entries[0].kind)
+    first = next((e for e in solid if e.layout is not None), solid[0])
+    notes = tuple(dict.fromkeys(note for entry in solid for note in entry.notes))
+    refusal = f"{notes[0]} before it is used: a projection of it is not one of what is used" if notes else first.refusal
+    return Fact(first.kind, first.layout if not notes else None, first.taps, refusal=refusal)
+
+
+def _cut(fact: Fact, entries: list[Entry], pieces: list[Arrival]) -> Fact:
+    """The parts into which the rows go."""
+    places: dict[int, set[tuple[str, tuple[int, int]]]] = defaultdict(set)
+    kinds_of: dict[tuple[str, tuple[int, int]], str] = {}
+    for piece in pieces:
+        for row in piece.rows:
+            places[row].add((piece.kind, piece.place))
+        kinds_of[piece.kind, piece.place] = piece.kind
+    if len({frozenset(held) for held in places.values()}) < 2:
+        return fact
+    entry = next((e for e in entries if e.layout is not None), None)
+    if entry is None or len(entry.out) != 1:
+        return replace(fact, layout=None, refusal="cut into parts that go different ways, along several of its axes")
+    (factor,) = entry.out
+    size, unit = entry.split[factor], entry.units[factor]
+    labels: list[set[tuple[str, tuple[int, int]]]] = [set() for _ in range(size)]
+    for row, held in places.items():
+        labels[(row // unit) % size] |= held
+    names = [frozenset(label) for label in labels]
+    if len(set(names)) < 2:
+        return fact
+    period = next(p for p in range(1, size + 1) if size % p == 0 and all(names[i] == names[i % p] for i in range(size)))
+    runs: list[tuple[frozenset[tuple[str, tuple[int, int]]], int, int]] = []
+    for i, label in enumerate(names[:period]):
+        if runs and runs[-1][0] == label:
+            runs[-1] = (label, runs[-1][1], runs[-1][2] + 1)
+        else:
+            runs.append((label, i, 1))
+    if len(runs) > _MOST_PARTS or len({run[0] for run in runs}) < len(runs):
+        return replace(fact, layout=None, refusal="cut into parts that go different ways and lie irregularly")
+    parts = []
+    taken: set[str] = set()
+    for i, (label, start, length) in enumerate(runs):
+        name = _name_of({kind for kind, _ in label}) or f"part {i}"
+        name = f"part {i}" if name in taken else name
+        taken.add(name)
+        parts.append((name, start, length))
+    if fact.refusal:
+        return replace(fact, layout=None)
+    return replace(fact, parts=tuple(parts), period=period)
+
+
+def _name_of(kinds: set[str]) -> str:
+    for name in ("query", "key", "value", "gate", "up"):
+        if name in kinds:
+            return name
+    return ""
+
+
+def _role(pieces: list[Arrival]) -> str:
+    """What the rows of an uncut weight do, where the recording shows it."""
+    held = {piece.kind for piece in pieces}
+    attends = [name for name in ("query", "key", "value") if name in held]
+    if len(attends) == 1:
+        return attends[0]
+    return "not attention" if "weight" in held and not held & {"query", "key", "value", "product"} else ""
+
+
+def _routers(followed: Following) -> set[int]:
+    chosen = set(followed.selecting)
+    for key, members in followed.weighing.items():
+        weights = list(members.values())
+        if len(weights) > 1 and not frozenset.intersection(*map(frozenset, weights)):
+            chosen.add(key)
+    return chosen
+
+
+def _outputs(graph: Graph, followed: Following) -> set[int]:
+    """The calls whose value reaches the caller, of the pass or of a network that is called by itself."""
+    found: set[int] = set()
+    sinks = set(graph.returned.values())
+    top = [call for call in graph.calls if call.depth == 0]
+    for call in top:
+        if not _feeds_only(graph, call, top):
+            sinks |= set(call.outputs)
+    if not graph.returned:
+        for operation in graph.operations:
+            if operation.depth == 0:
+                sinks |= {o for o in operation.outputs if o >= 0 and graph.shapes[o] == () and graph.floating[o]}
+    for place, number in enumerate(sorted(sinks)):
+        traces = followed.content(number).traces
+        ends = _ends(traces, followed)
+        for key, trace in traces.items():
+            followed.pieces[key].append(Arrival("output", (-1, place), trace.all_rows()))
+        found |= ends
+    return found
+
+
+def _ends(traces: Mapping[int, RowTrace], followed: Following) -> set[int]:
+    """Those of the traces in a returned value that are outputs: not the members of a residual stream, not keys and
+    values that are kept for later."""
+    stream = {key for key, trace in traces.items() if trace.added}
+    if stream:
+        stems = [followed.calls[key].entry for key in traces.keys() - stream]
+        if not stems or not all(_narrows(entry) for entry in stems):
+            return set()
+    kept = {
+        key
+        for key in traces
+        if not traces[key].attended
+        and any(p.kind in ("query", "key", "value", "product") for p in followed.pieces[key])
+    }
+    return {key for key in traces.keys() - kept if followed.calls[key].entry.kind != "opaque"}
+
+
+def _narrows(entry: Entry) -> bool:
+    layout = entry.layout
+    return layout is not None and layout.sizes[1] < layout.sizes[2]
+
+
+def _feeds_only(graph: Graph, call: ModuleCall, top: list[ModuleCall]) -> bool:
+    """Whether some other network reads what this one returned whenever it runs: a trunk before its heads.
+
+    A critic that also reads actions of others does not make the actor its trunk.
+    """
+    reached = set(call.outputs)
+    for operation in graph.operations[call.last :]:
+        if reached.intersection(operation.inputs):
+            reached.update(operation.outputs)
+    readers: dict[int, list[bool]] = defaultdict(list)
+    for other in top:
+        if other is not call and other.first >= call.last >= 0:
+            readers[id(other.module)].append(bool(reached.intersection(other.inputs)))
+    for other in top:
+        if other is not call and 0 <= other.last <= call.first and id(other.module) in readers:
+            readers[id(other.module)].append(False)
+    return any(all(reads) for reads in readers.values())

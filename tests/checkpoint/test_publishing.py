@@ -1,0 +1,267 @@
+"""What a job may replace, and what has to be as it was before anything is replaced."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from checkpoints import digest, leftovers, save_sharded, small_model
+from rekindle import files
+from rekindle.checkpoint import CheckpointError, fire_file, open_checkpoint, training_state
+
+
+def make_folder(path: Path, shards: int = 1) -> Path:
+    save_sharded(small_model().state_dict(), path, shards, config={"hidden": 16})
+    return path
+
+
+def everything(folder: Path) -> dict[str, tuple[Any, ...]]:
+    """Bytes, mode and time of all that a folder holds."""
+    found: dict[str, tuple[Any, ...]] = {}
+    for path in sorted(folder.rglob("*")):
+        state = path.lstat()
+        content = os.readlink(path) if path.is_symlink() else path.read_bytes() if path.is_file() else None
+        found[str(path.relative_to(folder))] = content, state.st_mode, state.st_mtime_ns if content else 0
+    return found
+
+
+def during(monkeypatch: pytest.MonkeyPatch, action: Callable[[], Any]) -> None:
+    """Something else happens while a job is at work."""
+    real = training_state.reset
+
+    def reset(*args: Any) -> None:
+        real(*args)
+        action()
+
+    monkeypatch.setattr(training_state, "reset", reset)
+
+
+def test_in_place_touches_only_the_files_in_which_a_weight_changes(tmp_path: Path) -> None:
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    save_file(small_model().state_dict(), folder / "model.safetensors")
+    (folder / "config.json").write_text("{}")
+    (folder / ".git").mkdir()
+    (folder / ".git" / "HEAD").write_text("ref")
+    (folder / "model-q4.gguf").write_bytes(b"GGUF")
+    (folder / "pytorch_model.bin").write_bytes(b"old")
+    (folder / "empty").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    (folder / "linked").symlink_to(tmp_path / "elsewhere")
+    (folder / "my.rekindle-notes.txt").write_text("mine")
+    (folder / "model.safetensors").chmod(0o640)
+    before = everything(folder)
+    fire_file(folder, in_place=True)
+    after = everything(folder)
+    assert before.keys() == after.keys()
+    assert {name for name in before if before[name] != after[name]} == {"model.safetensors"}
+    assert stat.S_IMODE((folder / "model.safetensors").stat().st_mode) == 0o640
+    assert leftovers(tmp_path) == []
+
+
+def test_in_place_leaves_shards_without_changes_as_they_are(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "hf", shards=3)
+    before = everything(folder)
+    receipt = fire_file(folder, in_place=True, targets=["0.weight"])
+    after = everything(folder)
+    changed = {name for name in before if before[name] != after[name]}
+    assert receipt.changed == ("0.weight",)
+    assert changed == {"model-00001-of-00003.safetensors"}
+
+
+def test_force_replaces_the_files_of_a_checkpoint_and_nothing_else(tmp_path: Path) -> None:
+    source, target = make_folder(tmp_path / "in", shards=2), make_folder(tmp_path / "out", shards=3)
+    (target / "docs").mkdir()
+    (target / "docs" / "thesis.tex").write_text("years of work")
+    fire_file(source, target, force=True)
+    assert (target / "docs" / "thesis.tex").read_text() == "years of work"
+    shards = sorted(path.name for path in target.glob("*.safetensors"))
+    assert shards == [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+    with open_checkpoint(target) as checkpoint:
+        assert len(checkpoint.names) == 6
+
+
+def test_force_refuses_what_is_no_checkpoint(tmp_path: Path) -> None:
+    source, file = make_folder(tmp_path / "in"), tmp_path / "in.safetensors"
+    save_file(small_model().state_dict(), file)
+    home = tmp_path / "home"
+    (home / "docs").mkdir(parents=True)
+    (home / "docs" / "thesis.tex").write_text("years of work")
+    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+        fire_file(source, home, force=True)
+    assert (home / "docs" / "thesis.tex").read_text() == "years of work"
+    os.mkfifo(tmp_path / "pipe")
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(tmp_path / "socket"))
+    for name in ("pipe", "socket"):
+        with pytest.raises(CheckpointError, match=f"is a {name}"):
+            fire_file(file, tmp_path / name, force=True)
+    with pytest.raises(CheckpointError, match="is a device"):
+        fire_file(file, Path("/dev/null"), force=True)
+    notes = make_folder(tmp_path / "notes")
+    (source / "NOTES.md").write_text("of the source")
+    (notes / "NOTES.md").write_text("of the user")
+    with pytest.raises(CheckpointError, match="no part of a checkpoint"):
+        fire_file(source, notes, force=True)
+    assert (notes / "NOTES.md").read_text() == "of the user"
+    assert leftovers(tmp_path) == []
+
+
+@pytest.mark.parametrize("what", ["journal", "partial", "replaced"])
+def test_a_link_with_a_working_name_is_never_written_through(what: str, tmp_path: Path) -> None:
+    file, precious = tmp_path / "in.safetensors", tmp_path / "precious"
+    save_file(small_model().state_dict(), file)
+    precious.write_text("precious")
+    (tmp_path / f".out.rekindle-{what}").symlink_to(precious)
+    if what == "journal":
+        with pytest.raises(CheckpointError, match="symbolic link"):
+            fire_file(file, tmp_path / "out")
+    else:
+        fire_file(file, tmp_path / "out")
+    assert precious.read_text() == "precious"
+
+
+@pytest.mark.parametrize("how", ["replaced", "rewritten", "longer"])
+@pytest.mark.parametrize("folder", [False, True])
+def test_a_source_that_changes_while_it_is_read_gives_no_output(
+    how: str, folder: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = make_folder(tmp_path / "in") if folder else tmp_path / "in"
+    file = source / "model-00001-of-00001.safetensors" if folder else source
+    if not folder:
+        save_file(small_model().state_dict(), file)
+    content = file.read_bytes()
+
+    def change() -> None:
+        if how == "replaced":
+            (tmp_path / "new").write_bytes(content)
+            os.replace(tmp_path / "new", file)
+        else:
+            file.write_bytes(content[:-4] + bytes(4) if how == "rewritten" else content + bytes(8))
+
+    during(monkeypatch, change)
+    for options in ({"target": tmp_path / "out"}, {"in_place": True}):
+        with pytest.raises(CheckpointError, match="changed while"):
+            fire_file(source, **options)  # type: ignore[arg-type]
+        assert not (tmp_path / "out").exists()
+        file.write_bytes(content)
+    assert leftovers(tmp_path) == []
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_a_target_that_appears_while_a_job_runs_stays(
+    force: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, target = tmp_path / "in.safetensors", tmp_path / "out"
+    save_file(small_model().state_dict(), file)
+    during(monkeypatch, lambda: target.write_text("somebody else's"))
+    with pytest.raises(CheckpointError, match="while the job ran"):
+        fire_file(file, target, force=force)
+    assert target.read_text() == "somebody else's"
+    assert leftovers(tmp_path) == []
+
+
+def test_nobody_may_read_what_the_source_hides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_folder(tmp_path / "in", shards=2)
+    folder.chmod(0o700)
+    for path in folder.iterdir():
+        path.chmod(0o600)
+    seen: set[int] = set()
+
+    def look() -> None:
+        partial = tmp_path / ".out.rekindle-partial"
+        seen.update(stat.S_IMODE(path.stat().st_mode) & 0o077 for path in (partial, *partial.rglob("*")))
+
+    during(monkeypatch, look)
+    fire_file(folder, tmp_path / "out")
+    assert seen == {0}
+    assert stat.S_IMODE((tmp_path / "out").stat().st_mode) == 0o700
+    assert {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "out").iterdir()} == {0o600}
+
+
+def test_links_stay_inside_or_are_refused(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "in")
+    (folder / "latest.json").symlink_to("config.json")
+    fire_file(folder, tmp_path / "out")
+    assert os.readlink(tmp_path / "out" / "latest.json") == "config.json"
+    (tmp_path / "secret").write_text("secret")
+    (folder / "notes.txt").symlink_to(tmp_path / "secret")
+    with pytest.raises(CheckpointError, match="leads out of the folder"):
+        fire_file(folder, tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_snapshot_of_the_hub_cache_is_copied_as_files(tmp_path: Path) -> None:
+    made = make_folder(tmp_path / "made")
+    snapshot, blobs = tmp_path / "models--a--b" / "snapshots" / "123", tmp_path / "models--a--b" / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for number, path in enumerate(sorted(made.iterdir())):
+        path.rename(blobs / str(number))
+        (snapshot / path.name).symlink_to(f"../../blobs/{number}")
+    fire_file(snapshot, tmp_path / "out")
+    assert all(path.is_file() and not path.is_symlink() for path in (tmp_path / "out").iterdir())
+    with pytest.raises(CheckpointError, match="symbolic link"):
+        fire_file(snapshot, in_place=True)
+
+
+def test_a_lock_on_a_file_that_was_removed_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, real, taken = tmp_path / "lock", files._take, []
+
+    def take(handle: int) -> None:
+        if not taken:
+            path.unlink()  # the one who held it has finished, just before it is ours
+        taken.append(handle)
+        real(handle)
+
+    monkeypatch.setattr(files, "_take", take)
+    with files.lock(path) as mine:  # type: ignore[union-attr]
+        assert os.path.samestat(os.fstat(mine.fileno()), path.stat())
+    assert len(taken) == 2
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_a_new_name_is_never_taken_from_another(links: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files.ctypes, "CDLL", lambda *_, **__: object())  # a system without renameat2
+    if not links:
+        monkeypatch.delattr(files.os, "link")
+        monkeypatch.setattr(files.os, "link", lambda *_, **__: (_ for _ in ()).throw(OSError("none")), raising=False)
+    (tmp_path / "a").write_text("new")
+    (tmp_path / "b").write_text("old")
+    with pytest.raises(FileExistsError):
+        files.rename_new(tmp_path / "a", tmp_path / "b")
+    assert (tmp_path / "b").read_text() == "old"
+    files.rename_new(tmp_path / "a", tmp_path / "c")
+    assert (tmp_path / "c").read_text() == "new"
+    assert not (tmp_path / "a").exists()
+
+
+def test_an_interrupt_between_two_exchanged_files_puts_the_first_one_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rekindle.checkpoint import staging
+
+    folder, real, calls = make_folder(tmp_path / "in", shards=3), staging._swap, []
+    before = digest(folder)
+
+    def swap(*paths: Path) -> None:
+        calls.append(paths)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        real(*paths)
+
+    monkeypatch.setattr(staging, "_swap", swap)
+    with pytest.raises(KeyboardInterrupt):
+        fire_file(folder, in_place=True, include=["4.weight"])
+    assert len(calls) > 2  # putting back is a swap too
+    assert digest(folder) == before
+    assert leftovers(tmp_path) == []
+    assert torch.isfinite(open_checkpoint(folder).read("0.weight")).all()
