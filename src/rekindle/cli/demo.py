@@ -9,10 +9,11 @@ from typing import Annotated
 
 import typer
 
+from rekindle import files
 from rekindle.cli import options
 from rekindle.cli.page import write_page
 from rekindle.cli.studies import described, needing_extras, print_tables, run_live
-from rekindle.cli.terminal import FINDINGS, reported, say, show_json, write_text
+from rekindle.cli.terminal import FINDINGS, reported, say, show_json
 
 GROUP, SEEDS = "main", 3
 # A little shorter than the setting itself, so that three seeds of seven arms take a minute and a half on two cores.
@@ -65,7 +66,7 @@ def demo(
             path.absolute().parent.mkdir(parents=True, exist_ok=True)
         found = comparisons(data)
         if picture is not None:
-            write_text(picture, figures.learning(found[0])[0].file(), force=True)
+            files.write(picture, figures.learning(found[0])[0].file())
         write_page(html, data, force=True)
         if json:
             show_json(data)

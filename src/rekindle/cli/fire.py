@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from rekindle import files
 from rekindle.cli import options
 from rekindle.cli.inspect import answers, examined, moved_by
 from rekindle.cli.page import made, write_page
@@ -23,7 +24,6 @@ from rekindle.cli.terminal import (
     show,
     show_json,
     width,
-    write_text,
 )
 from rekindle.report.view import MOVED, how_far
 
@@ -84,7 +84,7 @@ def plan(
     if not drawn.selected:
         note(NOTHING)
     if output is not None:
-        write_text(output, as_json(drawn.to_dict()), force)
+        files.write(output, as_json(drawn.to_dict()), overwrite=force)
         say(f"plan: {output}")
     costs = [] if ranks is None or not drawn.selected else _costs(drawn, ranks)
     if json:

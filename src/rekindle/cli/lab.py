@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from rekindle import files
 from rekindle.cli import options
 from rekindle.cli.page import write_page
 from rekindle.cli.studies import (
@@ -18,7 +19,7 @@ from rekindle.cli.studies import (
     perform,
     present,
 )
-from rekindle.cli.terminal import progress, refuse_existing, reported, say, show_json, width, write_text
+from rekindle.cli.terminal import progress, refuse_existing, reported, say, show_json, width
 from rekindle.report.words import printable, size
 
 Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder of a study.", show_default=False)]
@@ -196,9 +197,9 @@ def lab_report(
 
             written = document(data, markdown.stem)
             for name, content in written.pictures.items():
-                write_text(markdown.with_name(name), content, force)
+                files.write(markdown.with_name(name), content, overwrite=force)
             page = markdown.read_text(encoding="utf-8") if markdown.exists() else ""
-            write_text(markdown, written.on(page), force)
+            files.write(markdown, written.on(page), overwrite=force)
             say(f"document: {markdown}, with {len(written.pictures)} pictures beside it")
 
 

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import rekindle
+from rekindle import files
 from rekindle.cli import options
-from rekindle.cli.terminal import page_as_options, refuse_existing, reported, say, write_text
+from rekindle.cli.terminal import page_as_options, refuse_existing, reported, say
 
 if TYPE_CHECKING:
     from rekindle.checkpoint import Checkpoint
@@ -69,7 +70,7 @@ def write_page(path: Path, data: Mapping[str, Any], force: bool) -> None:
         from rekindle.report import render
 
     text = page_as_options(render(data))
-    write_text(path, text, force)
+    files.write(path, text, overwrite=force)
     say(f"page: {path} ({len(text.encode()) / 1e6:.2g} MB)")
 
 

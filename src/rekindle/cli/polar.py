@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from rekindle import files
 from rekindle.cli import options
-from rekindle.cli.terminal import refuse_existing, replacing, reported, show, show_json
+from rekindle.cli.terminal import refuse_existing, reported, show, show_json
 
 if TYPE_CHECKING:
     import torch
@@ -45,7 +46,7 @@ def polar(
     matrices = _read(file)
     factor, certificate = polar_factor(matrices, solver=solver, tol=tol, certificate=True)
     if output is not None:
-        with replacing(output, force) as handle:
+        with files.replacing(output, overwrite=force) as handle:
             numpy.save(handle, factor.numpy())
     facts = {
         "shape": list(matrices.shape),

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from rekindle import files
 from rekindle.cli.page import made, write_page
-from rekindle.cli.terminal import FINDINGS, say, show_json, show_rich, stopped, width, write_text
+from rekindle.cli.terminal import FINDINGS, say, show_json, show_rich, stopped, width
 from rekindle.extras import install, require
 
 if TYPE_CHECKING:
@@ -140,7 +141,7 @@ def _keep_command(study: Study) -> None:
     known = path.read_text().splitlines() if path.exists() else []
     if line not in known and not line.startswith("rekindle lab resume"):
         study.folder.mkdir(parents=True, exist_ok=True)
-        write_text(path, "\n".join([*known, line]) + "\n", force=True)
+        files.write(path, "\n".join([*known, line]) + "\n")
 
 
 def kept_command(study: Study) -> str:

@@ -244,27 +244,6 @@ def progress(what: str, total: float, quiet: bool = False) -> Iterator[Callable[
         bar.stop()
 
 
-def write_text(path: Path, text: str, force: bool = False) -> None:
-    """Write a file whole or not at all: beside its place first, then renamed.
-
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     write_text(Path(folder, "a.txt"), "hello")
-    ...     [path.name for path in Path(folder).iterdir()]
-    ['a.txt']
-    """
-    with replacing(path, force) as handle:
-        handle.write(text.encode())
-
-
-@contextmanager
-def replacing(path: Path, force: bool = False) -> Iterator[Any]:
-    """A binary file that takes the place of `path` when all went well, and leaves nothing behind when not."""
-    refuse_existing(path, force)
-    with files.replacing(path, overwrite=force) as handle:
-        yield handle
-
-
 def refuse_existing(path: Path, force: bool) -> None:
     """Before any work: refuse an output that exists, or whose folder does not.
 

