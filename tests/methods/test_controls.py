@@ -7,7 +7,7 @@ from torch import nn
 import zoo_models
 from rekindle.blocks.finding import find
 from rekindle.initial import draw
-from rekindle.methods import FIRE, FreshAtNorm, RandomIsometry, Rescale
+from rekindle.methods import FIRE, FreshAtNorm, Gaussian, RandomIsometry, Rescale
 from rekindle.projection.planning import plan
 
 
@@ -87,3 +87,18 @@ def test_rescaling_to_a_part_of_the_old_norm_leaves_directions_alone() -> None:
     Rescale(scale="norm:0.1")(model)
     torch.testing.assert_close(model[0].weight.detach(), before * 0.1)
     torch.testing.assert_close(model(x), was, atol=5e-3, rtol=0)
+
+
+@pytest.mark.parametrize("scale", ["paper", "norm", "init:kaiming"])
+def test_gaussian_matrices_have_fires_norm_on_average_and_new_entries(scale):
+    model, fired = net(), net()
+    Gaussian(scale)(model)
+    FIRE(scale=scale)(fired)
+    for mine, theirs in zip(blocks(model).values(), blocks(fired).values(), strict=True):
+        if mine.numel() > 100:
+            assert mine.norm().item() == pytest.approx(theirs.norm().item(), rel=0.25)
+            assert mine.mean().abs() < 4 * mine.std() / mine.numel() ** 0.5
+    wide = nn.Sequential(nn.Linear(100, 400), nn.ReLU(), nn.Linear(400, 2))
+    Gaussian("init:kaiming", targets="layers")(wide)
+    assert wide[0].weight.std().item() == pytest.approx((2 / 100) ** 0.5, rel=0.02)
+    assert wide[2].weight.std().item() == pytest.approx((2 / 400) ** 0.5, rel=0.15)

@@ -23,10 +23,13 @@ MAKERS = {
     "dash": lambda: methods.DASH(),
     "random isometry": lambda: methods.RandomIsometry(),
     "random isometry nearest": lambda: methods.RandomIsometry(scale="nearest"),
+    "gaussian": lambda: methods.Gaussian(),
     "rescale": lambda: methods.Rescale(),
     "fresh at norm": lambda: methods.FreshAtNorm(),
     "full reset": lambda: methods.FullReset(),
     "full reset init": lambda: methods.FullReset("init"),
+    "he reset": lambda: methods.FullReset("he"),
+    "orthogonal reset": lambda: methods.FullReset("orthogonal"),
     "head reset": lambda: methods.HeadReset(),
     "layer reset": lambda: methods.LayerReset(last=2),
     "norm reset": lambda: methods.LayerNormReset(),
@@ -145,7 +148,18 @@ def same_state(a, b):
     return all(flat) and a["param_groups"] == b["param_groups"]
 
 
-DRAWING = ("shrink-perturb fresh", "random isometry", "fresh at norm", "full reset", "redo", "cbp", "snr", "injection")
+DRAWING = (
+    "shrink-perturb fresh",
+    "random isometry",
+    "gaussian",
+    "he reset",
+    "fresh at norm",
+    "full reset",
+    "redo",
+    "cbp",
+    "snr",
+    "injection",
+)
 
 
 @pytest.mark.parametrize("method_name", DRAWING)

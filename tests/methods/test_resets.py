@@ -95,3 +95,72 @@ def test_the_last_layers_include_the_norms_among_them():
 def test_last_counts_from_one(last):
     with pytest.raises(ValueError, match="at least 1"):
         LayerReset(last=last)
+
+
+def mixed():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(6, 64, 3),
+        nn.BatchNorm2d(64),
+        nn.ReLU(),
+        nn.Conv2d(64, 64, 3, groups=64),
+        nn.Flatten(),
+        nn.Linear(64, 300),
+        nn.LayerNorm(300),
+        nn.Linear(300, 40),
+    ).double()
+
+
+def test_a_he_reset_has_hes_variance_zero_biases_and_norms_at_their_start():
+    model = mixed()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(7)
+    model(torch.randn(4, 6, 5, 5).double())
+    FullReset("he")(model)
+    for layer, fan_in in ((model[0], 54), (model[3], 9), (model[5], 64), (model[7], 300)):
+        assert layer.weight.std().item() == pytest.approx((2 / fan_in) ** 0.5, rel=0.12)
+        assert not layer.bias.any()
+    for norm in (model[1], model[6]):
+        assert torch.equal(norm.weight, torch.ones_like(norm.weight))
+        assert not norm.bias.any()
+    assert not model[1].running_mean.any()
+
+
+@pytest.mark.parametrize("gain", [2.0**0.5, 0.5])
+def test_an_orthogonal_reset_is_torchs_orthogonal_start(gain):
+    model = mixed()
+    FullReset("orthogonal", gain=gain)(model)
+    for layer in (model[0], model[5], model[7]):
+        values = torch.linalg.svdvals(layer.weight.flatten(1))
+        torch.testing.assert_close(values, torch.full_like(values, gain), rtol=1e-5, atol=0)
+    taps = model[3].weight.flatten(1)  # each channel is a matrix of its own: nine numbers
+    torch.testing.assert_close(taps.norm(dim=1), torch.full((64,), gain).double(), rtol=1e-5, atol=0)
+
+
+def test_scaled_resets_keep_embeddings_gates_and_ties_as_they_start():
+    model = zoo_models.build("nanogpt")
+    with torch.no_grad():
+        model.wte.weight.fill_(3.0)
+    FullReset("he", fresh=lambda: zoo_models.NanoGPT())(model)
+    assert model.lm_head.weight is model.wte.weight
+    assert model.wte.weight.std().item() == pytest.approx(1, rel=0.1)  # as torch draws an embedding, not √(2/32)
+    recurrent = nn.LSTM(50, 80)
+    FullReset("orthogonal", gain=1.0)(recurrent)
+    for gate in recurrent.weight_hh_l0.chunk(4):
+        torch.testing.assert_close(gate @ gate.mT, torch.eye(80), rtol=0, atol=1e-5)
+    assert not recurrent.bias_ih_l0.any()
+    assert not recurrent.bias_hh_l0.any()
+
+
+def test_parts_of_a_model_can_have_a_he_start():
+    model, _, _ = trained()
+    before = snapshot(model)
+    done = HeadReset(start="he", gain=1.0)(model)
+    assert done.changed == ("4.weight", "4.bias")
+    assert not model[4].bias.any()
+    assert torch.equal(model[0].weight, before["0.weight"])
+    with pytest.raises(ValueError, match="gain"):
+        FullReset("he", gain=0.0)
+    with pytest.raises(ValueError, match="none of fresh, init, he, orthogonal"):
+        FullReset("kaiming")

@@ -19,7 +19,7 @@ Factory = Callable[..., Any]
 F = TypeVar("F", bound=Factory)
 
 # What changes weight matrices block by block: these skip the output layer unless targets say otherwise.
-_MATRIX = ("FIRE", "RandomIsometry", "Rescale", "FreshAtNorm", "SingularClip")
+_MATRIX = ("FIRE", "RandomIsometry", "Gaussian", "Rescale", "FreshAtNorm", "SingularClip")
 _HEADS = ["auto", "head"]
 
 
@@ -266,6 +266,7 @@ def _shrunk(name: str, method: str, about: str) -> Arm:
 
 _HALF = {"lr": 0.5}
 _STRONG = _options("coefficient", 1e-4, 1e-2)
+_GAINS = (_HALF, *_options("gain", 0.7, 2.8))
 _NORMS = ("norm:0.03", "norm:0.3", "norm")
 _SHRINKS = _options("scale", *_NORMS)
 
@@ -274,6 +275,8 @@ ARMS: dict[str, Arm] = {
     for arm in (
         Arm("nothing", tuning=(_HALF, {"lr": 0.25}, {"lr": 2.0}), about="train on"),
         Arm("full-reset", "FullReset", tuning=(_HALF, {"lr": 0.25}, {"lr": 2.0}), about="all weights drawn anew"),
+        Arm("he-reset", "FullReset", {"start": "he"}, tuning=_GAINS, about="all drawn anew with He's variance"),
+        Arm("orthogonal-reset", "FullReset", {"start": "orthogonal"}, tuning=_GAINS, about="all drawn as isometries"),
         Arm("shrink-perturb", "ShrinkPerturb", tuning=(_HALF, *_options("coefficient", 0.5, 0.95))),
         Arm("shrink-perturb-fresh", "ShrinkPerturb", {"noise": "fresh"}, tuning=_options("coefficient", 0.5, 0.95)),
         Arm("dash", "DASH", tuning=(_HALF, *_options("lam", 0.0, 0.3))),
@@ -355,6 +358,7 @@ ARMS: dict[str, Arm] = {
             about="scale-invariant weights at a tenth of their first norm",
         ),
         Arm("random-isometry", "RandomIsometry", tuning=(_HALF, *_options("scale", "nearest", "norm"))),
+        Arm("gaussian", "Gaussian", tuning=(_HALF, *_options("scale", "init:kaiming", "norm"))),
         Arm("random-isometry-nearest", "RandomIsometry", {"scale": "nearest"}),
         Arm("fresh-at-norm", "FreshAtNorm", about="new directions at the old norm"),
         Arm("head-reset", "HeadReset", about="only the output layer is drawn anew"),

@@ -18,7 +18,7 @@ everything up to `monitoring`; knows no trainer.
 
 from rekindle.methods.compose import Compose
 from rekindle.methods.continual_backprop import ContinualBackprop
-from rekindle.methods.controls import FreshAtNorm, RandomIsometry, Rescale, SingularClip
+from rekindle.methods.controls import FreshAtNorm, Gaussian, RandomIsometry, Rescale, SingularClip
 from rekindle.methods.dash import DASH
 from rekindle.methods.fire import FIRE
 from rekindle.methods.hare_tortoise import HareTortoise
@@ -44,6 +44,7 @@ __all__ = [
     "ContinualBackprop",
     "FreshAtNorm",
     "FullReset",
+    "Gaussian",
     "HareTortoise",
     "HeadReset",
     "IsometryLoss",

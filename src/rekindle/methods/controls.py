@@ -80,6 +80,27 @@ class RandomIsometry(MatrixRemedy):
         return torch.where(old.any(-1).any(-1)[:, None, None], new, old)
 
 
+class Gaussian(MatrixRemedy):
+    """W ← N(0, σ²) with the σ that gives it, on average, the norm of FIRE's result: s·√k, k = min(out, in).
+
+    At the scale "init:kaiming" these are He's weights. Random isometry minus this control is what an even spectrum is
+    worth. Matrices that are all zero are skipped, as by FIRE.
+
+    >>> model = nn.Sequential(nn.Linear(200, 100), nn.ReLU(), nn.Linear(100, 2))
+    >>> _ = Gaussian("init:kaiming")(model)
+    >>> round(model[0].weight.std().item(), 2)  # √(2/200)
+    0.1
+    """
+
+    name = "gaussian"
+
+    def change(self, call: Call, block: Block, old: Tensor) -> Tensor:
+        """Drawn entries at FIRE's norm."""
+        drawn = torch.randn(old.shape, generator=call.generator, device=call.generator.device).to(old)
+        new = drawn * (isometry_scale(self._scale, block, old) / max(block.out, block.in_) ** 0.5)
+        return torch.where(old.any(-1).any(-1)[:, None, None], new, old)
+
+
 class Rescale(MatrixRemedy):
     """W ← W·(s·√k/‖W‖_F): the old weights with the norm that FIRE's result has, k = min(out, in).
 

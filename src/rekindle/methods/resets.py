@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import ClassVar, Literal, TypedDict, Unpack
+from typing import ClassVar, Literal, TypedDict, Unpack, get_args
 
 import torch
 from torch import Tensor, nn
 
 from rekindle.blocks import names
 from rekindle.blocks.finding import find
-from rekindle.initial import tensors_of
+from rekindle.initial import orthogonal_, tensors_of
 from rekindle.methods.call import Call
 from rekindle.methods.remedy import FromStart, Remedy
-from rekindle.methods.selection import chosen_parameters, norm_layers
+from rekindle.methods.selection import chosen_biases, chosen_parameters, chosen_weights, norm_layers
 from rekindle.methods.writing import overwrite
 from rekindle.optimizers import resetting as optimizers
 from rekindle.projection.receipt import Receipt
 from rekindle.projection.targets import Targets
 
+Start = Literal["fresh", "init", "he", "orthogonal"]
+
 
 class ResetOptions(TypedDict, total=False):
     """What every reset takes: which start, where it comes from, the optimizer's state afterwards, and the seed."""
 
-    start: Literal["fresh", "init"]
+    start: Start
+    gain: float
     initial: Mapping[str, Tensor] | None
     fresh: Callable[[], nn.Module] | None
     optimizer_state: str
@@ -34,7 +38,12 @@ class ResetOptions(TypedDict, total=False):
 class FullReset(FromStart):
     """Every parameter and buffer back to a start: the strongest baseline for plasticity, and it keeps nothing.
 
-    `start="fresh"` draws by the model's own scheme, `start="init"` goes to the stored start.
+    `start="fresh"` draws by the model's own scheme, `start="init"` goes to the stored start. torch's own scheme shrinks
+    the signal at every ReLU layer; two other starts keep its size: `start="he"` draws the matrices of layers from
+    N(0, gain²/fan_in) (He et al., 2015), `start="orthogonal"` as isometries times `gain`, a convolution with its taps
+    side by side (Saxe et al., 2014). The output layer is drawn like the others and biases become zero; what is no
+    matrix of a layer (norms, embeddings, adapters, parametrized weights) starts by its own scheme. The default gain is
+    that of a ReLU.
 
     >>> model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
     >>> _ = model(torch.randn(8, 2))
@@ -47,17 +56,20 @@ class FullReset(FromStart):
 
     def __init__(
         self,
-        start: Literal["fresh", "init"] = "fresh",
+        start: Start = "fresh",
         *,
+        gain: float = math.sqrt(2.0),
         initial: Mapping[str, Tensor] | None = None,
         fresh: Callable[[], nn.Module] | None = None,
         optimizer_state: str = "fresh",
         seed: int = 0,
     ) -> None:
-        if start not in ("fresh", "init"):
-            raise ValueError(f"start={start!r} is neither 'fresh' nor 'init'")
+        if start not in get_args(Start):
+            raise ValueError(f"start={start!r} is none of {', '.join(get_args(Start))}")
+        if not 0 < gain < math.inf:
+            raise ValueError(f"gain={gain} must be positive and finite")
         super().__init__(initial=initial, fresh=fresh, seed=seed)
-        self.start, self.optimizer_state = start, optimizer_state
+        self.start, self.gain, self.optimizer_state = start, gain, optimizer_state
 
     def chosen(self, model: nn.Module) -> list[str]:
         """The clean names of all tensors to reset, buffers included."""
@@ -66,8 +78,35 @@ class FullReset(FromStart):
     def apply(self, call: Call) -> Receipt:
         """Write the start into the chosen tensors."""
         names = self.chosen(call.model)
-        values = self.stored(call.model, names) if self.start == "init" else self.drawn(call, names)
+        if self.start == "init":
+            values = self.stored(call.model, names)
+        elif self.start == "fresh":
+            values = self.drawn(call, names)
+        else:
+            values = self._scaled(call, names)
         return overwrite(self.name, call, values, policy=self.optimizer_state)
+
+    def _scaled(self, call: Call, names: Collection[str]) -> dict[str, Tensor]:
+        """Matrices of layers with variance gain²/fan_in or as isometries, their biases zero, the rest as it starts."""
+        conv = "taps" if self.start == "he" else "flat"
+        chosen = chosen_weights(call.model, "all", conv=conv)[0]
+        weights = [w for w in chosen if w.name in names and not w.computed and w.found.role != "embedding"]
+        replaced = {w.name for w in weights if w.whole}
+        values = self.drawn(call, [name for name in names if name not in replaced])
+        for weight in weights:
+            value = values.setdefault(weight.name, torch.empty_like(weight.read()))
+            for block in weight.blocks:
+                shape, generator = (block.count, block.out, block.in_), call.generator
+                if self.start == "he":
+                    matrices = torch.randn(shape, generator=generator, device=generator.device)
+                    matrices *= self.gain / math.sqrt(block.fans[1] * block.taps)
+                else:
+                    matrices = orthogonal_(torch.empty(shape), gain=self.gain, generator=generator)
+                block.write(value, matrices.to(value))
+        for name, share in chosen_biases(call.model, weights).items():
+            if name in names:
+                values[name] = share.merged(torch.zeros_like(values[name]), values[name])
+        return {name: values[name] for name in names}
 
 
 class LayerReset(FullReset):
