@@ -103,15 +103,6 @@ class TestOneNaming:
 
         assert list(health(Twice(), [torch.randn(8, 4)]).units) == ["fc", "tanh"]
 
-    def test_an_older_report_is_read_with_the_new_names(self) -> None:
-        found = health(net(), [torch.randn(32, 8)])
-        old = found.to_dict()
-        for name, site in (("0", "1"), ("2", "3")):
-            old["units"][site] = old["units"].pop(name)
-            old["about"].pop(name)
-            old["about"][site] = {"kind": "relu", "after": name}
-        assert Health.from_dict(old).units == found.units
-
     def test_fire_acts_on_the_layers_that_a_report_names(self) -> None:
         model = net()
         with torch.no_grad():

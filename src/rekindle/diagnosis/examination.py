@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
+from itertools import islice
 from typing import Any, Protocol
 
 import torch
@@ -25,9 +26,10 @@ from rekindle.blocks.names import is_sharded, locate, unwrapped
 from rekindle.consumers.invariance import norms_behind
 from rekindle.diagnosis.activity import Activity, Unmeasured, activity
 from rekindle.diagnosis.curvature import Curvature, hessian_eigenvalue
+from rekindle.diagnosis.fresh import fresh_numbers
 from rekindle.diagnosis.results import Comparison, Health
 from rekindle.diagnosis.units import UnitActivity
-from rekindle.diagnosis.verdict import Thresholds, Verdict
+from rekindle.diagnosis.verdict import Numbers, Thresholds, Verdict
 from rekindle.engine.arithmetic import full_precision
 from rekindle.isolation import Batch, Loss, check_loss
 from rekindle.measures.matrices import Measures, Mode, measure
@@ -40,6 +42,8 @@ from rekindle.sharding.units import Part
 
 # Rows of an embedding are looked up, a depthwise kernel has 1-wide matrices: their spectra say nothing.
 _PASSED_OVER = ("embedding", "depthwise")
+_OF_WEIGHTS = {"dead weights", "similar neurons"}
+_AGAINST_FRESH = {"dormancy", "saturation", "attention", "gradient", *_OF_WEIGHTS}
 
 __all__ = ["Comparison", "Health", "Thresholds", "Verdict", "health"]
 
@@ -87,8 +91,8 @@ def health(
             refuse_shards(model, "health(curvature=True)", "batches")
         if reference is not None and not isinstance(reference, Health | nn.Module):
             raise TypeError(f"reference is an earlier Health or a model, got {type(reference).__name__}")
-        if batches is not None and (curvature or isinstance(reference, nn.Module)) and iter(batches) is batches:
-            batches = list(batches)
+        if batches is not None and iter(batches) is batches:
+            batches = list(islice(batches, max_batches))  # they may be read again
     if isinstance(reference, nn.Module):
         reference = health(
             reference, batches, loss=loss, mode=mode, curvature=curvature, max_batches=max_batches, thresholds=limits
@@ -108,7 +112,22 @@ def health(
     if batches is not None and loss is None:
         reading.unmeasured.append(Unmeasured("", "gradients", "no loss was given"))
     measured = reading.result(time.perf_counter() - start, limits)
-    return measured if reference is None else measured.against(reference)
+    if reference is not None:
+        return measured.against(reference)
+    signs = {finding.sign for finding in measured.verdict.findings}
+    if batches is None or not signs & _AGAINST_FRESH:
+        return measured
+
+    def numbers(network: nn.Module) -> Numbers:
+        again = HealthBuilder(mode=mode, tau=limits.tau)
+        if signs & _OF_WEIGHTS:
+            again.read_weights(network)
+        again.add_activity(activity(network, first, loss=loss, mode=mode))
+        return again.result(0.0, limits).numbers
+
+    first = list(islice(batches, max_batches))
+    fresh = fresh_numbers(model, first, numbers, (mode, limits.tau, bool(signs & _OF_WEIGHTS), loss is None))
+    return replace(measured, fresh=fresh, seconds=time.perf_counter() - start)
 
 
 class Held(Protocol):

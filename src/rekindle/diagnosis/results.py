@@ -46,7 +46,8 @@ class Health:
     activation and the place `at` which it was seen). Units are named by the layer that makes them, as methods and
     `targets=` take it. `heads` each attention to the entropy share of its most collapsed head, `gradients` and `steps`
     each parameter to ‖∂L/∂w‖ and to ‖update‖/‖w‖ (a monitor's); `whole` holds numbers of the whole model, and
-    `reference` those that it was judged against.
+    `reference` those that it was judged against; `fresh` what fresh networks of this class showed, drawn where there
+    was no reference and an absolute rule fired.
 
     >>> from torch import nn
     >>> from rekindle.diagnosis.examination import health
@@ -68,11 +69,12 @@ class Health:
     seconds: float = 0.0
     thresholds: Thresholds = field(default_factory=Thresholds)
     reference: Numbers | None = None
+    fresh: Numbers | None = None
 
     @cached_property
     def verdict(self) -> Verdict:
         """`healthy`, `watch`, `act` or `unknown`, with findings and the rule that fired."""
-        return judge(self.numbers, self.reference, self.thresholds)
+        return judge(self.numbers, self.reference, self.thresholds, self.fresh)
 
     @property
     def numbers(self) -> Numbers:
@@ -151,6 +153,7 @@ class Health:
             "seconds": self.seconds,
             "thresholds": asdict(self.thresholds),
             "reference": None if self.reference is None else asdict(self.reference),
+            "fresh": None if self.fresh is None else asdict(self.fresh),
             "verdict": str(verdict),
             "rule": verdict.rule,
             "sure": verdict.sure,
@@ -162,10 +165,6 @@ class Health:
     def from_dict(cls, data: Mapping[str, Any]) -> Health:
         """A Health from what `to_dict` gave; the verdict is judged anew."""
         kept = {name: _copied(data[name]) for name in _MAPPINGS}
-        # Until units were named by their layer they went by the activation, with the layer beside it.
-        layers = {name: about["after"] for name, about in kept["about"].items() if about.get("after")}
-        for name in ("units", "about", "broken"):
-            kept[name] = {layers.get(key, key): value for key, value in kept[name].items()}
         return cls(
             **kept,
             unmeasured=tuple(Unmeasured(**each) for each in data["unmeasured"]),
@@ -173,6 +172,7 @@ class Health:
             seconds=data["seconds"],
             thresholds=Thresholds(**data["thresholds"]),
             reference=None if data["reference"] is None else Numbers(**data["reference"]),
+            fresh=None if data["fresh"] is None else Numbers(**data["fresh"]),
         )
 
     def to_json(self, path: str | Path | None = None) -> str:
@@ -264,10 +264,12 @@ def described(health: Health, width: int, following: str | None = None, worded: 
     lines += ["", *(part for line in verdict.lines() for part in fitted(f"! {line}"))]
     lines += fitted(f"verdict: {concluded(health)}")
     if not verdict.sure and (verdict != "unknown" or health.weights):
+        against = "fresh networks of this class" if health.fresh is not None else "fixed thresholds"
         lines += fitted(
-            "low confidence: there is no reference to compare with, so only absolute rules could fire; pass "
-            "reference= an earlier Health or a fresh model"
+            f"low confidence: judged against {against} only; pass reference= an earlier Health or a fresh model"
         )
+    if verdict in ("watch", "act"):
+        lines += fitted("these are signs; rekindle.probe measures, and where the two differ the probe is right")
     for sign, remedy in verdict.remedies().items():
         lines += fitted(f"  {sign}: {remedy}")
     lines.append(f"next: {following or _following(health)}")  # in one line, to be copied

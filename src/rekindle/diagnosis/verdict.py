@@ -16,6 +16,7 @@ fc: 41 % of neurons dormant at τ=0.025, 5 % at the reference;
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -29,7 +30,8 @@ class Thresholds:
     """Every threshold of the verdict. `docs/evidence/verdict.md` says how they were set and how often they err,
     `docs/evidence/advice.md` how they agree with the probe.
 
-    Absolute rules, which need no reference:
+    Absolute rules, which need no reference (where fresh networks of the class could be drawn, the number must also
+    exceed theirs, by the thresholds against a reference):
     - `tau`: a neuron is dormant where its score is at most this (ReDo's 0.025).
     - `dormant_watch`, `dormant_act`: share of a layer's neurons that are dormant.
     - `saturation_watch`: share of a bounded activation's values that lie at its bounds.
@@ -181,8 +183,11 @@ REMEDIES = {
 }
 
 
-def judge(now: Numbers, then: Numbers | None, thresholds: Thresholds) -> Verdict:
+def judge(now: Numbers, then: Numbers | None, thresholds: Thresholds, fresh: Numbers | None = None) -> Verdict:
     """All findings, and the verdict that follows from them.
+
+    then: the reference that the user gave. fresh: what fresh networks of this class show on the same batches; an
+        absolute rule fires only where the number also exceeds theirs.
 
     Weights alone can show a sign, but never that a network is healthy: its neurons may be dead.
 
@@ -192,9 +197,18 @@ def judge(now: Numbers, then: Numbers | None, thresholds: Thresholds) -> Verdict
     'no sign in the weights, and activity was not measured'
     >>> judge(Numbers(units={"fc": {"dormant": 0.1}}), None, Thresholds())
     'healthy'
+    >>> third = Numbers(units={"fc": {"dormant": 0.3, "units": 100.0}})
+    >>> judge(third, None, Thresholds()), judge(third, None, Thresholds(), fresh=third)
+    ('watch', 'healthy')
     """
     t = thresholds
-    findings = [*_broken(now), *_units(now, then, t), *_weights(now, then, t), *_whole(now, then, t)]
+    fresh = fresh or Numbers()
+    findings = [
+        *_broken(now),
+        *_units(now, then, fresh, t),
+        *_weights(now, then, fresh, t),
+        *_whole(now, then, fresh, t),
+    ]
     certain = [f for f in findings if f.level == "act" and f.absolute]
     signs = sorted({f.sign for f in findings if f.level == "act" and not f.absolute})
     sure = then is not None
@@ -228,10 +242,11 @@ def _broken(now: Numbers) -> Iterator[Finding]:
         yield _finding(layer, "broken values", "act", what, "a value is NaN or infinite", absolute=True)
 
 
-def _units(now: Numbers, then: Numbers | None, t: Thresholds) -> Iterator[Finding]:
+def _units(now: Numbers, then: Numbers | None, fresh: Numbers, t: Thresholds) -> Iterator[Finding]:
     for layer, numbers in now.units.items():
         before = (then.units.get(layer) if then else None) or {}
-        yield from _dormancy(layer, numbers, before, t)
+        drawn = fresh.units.get(layer, {})
+        yield from _dormancy(layer, numbers, before, drawn, t)
         # A rank from fewer rows is lower by itself: only equal limits compare.
         if {"feature_rank", "rank_limit"} <= numbers.keys() & before.keys():
             limit, fall = numbers["rank_limit"], _ratio(before["feature_rank"], numbers["feature_rank"])
@@ -242,10 +257,12 @@ def _units(now: Numbers, then: Numbers | None, t: Thresholds) -> Iterator[Findin
             fall = _ratio(before["usage"], numbers["usage"])
             text = f"neurons active on {numbers['usage']:.0%} of rows"
             yield from _grown(layer, "usage", _percent(text), fall, t.usage_fall_watch, None, "lower", "usage")
-        yield from _saturation(layer, numbers, before, t)
+        yield from _saturation(layer, numbers, before, drawn, t)
 
 
-def _saturation(layer: str, now: Mapping[str, float], before: Mapping[str, float], t: Thresholds) -> Iterator[Finding]:
+def _saturation(
+    layer: str, now: Mapping[str, float], before: Mapping[str, float], drawn: Mapping[str, float], t: Thresholds
+) -> Iterator[Finding]:
     if "saturation" not in now:
         return
     share = now["saturation"]
@@ -253,11 +270,13 @@ def _saturation(layer: str, now: Mapping[str, float], before: Mapping[str, float
     if "saturation" in before and share - before["saturation"] >= t.saturation_rise_act:
         text += _percent(f", {before['saturation']:.0%} at the reference")
         yield _finding(layer, "saturation", "act", text, f"saturated share rose by ≥ {t.saturation_rise_act:g}")
-    elif share >= t.saturation_watch:
+    elif share >= t.saturation_watch and share - drawn.get("saturation", 0.0) >= t.saturation_rise_act:
         yield _finding(layer, "saturation", "watch", text, f"saturation ≥ {t.saturation_watch:g}")
 
 
-def _dormancy(layer: str, now: Mapping[str, float], before: Mapping[str, float], t: Thresholds) -> Iterator[Finding]:
+def _dormancy(
+    layer: str, now: Mapping[str, float], before: Mapping[str, float], drawn: Mapping[str, float], t: Thresholds
+) -> Iterator[Finding]:
     if "dormant" not in now:
         return
     share = now["dormant"]
@@ -272,21 +291,29 @@ def _dormancy(layer: str, now: Mapping[str, float], before: Mapping[str, float],
         if share >= t.dormant_limit:
             yield _finding(layer, "dormancy", "watch", text, f"dormant share ≥ {t.dormant_limit:g}")
         return
-    if share >= t.dormant_act:
+    rise, chance = share, 0.0
+    if "dormant" in drawn:
+        usual = drawn["dormant"]
+        text += _percent(f", {usual:.0%} in fresh networks of this class")
+        # Fresh networks differ among themselves by chance; in a small layer all of it may be needed to exceed that.
+        chance = min(3 * math.sqrt(usual * (1 - usual) / now.get("units", 1.0)), 1 - usual)
+        rise = share - usual
+    if share >= t.dormant_act and rise >= max(t.dormant_rise_act, chance):
         yield _finding(layer, "dormancy", "act", text, f"dormant share ≥ {t.dormant_act:g}", absolute=True)
-    elif share >= t.dormant_watch:
+    elif share >= t.dormant_watch and rise >= max(t.dormant_rise_watch, chance):
         yield _finding(layer, "dormancy", "watch", text, f"dormant share ≥ {t.dormant_watch:g}")
 
 
-def _weights(now: Numbers, then: Numbers | None, t: Thresholds) -> Iterator[Finding]:
+def _weights(now: Numbers, then: Numbers | None, fresh: Numbers, t: Thresholds) -> Iterator[Finding]:
     for layer, numbers in now.weights.items():
         before = (then.weights.get(layer) if then else None) or {}
-        rows = numbers.get("rows", 0.0)
-        if rows and numbers.get("dead_rows", 0.0) / rows >= t.dead_rows_watch:
+        drawn, rows = fresh.weights.get(layer, {}), numbers.get("rows", 0.0)
+        if rows and (numbers.get("dead_rows", 0.0) - drawn.get("dead_rows", 0.0)) / rows >= t.dead_rows_watch:
             text = _percent(f"{numbers['dead_rows'] / rows:.0%} of the weight's rows are zero")
             yield _finding(layer, "dead weights", "watch", text, f"zero rows ≥ {t.dead_rows_watch:g}")
         # In a few dimensions any two directions are close: 1 % of random pairs are this similar in eight.
-        if numbers.get("columns", 0.0) >= 8 and numbers.get("similar_pairs", 0.0) >= t.similar_watch:
+        similar = numbers.get("similar_pairs", 0.0) - drawn.get("similar_pairs", 0.0)
+        if numbers.get("columns", 0.0) >= 8 and similar >= t.similar_watch:
             text = _percent(f"{numbers['similar_pairs']:.0%} of neuron pairs nearly parallel")
             yield _finding(layer, "similar neurons", "watch", text, f"similar pairs ≥ {t.similar_watch:g}")
         name = "effective_rank" if "effective_rank" in numbers else "participation_rank"
@@ -304,11 +331,12 @@ def _weights(now: Numbers, then: Numbers | None, t: Thresholds) -> Iterator[Find
             yield from _grown(layer, sign, text, growth, t.dfi_growth_watch, None, "higher", "scale-free DfI")
 
 
-def _whole(now: Numbers, then: Numbers | None, t: Thresholds) -> Iterator[Finding]:
+def _whole(now: Numbers, then: Numbers | None, fresh: Numbers, t: Thresholds) -> Iterator[Finding]:
     before = then.whole if then else {}
     whole = now.whole
     for layer, share in now.heads.items():
-        if share <= t.entropy_watch and not (then and then.heads.get(layer, 1.0) <= t.entropy_watch):
+        usual = (then or fresh).heads.get(layer, 1.0)
+        if share <= t.entropy_watch < usual:
             text = _percent(f"attention entropy of a head at {share:.0%} of its maximum")
             yield _finding(layer, "attention", "watch", text, f"entropy share ≤ {t.entropy_watch:g}")
     if "weight_norm" in whole and "weight_norm" in before:
@@ -321,7 +349,7 @@ def _whole(now: Numbers, then: Numbers | None, t: Thresholds) -> Iterator[Findin
         if "gradient_norm" in before and whole.get("loss", 0.0) >= before.get("loss", 0.0):
             fall = _ratio(before["gradient_norm"], whole["gradient_norm"])
             found += _grown("", "gradient", text, fall, bound, bound, "lower", "gradient norm")
-        if not found and whole["gradient_norm"] <= t.gradient_watch:
+        if not found and whole["gradient_norm"] <= t.gradient_watch < fresh.whole.get("gradient_norm", math.inf):
             found.append(_finding("", "gradient", "watch", text, f"gradient norm ≤ {t.gradient_watch:g}"))
         yield from found
     if "curvature" in whole and "curvature" in before:
