@@ -122,6 +122,69 @@ def test_a_run_that_ends_simply_ends(closed: bool) -> None:
         assert same(each, plain)
 
 
+@pytest.mark.parametrize("zero", ["first", "before backward", "last"])
+@pytest.mark.parametrize("compiled", ["", "given", "called", "in place", "function"])
+def test_passes_that_are_not_trained_on_begin_no_step(zero: str, compiled: str) -> None:
+    """An evaluation, and rollouts with gradients (CleanRL), run in training mode and with gradients enabled."""
+    model = network()
+    optimizer = adam(model)
+    called: Any = torch.compile(model, backend="eager") if compiled in ("given", "called") else model
+    if compiled == "in place":
+        model.compile(backend="eager")
+    given = called if compiled == "given" else model
+    loss_of = lambda x, y: F.cross_entropy(called(x), y)  # noqa: E731
+    if compiled == "function":
+        loss_of = torch.compile(loss_of, backend="eager")
+    acted: list[int] = []
+
+    class Noted(methods.FIRE):
+        def __call__(self, *args: Any, **more: Any) -> Any:
+            acted.append(remedy.steps)
+            return super().__call__(*args, **more)
+
+    remedy = rekindle.attach(given, optimizer, Noted(), every=5)
+    x, y = batches(8)[0]
+    for _ in range(15):
+        called(x[:1])  # a rollout
+        if zero == "first":
+            optimizer.zero_grad()
+        loss = loss_of(x, y)
+        if zero == "before backward":
+            optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if zero == "last":
+            optimizer.zero_grad()
+        remedy.step()
+        called(x[:1])
+    trained = copy.deepcopy(model.state_dict())
+    assert torch.isfinite(F.cross_entropy(called(x), y))
+    late = compiled == "function"  # what runs inside of a compiled function is not seen
+    assert acted == ([6, 11] if late else [5, 10]) and [f.step for f in remedy.firings] == [5, 10]
+    assert all(torch.equal(value, trained[name]) for name, value in model.state_dict().items())
+    remedy.finish()
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+
+
+def test_a_loop_may_be_called_from_several_places() -> None:
+    model = network()
+    optimizer = adam(model)
+    with rekindle.attach(model, optimizer, "fire", every=4) as remedy:
+
+        def phase() -> list[int]:
+            done = []
+            for x, y in batches(8):
+                optimizer.zero_grad()
+                F.cross_entropy(model(x), y).backward()
+                optimizer.step()
+                if remedy.step() is not None:
+                    done.append(remedy.steps)
+            return done
+
+        assert phase() == [5]
+        assert phase() == [9]  # in the step after 8, and not one later
+
+
 def test_a_rollout_without_gradients_can_begin_a_step() -> None:
     model = network()
     optimizer = adam(model)

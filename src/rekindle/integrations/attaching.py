@@ -21,12 +21,12 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
-import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from rekindle.integrations.application import Application, Log
 from rekindle.integrations.clock import clock_among
+from rekindle.integrations.passes import Passes
 from rekindle.monitoring.schedules import Schedule
 from rekindle.optimizers import unwrap
 from rekindle.projection.method import Method
@@ -36,8 +36,8 @@ from rekindle.projection.receipt import Receipt
 class Attachment(Application):
     """An `Application` on one model and optimizer; `step()` is called after each optimizer step.
 
-    What is due then is done when the next step begins: at the first forward pass with gradients. So a run that ends
-    simply ends, and its model is not one that was just changed.
+    What is due then is done when the next step begins: at the first forward pass from a place in the code whose passes
+    are trained on. So a run that ends simply ends, and its model is not one that was just changed.
     """
 
     def __init__(
@@ -47,13 +47,14 @@ class Attachment(Application):
         if 0 in self.when.at:
             raise ValueError("at=0 is before the loop: call the method there, rekindle.fire(model, optimizer)")
         self._calls = 0
-        self._called = model  # with its wrappers, as the loop calls it
-        self._next_pass: list[RemovableHandle] = []
+        self._passes = Passes(model, self.start)
         self._next_closure: list[RemovableHandle] = []
         self._done: Receipt | None = None
         self.bind(model, optimizer, log=log)
         self.when.considered, self.when.epoch = 0, 0
         self._order = _Order(clock_among(unwrap(optimizer), options.get("clock")))
+        if "event" in self.what.parts:
+            self._passes.listen()
 
     @property
     def steps(self) -> int:
@@ -73,12 +74,12 @@ class Attachment(Application):
         assert self.clock is not None, "the attachment is closed"
         if self._order.watching:
             self._order.called()
+            self._passes.called(1)
         if self.pending is not None and self.steps > self.pending.step:
-            self.start()  # its forward pass could not be seen (compiled in place, or run outside of the module)
+            self.start()  # its forward pass could not be seen: in a compiled function, or at a place of its own
         self.clock.close()
         self._calls += 1
         self.note({**(metrics or {}), **more})
-        self._stop_waiting()
         self.decide(self.steps, epoch)
         self._wait()
         done, self._done = self._done, None
@@ -89,9 +90,6 @@ class Attachment(Application):
 
         For loops whose first forward pass comes without gradients, as the rollout of PPO does.
         """
-        for handle in self._next_pass:
-            handle.remove()
-        self._next_pass.clear()
         receipt = self.act()
         self._done = receipt if receipt is not None else self._done
         return receipt
@@ -126,15 +124,14 @@ class Attachment(Application):
         self.finish()
 
     def _wait(self) -> None:
-        """Hooks for the next forward pass in the mode that the model has now: an evaluation is no step."""
-        if self.pending is None or self._next_pass:
+        """See the next pass of training if anything is due, or if the first updates are still to come."""
+        if self.pending is None:
+            if not self._order.watching:
+                self._stop_waiting()
             return
-        compiled = hasattr(self._called, "_orig_mod")  # hooks inside of it would be compiled too
-        for module in (self._called,) if compiled else self._called.modules():
-            hook = _NextPass(self, module.training)
-            self._next_pass.append(module.register_forward_pre_hook(hook, prepend=True))
+        self._passes.wait()
         assert self.clock is not None
-        for optimizer in self.clock.optimizers:
+        for optimizer in self.clock.optimizers if not self._next_closure else ():
             if hasattr(optimizer, "register_step_pre_hook"):
                 self._next_closure.append(optimizer.register_step_pre_hook(self._before_closure))
 
@@ -144,26 +141,10 @@ class Attachment(Application):
             self.start()
 
     def _stop_waiting(self) -> None:
-        for handle in (*self._next_pass, *self._next_closure):
+        self._passes.stop()
+        for handle in self._next_closure:
             handle.remove()
-        self._next_pass.clear()
         self._next_closure.clear()
-
-
-class _NextPass:
-    """A hook that begins the next step. A copy of the model, or a file of it, gets one that does nothing."""
-
-    def __init__(self, remedy: Attachment | None = None, training: bool = True) -> None:
-        self._remedy, self._training = remedy, training
-
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        if self._remedy is None or torch.compiler.is_compiling():
-            return
-        if torch.is_grad_enabled() and module.training == self._training:
-            self._remedy.start()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _NextPass, ()
 
 
 class _Order:
