@@ -99,7 +99,7 @@ class Passes:
         if place not in self._places:
             for tensor in pytree.tree_leaves(output):
                 if isinstance(tensor, Tensor) and tensor.requires_grad:
-                    tensor.register_hook(lambda _: self._places.add(self._up_to_loop(place)))
+                    tensor.register_hook(lambda _: self._places.add(self._up_to_loop(place)))  # type: ignore[no-untyped-call]
 
     def around(self, module: nn.Module, call: Callable[..., Any], *args: Any, **more: Any) -> Any:
         """A call of compiled code, which calls no hooks."""
