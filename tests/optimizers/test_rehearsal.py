@@ -1,9 +1,9 @@
 """A reset of an optimizer that is known by the names of its slots only is tried first: right, or refused."""
 
-import inspect
 import warnings
 from typing import Any
 
+import optimizer_classes
 import pytest
 import torch
 from torch import nn
@@ -14,82 +14,54 @@ from rekindle.optimizers import check, reset
 
 package = pytest.importorskip("pytorch_optimizer")
 warnings.filterwarnings("ignore")
-CLASSES = sorted(
-    name
-    for name, cls in vars(package).items()
-    if inspect.isclass(cls) and issubclass(cls, torch.optim.Optimizer) and cls is not torch.optim.Optimizer
-)
-
-
-def made(name: str, parameters: list[Parameter]) -> Any:
-    groups = [{"params": [parameter]} for parameter in parameters]
-    try:
-        return getattr(package, name)(groups, lr=1e-2)
-    except Exception as error:
-        pytest.skip(f"needs arguments of its own: {error}")
-
-
-def step(optimizer: Any, parameters: list[Parameter], seed: int) -> None:
-    draws = torch.Generator().manual_seed(seed)
-    gradients = [torch.randn(parameter.shape, generator=draws) for parameter in parameters]
-
-    def closure() -> float:
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient.clone()
-        return 1.0
-
-    closure()
-    torch.manual_seed(seed)
-    try:
-        optimizer.step()
-    except TypeError:
-        optimizer.step(closure)
-
-
-@pytest.mark.parametrize("name", CLASSES)
-def test_every_class_of_a_large_package_steps_like_a_new_one_or_is_refused(name: str) -> None:
-    torch.manual_seed(0)
-    first = [Parameter(torch.randn(8, 6)), Parameter(torch.randn(8, 6))]
-    optimizer = made(name, first)
-    try:
-        for seed in range(4):
-            step(optimizer, first, seed)
-    except Exception as error:
-        pytest.skip(f"does not step on two matrices: {error}")
-    before = [parameter.detach().clone() for parameter in first]
-    refused = None
-    try:
-        reset(optimizer, {"first": first[0]})
-    except ValueError as error:
-        refused = str(error)
-    if refused is not None:
-        assert "optimizer_state='none'" in refused
-        assert all(map(torch.equal, first, before))
-        step(optimizer, first, 5)
-        return
-    second = [Parameter(parameter.detach().clone()) for parameter in first]
-    new = made(name, second)
-    for seed in range(10, 13):
-        step(optimizer, first, seed)
-        step(new, second, seed)
-        assert torch.equal(first[0], second[0])
-
-
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
         ("ASGD", "is not that of a new ASGD"),
+        ("Kron", "changes the steps of others"),  # the first group's count decides for all, after 500 steps
+        ("LoRARite", "a trial failed"),
         ("MADGRAD", "'k' for all its parameters"),
         ("Magma", "wraps another optimizer"),
         ("SaRA", "a trial failed"),
     ],
 )
 def test_the_refusal_says_why(name: str, reason: str) -> None:
-    parameters = [Parameter(torch.randn(8, 6)), Parameter(torch.randn(8, 6))]
-    optimizer = made(name, parameters)
-    step(optimizer, parameters, 0)
+    parameters = [Parameter(torch.randn(8, 8)) for _ in range(4)]
+    groups = [{"params": parameters[:2]}, {"params": parameters[2:]}]
+    optimizer = optimizer_classes.made("pytorch_optimizer", name, groups)
+    optimizer_classes.step(optimizer, parameters, 0)
     with pytest.raises(ValueError, match=reason):
-        check(optimizer, {"a": parameters[0]})
+        check(optimizer, {"a": parameters[0], "b": parameters[1]})
+
+
+def test_the_settings_of_the_changed_group_are_tried() -> None:
+    class Mixed(torch.optim.Optimizer):
+        """Plain steps, but with `counts` they shrink by a count that only this class knows of."""
+
+        def __init__(self, params: Any, lr: float = 0.1) -> None:
+            self.hidden: dict[Any, int] = {}
+            super().__init__(params, {"lr": lr, "counts": False})
+
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for group in self.param_groups:
+                for p in group["params"]:
+                    self.hidden[p] = self.hidden.get(p, 0) + 1
+                    p.data.sub_(p.grad, alpha=group["lr"] / (self.hidden[p] if group["counts"] else 1))
+
+    plain, counted = Parameter(torch.ones(2, 2)), Parameter(torch.ones(2, 2))
+    optimizer = Mixed([{"params": [plain]}, {"params": [counted], "counts": True}])
+    check(optimizer, {"plain": plain})
+    with pytest.raises(ValueError, match="is not that of a new Mixed"):
+        check(optimizer, {"counted": counted})
+
+
+def test_a_rate_of_zero_hides_nothing() -> None:
+    weight = Parameter(torch.randn(4, 4))
+    optimizer = Unnamed([weight], lr=0.0)
+    weight.grad = torch.ones(4, 4)
+    optimizer.step()
+    with pytest.raises(ValueError, match="is not that of a new Unnamed"):
+        check(optimizer, {"weight": weight})
 
 
 def test_options_of_the_constructor_are_no_counts_and_training_goes_on() -> None:

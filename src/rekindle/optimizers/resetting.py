@@ -182,8 +182,9 @@ def _touched(group: Group, changed: Collection[int]) -> bool:
 def _checked(optimizer: Optimizer, parameters: Mapping[str, Parameter], policy: str) -> Checked:
     """What is known of one optimizer; an error where its state could not be reset."""
     checked = _resolved(optimizer, parameters, policy)
-    if policy == "fresh" and checked.held and _is_a_guess(optimizer):
-        reason = refusal(optimizer, _reset_untried)
+    if policy == "fresh" and _is_a_guess(optimizer):
+        groups = {id(group): group for _, _, group in checked.held}.values()
+        reason = next((why for group in groups if (why := refusal(optimizer, group, _reset_untried))), None)
         if reason is not None:
             label = type(optimizer).__name__
             raise ValueError(
