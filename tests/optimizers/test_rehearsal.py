@@ -14,6 +14,8 @@ from rekindle.optimizers import check, reset
 
 package = pytest.importorskip("pytorch_optimizer")
 warnings.filterwarnings("ignore")
+
+
 @pytest.mark.parametrize(
     ("name", "reason"),
     [

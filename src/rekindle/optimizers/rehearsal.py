@@ -191,4 +191,3 @@ def _made_like(optimizer: Optimizer, group: Group, members: list[list[Parameter]
     if callable(getattr(made, "train", None)):  # schedule-free optimizers want to be told
         made.train()  # type: ignore[attr-defined]
     return made
-
