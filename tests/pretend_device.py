@@ -4,7 +4,8 @@ What it catches is what a GPU would: an operation whose tensors are on two devic
 conversion to NumPy; and it counts how often the host has to wait for the device. Numbers are those of the CPU.
 
 `install()` registers the device for the whole process and cannot be undone, so that tests which use it run in a
-process of their own (`tests/test_accelerator.py`).
+process of their own (`tests/test_accelerator.py`). `install(like_mps=True)` refuses what Apple's GPUs refuse: every
+tensor of float64, and decompositions, which torch has no kernels for there.
 
     install()
     model.to("acc")
@@ -26,6 +27,8 @@ from torch.utils import backend_registration
 from torch.utils._pytree import tree_leaves, tree_map
 
 NAME = "acc"
+_REFUSED_BY_MPS = ("_linalg_svd", "_linalg_eigh", "linalg_eig", "linalg_qr")
+_limits = {"like_mps": False}
 
 _waited: Counter[str] = Counter()
 
@@ -44,6 +47,8 @@ class OnDevice(Tensor):
 
     @staticmethod
     def __new__(cls, held: Tensor) -> OnDevice:
+        if _limits["like_mps"] and held.dtype in (torch.float64, torch.complex128):
+            raise TypeError(f"Cannot convert a {NAME} tensor to float64: the device does not support it. Use float32")
         made = Tensor._make_wrapper_subclass(
             cls,
             held.shape,
@@ -108,8 +113,9 @@ class _Backend(backend_registration._DummyBackendModule):
         torch.set_rng_state(state)
 
 
-def install() -> None:
+def install(*, like_mps: bool = False) -> None:
     """Register the device with torch, for good."""
+    _limits["like_mps"] = like_mps
     backend_registration._setup_privateuseone_for_python_backend(NAME, _Backend())
     fallback = torch.library.Library("_", "IMPL")
     fallback.fallback(_run_boxed, "PrivateUse1")
@@ -160,6 +166,8 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     generator = kwargs.get("generator") or next((leaf for leaf in leaves if isinstance(leaf, torch.Generator)), None)
     if generator is not None and on_device:
         raise RuntimeError(f"{name}: expected a generator of {NAME}, found one of {generator.device}")
+    if here and _limits["like_mps"] and name in _REFUSED_BY_MPS:
+        raise NotImplementedError(f"{name} is not implemented for the device {NAME}")
     _count(name, args, here, on_device)
     if kwargs.get("pin_memory"):
         kwargs = {**kwargs, "pin_memory": False}

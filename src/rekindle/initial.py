@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from rekindle.blocks.names import cleaner, named_buffers, named_parameters
+from rekindle.engine.arithmetic import for_lapack
 from rekindle.isolation import forked_rng
 
 
@@ -239,7 +240,7 @@ def orthogonal_(tensor: Tensor, *, gain: float = 1.0, generator: torch.Generator
     tall, short = max(rows, columns), min(rows, columns)
     device = generator.device if generator is not None else tensor.device
     gaussian = torch.randn(*batch, tall, short, generator=generator, dtype=dtype, device=device)
-    q, r = torch.linalg.qr(gaussian)
+    q, r = torch.linalg.qr(for_lapack(gaussian))
     signs = r.diagonal(dim1=-2, dim2=-1).sign()
     q *= torch.where(signs == 0, 1, signs)[..., None, :]
     return tensor.copy_(gain * (q if rows >= columns else q.mT))

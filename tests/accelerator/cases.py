@@ -1,16 +1,17 @@
 """Every verb and method on a device that is not the CPU; run by `tests/test_accelerator.py` in a process of its own.
 
 The device is pretended (`pretend_device`), its rules are real: tensors of two devices do not mix, and every time the
-host waits for the device is counted. Waits are held to a constant per group of shapes, because one per matrix is what
-makes a projection slow on a GPU.
+host waits for the device is counted. With PRETENDED=mps it also has no float64 and no decompositions. Waits are held to
+a constant per group of shapes, because one per matrix is what makes a projection slow on a GPU.
 """
 
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -26,16 +27,20 @@ from rekindle.advice.probing import probe
 from rekindle.blocks import names
 from rekindle.checkpoint import fire_file
 from rekindle.consumers.wiring import WiringError
+from rekindle.diagnosis.curvature import hessian_eigenvalue
+from rekindle.engine.solving import CONVERGING, Solver
+from rekindle.measures import matrices
 from rekindle.methods import PlasticityInjection
 from rekindle.monitoring.monitor import Monitor
 from rekindle.optimizers.resetting import reset
 
+LIKE_MPS = os.environ.get("PRETENDED") == "mps"
 MODELS = ("mlp", "resnet", "nanogpt")
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _device() -> None:
-    pretend_device.install()
+    pretend_device.install(like_mps=LIKE_MPS)
     # To the library this is the device's plain tensor, and no subclass that hides its numbers.
     names.type = lambda value: Tensor if isinstance(value, OnDevice) else type(value)  # type: ignore[attr-defined]
 
@@ -71,15 +76,15 @@ def stays(model: nn.Module) -> None:
         assert tensor.device.type == NAME, name
 
 
-@pytest.mark.parametrize("solver", ["auto", "fast", "paper", "svd"])
+@pytest.mark.parametrize("solver", get_args(Solver))
 @pytest.mark.parametrize("shape", [(3, 5, 7), (2, 40, 24), (2, 96, 96), (1, 200, 70)])
 def test_polar(solver: Any, shape: tuple[int, ...]) -> None:
     w = torch.randn(shape)
     w[0, 1] = 0  # a direction to complete
     q, proof = rekindle.polar(w.to(NAME), solver=solver, certificate=True)
-    assert q.device.type == NAME and proof.residual.device.type == NAME
+    assert q.device.type == NAME and proof.residual.device.type == ("cpu" if LIKE_MPS else NAME)
     there = rekindle.polar(w, solver=solver)
-    if solver in ("auto", "svd"):
+    if solver in CONVERGING:
         assert bool(proof.converged.all())
         assert (q.cpu() - there).abs().max() < 2e-2
     assert str(proof)
@@ -143,6 +148,35 @@ def test_methods(method_name: str, name: str) -> None:
     zoo_models.loss(model, batch).backward()
     optimizer.step()
     assert torch.isfinite(zoo_models.loss(model, batch)).item()
+
+
+def test_attach() -> None:
+    model, _, optimizer, batch = moved("mlp")
+    with rekindle.attach(model, optimizer, rekindle.methods.FIRE(), every=2) as attached:
+        for _ in range(5):
+            zoo_models.loss(model, batch).backward()
+            optimizer.step()
+            attached.step()
+    assert len(attached.receipts) == 2
+    stays(model)
+
+
+def test_a_plan_with_an_example_and_a_curvature() -> None:
+    model, _, _, batch = moved("mlp")
+    assert str(rekindle.plan(model, example=batch))
+    assert hessian_eigenvalue(model, [batch], zoo_models.loss, steps=3).steps
+
+
+@pytest.mark.parametrize("mode", ["cheap", "full"])
+@pytest.mark.parametrize("shape", [(2, 12, 20), (2, 20, 12)])
+def test_measures_are_those_of_the_host(mode: Any, shape: tuple[int, ...]) -> None:
+    w = torch.randn(shape)
+    there, here = (matrices.measure(each, scale=0.5, mode=mode) for each in (w.to(NAME), w))
+    for (name, value), (_, expected) in zip(there.items(), here.items(), strict=True):
+        torch.testing.assert_close(value.cpu(), expected, equal_nan=True, msg=name)
+    singles = ("welch_ratio", "similar_pairs", "mean_squared_cosine", "singular_values", "scale_free_deviation")
+    for single in (getattr(matrices, name) for name in singles):
+        torch.testing.assert_close(single(w.to(NAME)).cpu(), single(w), equal_nan=True)
 
 
 def test_monitor() -> None:

@@ -33,6 +33,7 @@ from rekindle.advice.intervals import Interval, mean_interval
 from rekindle.advice.tasks import Prepared, Task, instead, prepare
 from rekindle.advice.trials import optimizers_like
 from rekindle.blocks.names import cleaner, unwrapped
+from rekindle.engine.arithmetic import to_float64
 from rekindle.isolation import Batch, Loss, attributes_kept, check_asked, check_loss, forked_rng, isolated
 from rekindle.sharding.team import refuse_shards
 
@@ -260,7 +261,7 @@ class _Learner:
                 pending.append(loss.detach())
                 if perf_counter() > until:
                     break
-        self.losses += torch.stack(pending).nan_to_num(nan=float("inf")).double().tolist()
+        self.losses += torch.stack(pending).nan_to_num(nan=float("inf")).tolist()
 
     def until(self, level: float, seconds: float) -> int:
         """Learn until the loss has come down to `level`, then as long again; the steps taken."""
@@ -293,7 +294,7 @@ def _level(model: nn.Module, start: Mapping[str, Tensor], todo: Prepared, until:
     losses: list[Tensor] = []
     with torch.no_grad():
         for batch in todo.batches[:8]:
-            losses.append(functional_call(module, lent, (batch,)).double())
+            losses.append(to_float64(functional_call(module, lent, (batch,))))
             if perf_counter() > until:
                 break
     return float(torch.stack(losses).mean())

@@ -19,6 +19,7 @@ from torch.nn import functional
 from rekindle.advice.candidates import Candidate
 from rekindle.advice.tasks import output
 from rekindle.blocks.names import unwrapped
+from rekindle.engine.arithmetic import to_float64
 from rekindle.isolation import Loss, forked_rng, isolated
 from rekindle.methods.remedy import Moment, Remedy, moments
 from rekindle.optimizers import unwrap
@@ -361,7 +362,7 @@ def _drifts(before: Sequence[Tensor], after: Sequence[Tensor]) -> list[float]:
     found = []
     for old, new in zip(before, after, strict=False):
         if old.dim() >= 2 and old.shape[-1] > 1:
-            there, here = (functional.log_softmax(t.flatten(0, -2).double(), -1) for t in (new, old))
+            there, here = (functional.log_softmax(to_float64(t.flatten(0, -2)), -1) for t in (new, old))
             moved = float(functional.kl_div(there, here, log_target=True, reduction="batchmean"))
             found.append(0.0 if moved < 0 else moved)  # not max(): it would turn nan into 0
         else:

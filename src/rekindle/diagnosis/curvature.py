@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from rekindle.engine.arithmetic import to_float64
 from rekindle.isolation import Batch, Loss, isolated
 
 
@@ -110,7 +111,7 @@ def _product(
 
 
 def _dot(a: list[Tensor], b: list[Tensor]) -> float:
-    return float(sum(float((x.double() * y.double()).sum()) for x, y in zip(a, b, strict=True)))
+    return float(sum(float((to_float64(x) * to_float64(y)).sum()) for x, y in zip(a, b, strict=True)))
 
 
 def _normalised(v: list[Tensor]) -> list[Tensor]:

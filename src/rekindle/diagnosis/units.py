@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from rekindle.diagnosis.hooks import Activated
+from rekindle.engine.arithmetic import to_float64
 from rekindle.measures.spectra import effective_rank, gram, participation_rank, roots, srank
 
 # A unit counts as active on a row where |a| is above this share of the layer's mean |a| in the batch.
@@ -111,8 +112,9 @@ def gini(use: Tensor) -> float | None:
     total, n = float(use.sum()), use.numel()
     if total <= 0:
         return None
-    order = torch.arange(1, n + 1, dtype=torch.float64, device=use.device)
-    return float(2 * (order * use.double().sort().values).sum() / (n * total) - (n + 1) / n)
+    ordered = to_float64(use).sort().values
+    order = torch.arange(1, n + 1, dtype=torch.float64, device=ordered.device)
+    return float(2 * (order * ordered).sum() / (n * total) - (n + 1) / n)
 
 
 def usage_entropy(use: Tensor) -> float | None:
@@ -121,10 +123,11 @@ def usage_entropy(use: Tensor) -> float | None:
     >>> usage_entropy(torch.ones(4))
     1.0
     """
-    total, n = use.double().sum(), use.numel()
+    use, n = to_float64(use), use.numel()
+    total = use.sum()
     if float(total) <= 0 or n < 2:
         return None
-    return float(torch.special.entr(use.double() / total).sum()) / math.log(n)
+    return float(torch.special.entr(use / total).sum()) / math.log(n)
 
 
 def rows_of(values: Tensor, unit_dim: int, mask: Tensor | None = None) -> Tensor | None:
@@ -216,11 +219,11 @@ class UnitSums:
     def result(self, name: str) -> UnitActivity:
         """The numbers."""
         finite = bool(torch.isfinite(self.absolute).all() and torch.isfinite(self.kept).all())
-        frequency = self.active.double() / self.rows
+        frequency = to_float64(self.active) / self.rows
         limit = min(self.kept.shape)
         participation = effective = small = None
         if finite and limit:
-            spectrum = roots(torch.linalg.eigvalsh(gram(self.kept.double())))
+            spectrum = roots(torch.linalg.eigvalsh(gram(to_float64(self.kept))))
             effective, small = float(effective_rank(spectrum)), int(srank(spectrum))
             participation = float(participation_rank(spectrum)) if effective else 0.0
         linearised, constant = self._shape_of_response()
@@ -263,10 +266,10 @@ class UnitSums:
 
 
 def _moments(values: Tensor, pre: Tensor | None) -> Tensor:
-    y = values.double()
+    y = to_float64(values)
     found = [y.sum(0), y.square().sum(0)]
     if pre is not None:
-        x = pre.double()
+        x = to_float64(pre)
         found += [x.sum(0), x.square().sum(0), (x * y).sum(0)]
     return torch.stack(found)
 

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, Literal
 
 import numpy as np
@@ -81,9 +82,7 @@ def callers_device() -> Iterator[None]:
 
 
 def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The same tensors on the CPU, in their dtypes; those of an accelerator come in one copy per device.
-
-    They are copied as float64, which holds integers up to 2⁵³ exactly.
+    """The same tensors on the CPU, in their dtypes; those of an accelerator come in one copy of bytes per device.
 
     >>> to_host([torch.tensor([1, 2]), torch.tensor(True)])
     [tensor([1, 2]), tensor(True)]
@@ -94,10 +93,42 @@ def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
         if tensor.device.type != "cpu":
             devices.setdefault(tensor.device, []).append(i)
     for members in devices.values():
-        together = torch.cat([tensors[i].detach().double().flatten() for i in members]).cpu()
-        for i, part in zip(members, torch.split(together, [tensors[i].numel() for i in members]), strict=True):
-            found[i] = part.reshape(tensors[i].shape).to(tensors[i].dtype)
+        together = torch.cat([tensors[i].detach().flatten().contiguous().view(torch.uint8) for i in members]).cpu()
+        for i, part in zip(members, torch.split(together, [tensors[i].nbytes for i in members]), strict=True):
+            found[i] = part.clone().view(tensors[i].dtype).reshape(tensors[i].shape)
     return found
+
+
+@lru_cache(maxsize=16)
+def has_float64(device: torch.device) -> bool:
+    """Whether a device computes in float64; Apple's MPS and some others do not.
+
+    >>> has_float64(torch.device("cpu"))
+    True
+    """
+    try:
+        torch.ones(1, dtype=torch.float64, device=device).sqrt()
+    except (TypeError, RuntimeError):
+        return False
+    return True
+
+
+def for_lapack(x: Tensor) -> Tensor:
+    """The same where float64 and decompositions are to be had: on its device, or on the CPU if the device has none.
+
+    >>> for_lapack(torch.ones(1)).device
+    device(type='cpu')
+    """
+    return x if has_float64(x.device) else x.cpu()
+
+
+def to_float64(x: Tensor) -> Tensor:
+    """The same in float64, on the CPU if its device has none.
+
+    >>> to_float64(torch.ones(1))
+    tensor([1.], dtype=torch.float64)
+    """
+    return for_lapack(x).double()
 
 
 def _enabled(kind: str) -> bool:

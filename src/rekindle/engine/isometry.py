@@ -13,6 +13,7 @@ from typing import Any, Literal, Unpack, overload
 import torch
 from torch import Tensor
 
+from rekindle.engine.arithmetic import to_float64
 from rekindle.engine.solving import Certificate, NotFinite, Solver, Solving, Source, checked_options, solutions
 
 __all__ = ["Certificate", "NotFinite", "Solver", "Solving", "polar"]
@@ -138,8 +139,7 @@ class _Polar(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        w, q = (each.double() for each in ctx.saved_tensors)
-        g = grad.double()
+        w, q, g = map(to_float64, (*ctx.saved_tensors, grad))
         tall = w.shape[-2] > w.shape[-1]
         if tall:
             w, q, g = w.mT, q.mT, g.mT
@@ -153,7 +153,7 @@ class _Polar(torch.autograd.Function):
         turn = torch.where(sums > 0, (inner - inner.mT) / sums, 0)
         outside = g - (g @ v) @ v.mT
         out = u @ (turn @ v.mT + torch.where(zero, 0, 1 / s)[..., None] * (u.mT @ outside))
-        return (out.mT if tall else out).to(grad.dtype), None
+        return (out.mT if tall else out).to(grad), None
 
 
 def by_svd_again(
@@ -161,7 +161,7 @@ def by_svd_again(
 ) -> tuple[Tensor, Certificate]:
     """Solve again by float64 SVD what has not converged; an error with the name if that misses `tol` too."""
     missed = (~certificate.converged).nonzero().flatten()
-    u, sigma, vh = torch.linalg.svd(matrices[missed.to(matrices.device)].double(), full_matrices=False)
+    u, sigma, vh = torch.linalg.svd(to_float64(matrices[missed.to(matrices.device)]), full_matrices=False)
     q = u @ vh
     small = q @ q.mT if q.shape[1] <= q.shape[2] else q.mT @ q
     residual = (small - torch.eye(small.shape[1], dtype=small.dtype, device=small.device)).square().sum((1, 2))
@@ -172,7 +172,7 @@ def by_svd_again(
     factors, residuals = factors.clone(), certificate.residual.clone()
     nuclear, converged = certificate.nuclear.clone(), torch.ones_like(certificate.converged)
     norms = certificate.factor_norm.clone()
-    factors[missed.to(factors.device)] = q.to(factors.dtype)
+    factors[missed.to(factors.device)] = q.to(factors)
     residuals[missed] = residual.to(residuals)
     nuclear[missed] = sigma.sum(1).to(nuclear)
     norms[missed] = torch.linalg.vector_norm(q, dim=(1, 2)).to(norms)

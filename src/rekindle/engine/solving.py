@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rekindle.engine import arithmetic, routes
-from rekindle.engine.arithmetic import Solved, Start, full_precision, norm2, to_host
+from rekindle.engine.arithmetic import Solved, Start, full_precision, has_float64, norm2, to_float64, to_host
 from rekindle.engine.bulk import MOST, by_bulk
 from rekindle.engine.tuning import tuning
 
@@ -211,24 +211,34 @@ def _solve_group(w: Tensor, seeds: Tensor, options: _Options) -> tuple[Tensor, C
         solved = _by_route(w, known, seeds, options)
     if not options.certificate:
         return solved.x, None
-    scale = unit.double()  # fourth powers of 1e30 are out of float32's range
+    sigma2 = torch.where(known.norm2 > 0, known.sigma2, 0.0)  # routes divide by it: there it is 1 for a zero matrix
+    nuclear = torch.linalg.vecdot(solved.x.flatten(1), w.flatten(1))
+    values = [unit, known.norm2, gram2, sigma2, nuclear, solved.size2, solved.residual, solved.steps, solved.null]
+    if not has_float64(w.device):
+        values = to_host(values)
+    *floats, residual, steps, null = values
+    # Fourth powers of 1e30 are out of float32's range.
+    scale, square, gram2, sigma2, nuclear, size2 = (value.double() for value in floats)
     return solved.x, Certificate(
-        residual=solved.residual,
-        steps=solved.steps,
-        completed=solved.null if options.complete else torch.zeros_like(solved.null),
-        converged=solved.residual <= _reach(options.tol, w.dtype),
-        norm=known.norm2.double().sqrt() * scale,
-        gram_norm=gram2.double().sqrt() * scale.square(),
-        # Routes divide by sigma2, which is 1 for a zero matrix.
-        spectral_norm=torch.where(known.norm2 > 0, known.sigma2.double() / arithmetic.HEADROOM, 0.0).sqrt() * scale,
-        nuclear=torch.linalg.vecdot(solved.x.flatten(1), w.flatten(1)).double() * scale,
-        factor_norm=solved.size2.double().sqrt(),
+        residual=residual,
+        steps=steps,
+        completed=null if options.complete else torch.zeros_like(null),
+        converged=residual <= _reach(options.tol, w.dtype),
+        norm=square.sqrt() * scale,
+        gram_norm=gram2.sqrt() * scale.square(),
+        spectral_norm=(sigma2 / arithmetic.HEADROOM).sqrt() * scale,
+        nuclear=nuclear * scale,
+        factor_norm=size2.sqrt(),
     )
 
 
 def _by_route(w: Tensor, known: Start, seeds: Tensor, options: _Options) -> Solved:
-    """The one place that chooses: cheapest route first, float64 for what it marks as hard, SVD if all else fails."""
+    """The one place that chooses: cheapest route first, float64 for what it marks as hard, SVD if all else fails.
+
+    On a device without float64 the host solves what needs it.
+    """
     _, n, m = w.shape
+    device_only = has_float64(w.device)
     row = tuning()
     chooses = options.solver in ("auto", "fast")
     # "fast" repairs nothing of what `by_bulk` would mark as hard, so that it takes the whole spectrum along.
@@ -237,7 +247,7 @@ def _by_route(w: Tensor, known: Start, seeds: Tensor, options: _Options) -> Solv
     if options.solver == "paper":
         solved = Solved.new(routes.by_recipe(w, options.steps), options.steps)
     elif options.solver == "svd" or (options.solver in ("auto", "fast") and n <= row.svd_up_to):
-        return routes.by_svd(w, complete=options.complete, seeds=seeds)
+        return routes.by_svd(w, complete=options.complete, seeds=seeds) if device_only else _on_host(w, seeds, options)
     elif options.solver == "products" or (chooses and (pays or on_accelerator)):
         solved = by_bulk(w, known, options.tol) if _in_bulk(w, options) else routes.by_products(w, known)
     elif options.solver == "gram" or (chooses and m >= WIDE * n):
@@ -252,9 +262,14 @@ def _by_route(w: Tensor, known: Start, seeds: Tensor, options: _Options) -> Solv
         return solved
 
     settings: dict[str, Any] = {"tol": options.tol, "complete": options.complete, "exact": options.certificate}
-    settings["resolve_up_to"] = row.resolve_up_to
+    settings["resolve_up_to"] = row.resolve_up_to if device_only else n
     if options.certificate or options.tol < arithmetic.CLOSE or bool(solved.residual.isnan().any()):
         arithmetic.settle(w, solved, known, seeds=seeds, last=False, **settings)
+    if not device_only:
+        left = (solved.hard | (solved.residual > _reach(options.tol, w.dtype))).nonzero().flatten()
+        if len(left):
+            solved.put(left, _on_host(w[left], seeds[left.cpu()], options))
+        return solved
     hard = solved.hard.nonzero().flatten()
     if len(hard):
         some, start = w[hard], Start(known.a, known.sigma2[hard], known.norm2[hard])
@@ -273,6 +288,13 @@ def _by_route(w: Tensor, known: Start, seeds: Tensor, options: _Options) -> Solv
     if len(missed):
         solved.put(missed, routes.by_svd(w[missed], complete=options.complete, seeds=seeds[missed.cpu()]))
     return solved
+
+
+def _on_host(w: Tensor, seeds: Tensor, options: _Options) -> Solved:
+    """The same matrices solved by the CPU, back on the device of `w`."""
+    here = w.cpu()
+    solved = _by_route(here, arithmetic.start(here), seeds, options)
+    return Solved(*(getattr(solved, field.name).to(w.device) for field in fields(solved)))
 
 
 def _small(w: Tensor) -> bool:
@@ -303,7 +325,7 @@ def _in_range(w: Tensor) -> tuple[Tensor, Tensor]:
     exponent = torch.where(extreme, torch.frexp(top).exponent, 0)
     half = exponent // 2  # in two factors, because 2^149 cannot be had as one float32
     scaled = torch.ldexp(torch.ldexp(w, -half[:, None, None]), (half - exponent)[:, None, None])
-    return scaled, torch.ldexp(torch.ones_like(top, dtype=torch.float64), exponent)
+    return scaled, torch.ldexp(to_float64(torch.ones_like(top)), exponent if has_float64(w.device) else exponent.cpu())
 
 
 def _wide(w: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from rekindle.blocks.names import named_modules
+from rekindle.engine.arithmetic import to_float64
 from rekindle.isolation import forked_rng, undone
 from rekindle.measures.matrices import scale_free_deviation
 from rekindle.methods.call import Call
@@ -163,7 +164,7 @@ class MergedAdapter(Remedy):
             layer.b.zero_()
         else:
             layer.base.copy_(base)
-            wanted = (goal.double() - base.double()) / layer.factor
+            wanted = (to_float64(goal) - to_float64(base)) / layer.factor
             u, sigma, vh = torch.linalg.svd(wanted.mT if layer.transposed else wanted, full_matrices=False)
             rank = layer.a.shape[0]
             root = sigma[:rank].sqrt()

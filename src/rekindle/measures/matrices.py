@@ -19,6 +19,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from rekindle.engine.arithmetic import for_lapack
 from rekindle.measures.spectra import (
     condition_number,
     effective_rank,
@@ -76,6 +77,7 @@ def welch_ratio(w: Tensor) -> Tensor:
     >>> round(welch_ratio(three).item(), 4)
     1.0
     """
+    w = for_lapack(w)
     cosine = mean_squared_cosine(w)
     bound = welch_bound(_live(real(w)).sum(-1), w.shape[-1])
     assert isinstance(bound, Tensor)
@@ -91,7 +93,7 @@ def similar_pairs(w: Tensor, tau: float = 0.8) -> Tensor:
     """
     rows, live = _unit_rows(w)
     neurons, count = rows.shape[-2], live.sum(-1)
-    found = torch.zeros(count.shape, dtype=torch.int64, device=w.device)
+    found = torch.zeros(count.shape, dtype=torch.int64, device=rows.device)
     strip = max(1, min(neurons, _STRIP // max(1, neurons * max(1, count.numel()))))
     for start in range(0, neurons, strip):
         cosines = rows[..., start : start + strip, :] @ rows.mT
@@ -142,7 +144,7 @@ def _live(w: Tensor, share: float = DEAD_SHARE) -> Tensor:
 
 
 def _unit_rows(w: Tensor) -> tuple[Tensor, Tensor]:
-    w = real(w)
+    w = real(for_lapack(w))
     live = _live(w)
     norms = w.square().sum(-1, keepdim=True).sqrt()
     return torch.where(live[..., None], w / norms.clamp_min(torch.finfo(w.dtype).tiny), 0), live
@@ -319,8 +321,9 @@ def measure(w: Tensor, *, scale: float | Tensor = 1.0, mode: Mode = "cheap", tau
     if mode not in ("cheap", "full"):
         raise ValueError(f"mode is 'cheap' or 'full', not {mode!r}")
     leading, (out, in_) = w.shape[:-2], w.shape[-2:]
-    flat = w.detach().reshape(-1, out, in_)
-    scales = torch.as_tensor(scale, dtype=torch.float64, device=w.device).expand(leading).reshape(-1)
+    flat = for_lapack(w.detach()).reshape(-1, out, in_)
+    scale = for_lapack(scale) if isinstance(scale, Tensor) else scale
+    scales = torch.as_tensor(scale, dtype=torch.float64, device=flat.device).expand(leading).reshape(-1)
     chunk = max(1, _CHUNK // max(1, out * in_))
     pieces = [_measure(flat[at : at + chunk], scales[at : at + chunk], mode, tau) for at in range(0, len(flat), chunk)]
     if not pieces:

@@ -24,8 +24,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rekindle.engine.arithmetic import for_lapack, mirrored, to_float64
 from rekindle.engine.arithmetic import gram as product
-from rekindle.engine.arithmetic import mirrored
 
 _SLICE = 1 << 21  # elements of a half-precision matrix that are converted to float32 at a time: 8 MB
 
@@ -58,6 +58,7 @@ def eigenvalues(g: Tensor) -> Tensor:
     >>> eigenvalues(torch.diag(torch.tensor([2.0, 1.0])))
     tensor([1., 2.])
     """
+    g = for_lapack(g)
     if g.device.type != "cpu":
         values: Tensor = torch.linalg.eigvalsh(g)
         return values
@@ -83,7 +84,7 @@ def singular_values(w: Tensor) -> Tensor:
     >>> singular_values(torch.diag(torch.tensor([1.0, 3.0])))
     tensor([3., 1.], dtype=torch.float64)
     """
-    return roots(eigenvalues(gram(finite(w).double())))
+    return roots(eigenvalues(gram(to_float64(finite(w)))))
 
 
 def spectral_norm(w: Tensor) -> Tensor:
@@ -217,7 +218,7 @@ def roots(eigenvalues: Tensor) -> Tensor:
 
 
 def _reaching(values: Tensor, share: float) -> Tensor:
-    cumulative = values.double().cumsum(-1)
+    cumulative = to_float64(values).cumsum(-1)
     total = cumulative[..., -1:]
     # The rounding of the running sum must not ask for one more value than the definition does.
     below = (cumulative < share * total * (1 - 1e-12)).sum(-1)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from rekindle.blocks.finding import Block
+from rekindle.engine.arithmetic import for_lapack
 from rekindle.initial import orthogonal_
 from rekindle.methods.call import Call
 from rekindle.methods.remedy import FromStart, Remedy
@@ -149,7 +150,7 @@ class SingularClip(MatrixRemedy):
 
     def change(self, call: Call, block: Block, old: Tensor) -> Tensor:
         """The same singular vectors with clipped values."""
-        u, values, v = torch.linalg.svd(old, full_matrices=False)
+        u, values, v = (part.to(old.device) for part in torch.linalg.svd(for_lapack(old), full_matrices=False))
         s = isometry_scale(self._scale, block, old)[:, :, 0]
         clipped = values.clamp(self.low * s, self.high * s)
         # A matrix inside the bounds keeps its bits.

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from rekindle.engine.arithmetic import to_host
 from rekindle.initial import UnknownStart
 from rekindle.methods.caching import PerModel
 from rekindle.methods.call import Call
@@ -50,7 +51,7 @@ class NormalizeAndProject(Remedy):
         """Store the norms that the weights have now."""
         refuse_shards(model, type(self).__name__, call="method.remember(model)")
         shares, _ = self._weights(model)
-        self._norms = dict(zip([share.name for share in shares], _norms(shares).tolist(), strict=True))
+        self._norms = dict(zip([share.name for share in shares], _norms(shares), strict=True))
 
     def apply(self, call: Call) -> Receipt:
         """Give every targeted weight its first norm again."""
@@ -59,7 +60,7 @@ class NormalizeAndProject(Remedy):
             raise UnknownStart("NormalizeAndProject needs the norms at the start: call remember(model) while it is new")
         if missing := [share.name for share in shares if share.name not in self._norms]:
             raise UnknownStart(f"no first norm is stored for {missing[0]!r}")
-        now = _norms(shares).tolist()
+        now = _norms(shares)
         for share, norm in zip(shares, now, strict=True):
             if not 0 < norm < float("inf"):
                 raise ValueError(f"{share.name!r} has norm {norm}, it cannot be rescaled; nothing was changed")
@@ -92,6 +93,6 @@ class NormalizeAndProject(Remedy):
         self._norms = None if state["norms"] is None else dict(state["norms"])
 
 
-def _norms(shares: list[Share]) -> Tensor:
+def _norms(shares: list[Share]) -> list[float]:
     with torch.no_grad():
-        return torch.stack([torch.linalg.vector_norm(share.of(share.parameter)).double() for share in shares])
+        return [float(norm) for norm in to_host([torch.linalg.vector_norm(s.of(s.parameter)) for s in shares])]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from rekindle.consumers.wiring import Group, Wiring
+from rekindle.engine.arithmetic import to_float64
 from rekindle.methods.call import Call, replicas
 from rekindle.methods.neurons import Judgement, NeuronOptions, NeuronRemedy
 from rekindle.methods.statistics import others
@@ -158,8 +159,9 @@ class SelfNormalizedReset(NeuronRemedy):
         clock.histogram.scatter_add_(1, bins[:, None], ended[:, None].to(clock.histogram.dtype))
 
     def _update(self, clock: _Clock) -> None:
-        share = clock.histogram.cumsum(1).double() / clock.histogram.sum(1, keepdim=True).clamp_min(1)
-        first = (share >= self.percentile).int().argmax(1)
+        histogram = to_float64(clock.histogram)
+        share = histogram.cumsum(1) / histogram.sum(1, keepdim=True).clamp_min(1)
+        first = (share >= self.percentile).int().argmax(1).to(clock.histogram.device)
         silent = clock.histogram.sum(1) == 0
         # A threshold of t observations means "longer than any of the usual silences", hence one more.
         usual = self._edges.to(clock.age.device)[first] + 1

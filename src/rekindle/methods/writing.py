@@ -10,6 +10,7 @@ from torch.nn import Parameter
 
 from rekindle.blocks import names, parametrized
 from rekindle.blocks.finding import Block
+from rekindle.engine.arithmetic import to_float64
 from rekindle.engine.isometry import polar
 from rekindle.measures.matrices import scale_free_deviation
 from rekindle.methods.call import Call
@@ -129,7 +130,7 @@ def _others(model: nn.Module, changed: Collection[str]) -> dict[str, str]:
 
 
 def _record(name: str, old: Tensor, new: Tensor, counts: Mapping[str, int]) -> BlockRecord:
-    before, after = old.detach().double(), new.detach().double()
+    before, after = to_float64(old.detach()), to_float64(new.detach())
     norm, error = before.norm(), (before - after).square().sum()
     return BlockRecord(
         name,

@@ -15,6 +15,7 @@ from torch import Tensor
 from rekindle.blocks.finding import Found
 from rekindle.blocks.layouts import Block
 from rekindle.blocks.names import is_sharded
+from rekindle.engine.arithmetic import for_lapack, has_float64, to_float64
 from rekindle.measures.matrices import deviation_from_isometry, measure, squared_frobenius_error
 from rekindle.measures.spectra import gram, spectral_norm_estimate
 from rekindle.projection.receipt import finite_mean, finite_sum
@@ -48,6 +49,7 @@ def look(block: Block, weight: Tensor, scale: float | None, estimate: bool = Fal
     (tensor([2.8284]), 18.0, 0.0)
     """
     squares, total, free = [], 0.0, 0.0
+    weight = for_lapack(weight)
     if estimate:
         for matrix in block.read(weight.detach()):
             square, at_scale, at_own = _estimated(matrix if block.out <= block.in_ else matrix.mT, scale)
@@ -181,7 +183,7 @@ def references_of(f: Found, initial: Reader | None) -> tuple[tuple[float, ...], 
         assert isinstance(start, Tensor)
     if tuple(start.shape) != f.shape:
         raise ValueError(f"{f.name} has shape {f.shape}, the reference has {tuple(start.shape)}")
-    norms = [torch.linalg.vector_norm(b.read(start).double(), dim=(1, 2)).tolist() for b in f.blocks]
+    norms = [torch.linalg.vector_norm(to_float64(b.read(start)), dim=(1, 2)).tolist() for b in f.blocks]
     if any(n == 0.0 for per in norms for n in per):
         raise ValueError(f"{f.name}: a matrix of the reference is zero, which gives no scale; exclude it")
     return tuple(tuple(per) for per in norms)
@@ -192,16 +194,17 @@ def observed(stored: Tensor, scale: Tensor, converged: bool) -> Tensor:
 
     σ_max is 0 where all have converged: there it is the scale.
     """
-    off = deviation_from_isometry(stored, scale).double() / min(stored.shape[1:])
-    norm = torch.linalg.vector_norm(
-        stored.detach(), dim=(1, 2), dtype=torch.promote_types(stored.dtype, torch.float32)
-    ).double()
-    largest = torch.zeros_like(norm) if converged else spectral_norm_estimate(gram(stored)).double()
-    return torch.stack([off, norm, largest])
+    off = deviation_from_isometry(stored, scale)
+    norm = torch.linalg.vector_norm(stored.detach(), dim=(1, 2), dtype=off.dtype)
+    largest = torch.zeros_like(norm) if converged else spectral_norm_estimate(gram(stored))
+    seen = torch.stack([off, norm, largest]).to(torch.float64 if has_float64(stored.device) else off.dtype)
+    seen[0] /= min(stored.shape[1:])
+    return seen
 
 
 def measured(before: Tensor, stored: Tensor, scale: Tensor) -> dict[str, Any]:
     """The full measures of a block's matrices before the write and as they now are."""
+    before, stored, scale = for_lapack(before), for_lapack(stored), for_lapack(scale)
     first, last = (measure(matrices, scale=scale, mode="full") for matrices in (before, stored))
     values: dict[str, Any] = {}
     for key in _SPECTRAL:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rekindle.blocks.layouts import Layout
 from rekindle.blocks.names import is_sharded
+from rekindle.engine.arithmetic import to_float64
 from rekindle.sharding.spread import LayoutNotSupported, Range, Spread
 from rekindle.sharding.team import Team, device_of, local
 from rekindle.sharding.units import factors, sizes
@@ -63,7 +64,7 @@ def norms(tensors: Sequence[Tensor]) -> Tensor:
     tensor([5., 2.], dtype=torch.float64)
     """
     if not any(is_sharded(tensor) for tensor in tensors):
-        return torch.stack(list(torch._foreach_norm(list(tensors)))).double()
+        return to_float64(torch.stack(list(torch._foreach_norm(list(tensors)))))
     found = torch.zeros(len(tensors), dtype=torch.float64)
     groups: dict[tuple[int, ...], list[int]] = {}
     for place, tensor in enumerate(tensors):
