@@ -51,6 +51,8 @@ MAKERS = {
     "start norm": lambda: methods.StartNorm(),
     "upgd": lambda: methods.UPGD(),
     "singular clip": lambda: methods.SingularClip(high=0.1),
+    "learning rate": lambda: methods.LearningRate(),
+    "rewarm": lambda: methods.Rewarm(),
     "compose": lambda: methods.Compose([methods.Rescale(), methods.AdamRel()]),
 }
 NEURONS = {"redo", "cbp", "snr", "regrama"}
@@ -64,7 +66,7 @@ REFUSED = {
     **{(name, "lstm"): "feed back into its own gates" for name in NEURONS},
 }
 # A class token has no scheme: its module says nothing, transformers' _init_weights does.
-KEEPS_WEIGHTS = {"adam rel", "optimizer reset", "upgd", "injection", "hare"}
+KEEPS_WEIGHTS = {"learning rate", "rewarm", "adam rel", "optimizer reset", "upgd", "injection", "hare"}
 
 
 def ready(name):

@@ -22,6 +22,7 @@ from rekindle.methods.controls import FreshAtNorm, Gaussian, RandomIsometry, Res
 from rekindle.methods.dash import DASH
 from rekindle.methods.fire import FIRE
 from rekindle.methods.hare_tortoise import HareTortoise
+from rekindle.methods.learning_rate import LearningRate, Rewarm
 from rekindle.methods.muon import muon
 from rekindle.methods.normalize_and_project import NormalizeAndProject
 from rekindle.methods.plasticity_injection import PlasticityInjection
@@ -51,6 +52,7 @@ __all__ = [
     "L2Init",
     "LayerNormReset",
     "LayerReset",
+    "LearningRate",
     "NormalizeAndProject",
     "OptimizerReset",
     "Parseval",
@@ -59,6 +61,7 @@ __all__ = [
     "ReDo",
     "ReGraMa",
     "Rescale",
+    "Rewarm",
     "SelfNormalizedReset",
     "ShrinkPerturb",
     "SingularClip",
