@@ -200,7 +200,7 @@ class Graph:
         ]
 
     def _onto_parameters(self, product: Node, grads: dict[int, Tensor]) -> dict[str, Tensor]:
-        parts = product(*[grads.get(i) for i in range(len(product._input_metadata))])
+        parts = self._onto_operands(product, grads)
         masks: dict[str, Tensor] = {}
         for operand in self.products[product]:
             source, index = product.next_functions[operand]
@@ -222,6 +222,36 @@ class Graph:
                         held = sent.setdefault(deeper, {})
                         held[i] = held[i] + part if i in held else part
         return masks
+
+    def _onto_operands(self, product: Node, grads: dict[int, Tensor]) -> dict[int, Tensor] | tuple[Tensor, ...]:
+        """The gradient of each operand that is a parameter; where a row of it is reached, all of the row.
+
+        A product's own backward multiplies by what it read, and an input that a ReLU had set to zero would look like
+        a column that is not used.
+        """
+        name, grad = product.name(), grads.get(0)
+        rows = grad is not None and RECTANGULAR.match(name)
+        if not rows or grad is None:
+            return product(*[grads.get(i) for i in range(len(product._input_metadata))])
+        reached = grad != 0
+        parts = {}
+        for operand in self.products[product]:
+            source, index = product.next_functions[operand]
+            shape = tuple(source._input_metadata[index].shape)
+            if name.startswith("Convolution"):
+                channels = reached.transpose(0, 1).flatten(1).any(1)  # (out)
+                if product._saved_transposed:
+                    channels = channels.view(-1, shape[1]).any(0)
+                mask = channels.view([1, -1] if product._saved_transposed else [-1, 1])
+                parts[operand] = mask.view([*mask.shape, *[1] * (len(shape) - 2)]).expand(shape).float()
+                continue
+            last = operand == len(product.next_functions) - 1  # x @ W: columns of the result; W @ x: rows
+            lines = reached.any(-2, keepdim=True) if last else reached.any(-1, keepdim=True)
+            parts[operand] = lines.expand(shape).float()
+        return parts
+
+
+RECTANGULAR = re.compile(r"(Addmm|Mm|Bmm|Baddbmm|Convolution)Backward\d*$")
 
 
 def _fitted(mask: Tensor, shape: tuple[int, ...]) -> Tensor | None:

@@ -17,8 +17,7 @@ from autograd_graph import ATTENTION, CUT, JOIN, KEEPS, LINEAR, MOVE, PRODUCT, G
 from torch import Tensor, nn
 
 MOST_PLACES = 40
-SELECTS = re.compile(r"(Topk|Gather|Sort|Max|IndexSelect|Index|Select)Backward\d*")
-SCORES = re.compile(r"(Softmax|Sigmoid|LogSoftmax|Topk)Backward\d*")
+SCORES = re.compile(r"(Softmax|Sigmoid|Softplus|LogSoftmax|Topk)Backward\d*")
 
 
 @dataclass
@@ -26,7 +25,8 @@ class Truth:
     """What a run showed. `heads` end in an output, `near` reach one (features, streams): these may be heads too.
 
     `parts` gives for a cut weight a number for each of its elements, 0 where the run does not tell; `whole` are weights
-    whose outputs all go the same way; `used` are the parameters behind what was returned.
+    of which every place uses all rows (what is used in parts, but in the same way, is in neither); `used` are the
+    parameters behind what was returned.
     """
 
     heads: set[str] = field(default_factory=set)
@@ -90,7 +90,7 @@ def output_layers(graph: Graph) -> tuple[set[str], set[str]]:
         base = _unmoved(tensor.grad_fn)
         if any(base & behind[j] for j in range(len(behind)) if j != i):
             continue  # read again inside: features that are returned as well
-        inner = {node for node in plain for other in plain if node is not other and node in _behind(graph, other)}
+        inner = {node for other in plain for node in plain & _behind(graph, other) if node is not other}
         streams = {n for node in inner for ns in graph.products[node].values() for n in ns}
         last = {node for node in plain - inner if "Rnn" not in node.name()}
         sure |= {n for node in last for ns in graph.products[node].values() for n in ns} - streams
@@ -126,12 +126,13 @@ def _adds(node: Node, operand: int) -> bool:
 
 
 def _unmoved(node: Node, dropout: bool = False) -> set[Node]:
-    """The nodes before everything that only moves elements."""
+    """The nodes before everything that only moves elements, or normalizes them."""
     found, stack = {node}, [node]
     while stack:
         name = (node := stack.pop()).name()
-        if MOVE.fullmatch(name) or (dropout and ("Mul" in name or "Dropout" in name)):
-            fresh = [s for s, _ in node.next_functions if s is not None and s not in found]
+        if MOVE.fullmatch(name) or "Norm" in name or (dropout and ("Mul" in name or "Dropout" in name)):
+            sources = [s for s, _ in node.next_functions if s is not None and s not in found]
+            fresh = [s for s in sources if s.next_functions]  # a norm's own weight is no value that is read again
             found.update(fresh)
             stack += fresh
     return found
@@ -151,6 +152,7 @@ def cuts(graph: Graph) -> dict[str, Tensor | None]:
     """For each matrix: which of its elements go the same way, as numbers from 1; None where that is not known."""
     signatures: dict[str, dict[Any, Tensor]] = defaultdict(dict)
     unsure: set[str] = set()
+    partial: set[str] = set()
     names: set[str] = set()
     for product, weights in graph.products.items():
         mine = {n for group in weights.values() for n in group}
@@ -163,15 +165,18 @@ def cuts(graph: Graph) -> dict[str, Tensor | None]:
                     signatures[name]["slice", product] = mask
         if not any(CUT.fullmatch(r.name()) for places in region.values() for r, _ in places):
             continue
-        if not _cuts_rows(graph, product, region):
+        whole = graph.elements(product, (product, None, 0), region)
+        if whole is None or not _cuts_rows(graph, product, region, whole):
             continue
         for kind, masks in _ends(graph, product, region):
             if masks is None:
-                unsure |= mine
+                (partial if kind == "more" else unsure).update(mine)
                 continue
             for name, mask in masks.items():
                 held = signatures[name].get(kind)
                 signatures[name][kind] = mask if held is None else held | mask
+                if (whole[name] & ~mask).any():
+                    partial.add(name)
     labels: dict[str, Tensor | None] = {}
     for name in names:
         if name in unsure:
@@ -179,7 +184,9 @@ def cuts(graph: Graph) -> dict[str, Tensor | None]:
         elif name not in signatures:
             labels[name] = torch.ones(1, dtype=torch.long)
         else:
-            labels[name] = _numbered(list(signatures[name].values()))
+            numbers = _numbered(list(signatures[name].values()))
+            # Places of one kind that each use some of the rows: whether those are one matrix is not to be told.
+            labels[name] = None if name in partial and numbers.max() < 2 else numbers
     return labels
 
 
@@ -191,11 +198,8 @@ def _numbered(masks: list[Tensor]) -> Tensor:
     return labels.reshape(masks[0].shape)
 
 
-def _cuts_rows(graph: Graph, product: Node, region: dict[Node, list[Place]]) -> bool:
+def _cuts_rows(graph: Graph, product: Node, region: dict[Node, list[Place]], whole: dict[str, Tensor]) -> bool:
     """Whether some split or slice in the region leaves out elements of the weight that the whole value depends on."""
-    whole = graph.elements(product, (product, None, 0), region)
-    if whole is None:
-        return False
     for node in [n for n in region if CUT.fullmatch(n.name()) and n is not product][:MOST_PLACES]:
         for output in range(len(node._input_metadata)):
             masks = graph.elements(product, (node, None, output), region)
@@ -214,7 +218,7 @@ def _ends(graph: Graph, product: Node, region: dict[Node, list[Place]]) -> list[
             ends.append((("returned",), graph.elements(product, (node, None, 0), region)))
         for reader, operand in region[node]:
             if len(ends) > MOST_PLACES:
-                return ends
+                return [*ends, ("more", None)]
             kind = _kind(graph, reader, operand)
             if reader.name().startswith("Glu"):
                 ends += _halves(graph, product, region, reader)

@@ -121,6 +121,9 @@ def _shrunk(config: Any, lists: bool = True) -> Any:
     for name in ("use_cache", "output_attentions", "output_hidden_states"):
         if hasattr(config, name):
             setattr(config, name, False)
+    special = [n for n, v in vars(config).items() if n.endswith("_token_id") and type(v) is int and v >= VOCABULARY]
+    for i, name in enumerate(special):  # above the tokens of the batches
+        setattr(config, name, VOCABULARY - 1 - i % 4)
     if getattr(config, "pad_token_id", 0) is None:
         config.pad_token_id = 0
     if getattr(config, "rotary_dim", None):

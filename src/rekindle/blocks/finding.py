@@ -207,7 +207,7 @@ class _Finder:
             return _PLAIN(shape, does), does, None
         if fact is not None and not fact.use:
             self.evidence[place.name] = "recorded"
-            return (), does, "did not run on the example: it is left as it is"
+            return (), does, fact.refusal or "did not run on the example: it is left as it is"
         try:
             known, self.evidence[place.name] = self._recipe(place)
             if isinstance(known, str):

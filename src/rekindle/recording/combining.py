@@ -242,7 +242,12 @@ class Combining:
 
     def _meetings(self, number: int, operation: Operation, contents: list[Content]) -> None:
         """Two parts of one output that meet: a gate where they are multiplied, a rotation where both are linear."""
-        if len(contents) < 2 or operation.name in ("write", "copy", "index_put", "scatter", "where"):
+        if len(contents) < 2:
+            if operation.name not in kinds.LINEAR and operation.name not in kinds.REDUCES:
+                for key, trace in contents[0].traces.items():
+                    self._arrive(key, "bent", (number, 0), trace)
+            return
+        if operation.name in ("write", "copy", "index_put", "scatter"):
             return
         for key in {
             k for i, c in enumerate(contents) for k in c.traces if any(k in o.traces for o in contents[i + 1 :])

@@ -27,14 +27,19 @@ def facts_of(graph: Graph) -> Facts:
     (True, ['up', 'gate'])
     """
     followed = Following(graph)
-    outputs = _outputs(graph, followed)
+    sinks = _sinks(graph)
+    outputs = _outputs(sinks, followed)
     routers = _routers(followed)
     calls: dict[str, list[LayerCall]] = defaultdict(list)
     for call in followed.calls:
         calls[call.weight].append(call)
     facts = {}
+    needed = _needed(graph, sinks)
     for name, entries in followed.entered.items():
         held = calls.get(name, [])
+        if held and needed and not any(call.operation in needed for call in held):
+            facts[name] = Fact(refusal="it ran, but what the model returns for the example does not depend on it")
+            continue  # a pooler whose value nobody asked for
         fact = _used(entries)
         # Used transposed somewhere else (a tied decoder), its rows there are the columns here.
         alike = [call for call in held if fact.layout is None or call.entry.layout == fact.layout]
@@ -125,9 +130,8 @@ def _routers(followed: Following) -> set[int]:
     return chosen
 
 
-def _outputs(graph: Graph, followed: Following) -> set[int]:
-    """The calls whose value reaches the caller, of the pass or of a network that is called by itself."""
-    found: set[int] = set()
+def _sinks(graph: Graph) -> set[int]:
+    """The values that a caller gets, of the pass or of a network that is called by itself."""
     sinks = set(graph.returned.values())
     top = [call for call in graph.calls if call.depth == 0]
     for call in top:
@@ -137,6 +141,23 @@ def _outputs(graph: Graph, followed: Following) -> set[int]:
         for operation in graph.operations:
             if operation.depth == 0:
                 sinks |= {o for o in operation.outputs if o >= 0 and graph.shapes[o] == () and graph.floating[o]}
+    return sinks
+
+
+def _needed(graph: Graph, sinks: set[int]) -> set[int]:
+    """The operations that some sink depends on."""
+    wanted, needed = set(sinks), set()
+    for number in reversed(range(len(graph.operations))):
+        operation = graph.operations[number]
+        if not wanted.isdisjoint(operation.outputs):
+            needed.add(number)
+            wanted.update(operation.inputs)
+    return needed
+
+
+def _outputs(sinks: set[int], followed: Following) -> set[int]:
+    """The calls whose value reaches a sink without passing another matrix."""
+    found: set[int] = set()
     for place, number in enumerate(sorted(sinks)):
         traces = followed.content(number).traces
         ends = _ends(traces, followed)

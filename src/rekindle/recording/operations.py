@@ -41,6 +41,7 @@ SUMS = frozenset({"sum", "mean", "nansum", "logsumexp", "var", "std", "var_mean"
 EXTREMES = frozenset({"max", "amax", "min", "amin", "aminmax", "median"})
 CHOICES = frozenset({"topk", "argmax", "argmin", "sort", "argsort", "max", "kthvalue", "multinomial"})
 SCORES = frozenset({"_softmax", "_safe_softmax", "softmax", "_log_softmax", "topk", "sort"})
+REDUCES = SUMS | EXTREMES | CHOICES | SCORES
 # Linear in what is recorded: two parts of one output that meet here may be a rotation.
 LINEAR = MOVES | RESHAPES | SAME | JOINS | {"add", "sub", "rsub", "mul", "div", "neg", "native_dropout", "sum", "mean"}
 LINEAR |= {"native_layer_norm", "_fused_rms_norm", "native_group_norm", "native_batch_norm", "write", "copy"}
