@@ -134,6 +134,9 @@ def judged(error: BaseException | None, before: Before, *, whole: bool) -> str |
         said = {name for name in error.receipt.differs if not name.endswith(": gradient")}
         if written - said:
             return f"not named: {sorted(written - said)[:4]}"
+        equal = {name for name in said - written if not name.startswith("mirror ")}
+        if equal:
+            return f"named, and they do not differ: {sorted(equal)[:4]}"
         if not said:
             return "a MethodError that names nothing"
     elif written:

@@ -33,6 +33,7 @@ from rekindle.monitoring.triggers import Trigger
 from rekindle.optimizers import unwrap
 from rekindle.projection.method import Loss, Method
 from rekindle.projection.receipt import Receipt
+from rekindle.projection.transaction import Transaction
 
 Log = Callable[[int, dict[str, float]], object]
 _STATE = ("progress", "trigger", "method", "monitor")
@@ -226,16 +227,21 @@ class Application:
         if self.pending is None:
             return None
         firing, self.pending = self.pending, None
-        receipt = self.change()
-        self.when.applied()
-        self._keep(firing, receipt)
-        if self.schedule is not None:
-            self.schedule.firings.append(firing)
-            self.schedule.applied(receipt)
-        if self.clock is not None and not receipt.rolled_back:
-            self.clock.rewarm()
-        self.send()
-        return receipt
+        with Transaction(self.name, self.written(), self.what.optimizer):
+            receipt = self.change()
+            self.when.applied()
+            self._keep(firing, receipt)
+            if self.schedule is not None:
+                self.schedule.firings.append(firing)
+                self.schedule.applied(receipt)
+            if self.clock is not None and not receipt.rolled_back:
+                self.clock.rewarm()
+            self.send()
+            return receipt
+
+    def written(self) -> Sequence[nn.Module]:
+        """What changes when the method acts: the model first, then what follows it."""
+        return (*(() if self.what.model is None else (self.what.model,)), *self.what.mirrors.modules())
 
     def change(self) -> Receipt:
         """Apply the method to the model; a trainer's callback adds what else follows."""

@@ -16,6 +16,7 @@ from statistics import fmean
 from typing import Any, Literal
 
 import torch
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from rekindle.diagnosis.examination import Health, health
@@ -286,6 +287,10 @@ class RekindleCallback(Application, _callbacks.BaseCallback):  # type: ignore[mi
             self._record(self.num_timesteps, {f"rekindle/{key}": value for key, value in numbers.items()})
         worst = max(self.health.values(), key=lambda each: (each.verdict.level, each.whole.get("dormant_worst", 0.0)))
         self.note(worst.flat())
+
+    def written(self) -> Sequence[nn.Module]:
+        """The networks and their targets."""
+        return (*super().written(), *targets(self.model).values())
 
     def change(self) -> Receipt:
         """Apply the method; targets, temperature and replay follow."""

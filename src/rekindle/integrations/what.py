@@ -19,9 +19,10 @@ from rekindle.isolation import Recorded, isolated, run_batch
 from rekindle.methods.call import Call, replicated
 from rekindle.methods.neurons import NeuronRemedy
 from rekindle.methods.remedy import Moment, Remedy
-from rekindle.monitoring.guard import Guard
+from rekindle.monitoring.guard import Guard, watched
 from rekindle.projection.method import Batch, Loss
 from rekindle.projection.receipt import Receipt
+from rekindle.projection.transaction import Transaction
 
 Run = Callable[[nn.Module, Any], Any]
 Given = Iterable[Batch] | Callable[[], Iterable[Batch]]
@@ -150,12 +151,10 @@ class What:
     def _change(self) -> Receipt:
         assert self.model is not None
         follow = self.mirrors.before(self.model, self.optimizer)
-        if self.guard is None:
-            receipt = self.call("event")
-        else:
-            with self.guard.watch(self.model, self.optimizer, method=self.method) as watch:
-                receipt = watch.settle(self.call("event"))
-        return replace(receipt, mirrors=max(follow(), receipt.mirrors))
+        models = (self.model, *self.mirrors.modules())
+        with watched(self.guard, "method", models, self.optimizer, self.method) as transaction:
+            receipt = transaction.settle(self.call("event"))
+            return replace(receipt, mirrors=max(follow(), receipt.mirrors))
 
     def _follow(self, moment: Moment) -> Receipt:
         """A method of every step. New neurons are copied to mirrors; small changes move a mirror by as much."""
@@ -163,12 +162,13 @@ class What:
         if not self.mirrors:
             return self.call(moment)
         follow = self.mirrors.before(self.model, self.optimizer)
-        receipt = self.call(moment)
-        if not receipt.records:
-            return receipt
-        members = getattr(self.parts[moment], "methods", (self.parts[moment],))
-        moved = not any(isinstance(member, NeuronRemedy) for member in members)
-        return replace(receipt, mirrors=max(follow(moved), receipt.mirrors))
+        with Transaction(getattr(self.method, "name", "method"), (self.model, *self.mirrors.modules()), self.optimizer):
+            receipt = self.call(moment)
+            if not receipt.records:
+                return receipt
+            members = getattr(self.parts[moment], "methods", (self.parts[moment],))
+            moved = not any(isinstance(member, NeuronRemedy) for member in members)
+            return replace(receipt, mirrors=max(follow(moved), receipt.mirrors))
 
     def _try_batches(self) -> None:
         """One pass on the first batch, for its errors; none while a function has no data yet."""

@@ -21,6 +21,7 @@ from rekindle import initial, optimizers
 from rekindle.blocks.names import cleaner, unwrapped
 from rekindle.consumers.wiring import Group, Wiring
 from rekindle.optimizers import StateReset
+from rekindle.optimizers.rows import put_rows
 from rekindle.projection.receipt import BlockRecord, Receipt
 
 
@@ -127,18 +128,18 @@ class Replacement:
         index = self.index(group)
         for maker in group.makers:
             rows = drawn[self._clean(f"{maker.name}.weight")].index_select(maker.out_axis, index)
-            maker.weight.index_copy_(maker.out_axis, index, rows.to(maker.weight))
+            put_rows(maker.weight, maker.out_axis, index, rows.to(maker.weight))
             if maker.bias is not None:
-                maker.bias.index_fill_(0, index, 0)
+                put_rows(maker.bias, 0, index, 0)
         for _, norm in group.norms:
             for name, value in (("weight", 1), ("bias", 0), ("running_mean", 0), ("running_var", 1)):
                 tensor = getattr(norm, name, None)
                 if isinstance(tensor, Tensor):
-                    tensor.index_fill_(0, index, value)
+                    put_rows(tensor, 0, index, value)
 
     def _cut(self, group: Group) -> None:
         for consumer in group.consumers:
-            consumer.layer.weight.index_fill_(consumer.layer.in_axis, consumer.columns(self.index(group)), 0)
+            put_rows(consumer.layer.weight, consumer.layer.in_axis, consumer.columns(self.index(group)), 0)
 
     def _places(self) -> dict[str, _Places]:
         places: dict[str, _Places] = {}

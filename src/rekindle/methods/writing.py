@@ -13,6 +13,7 @@ from rekindle.blocks.finding import Block
 from rekindle.engine.arithmetic import to_float64
 from rekindle.engine.isometry import polar
 from rekindle.measures.matrices import scale_free_deviation
+from rekindle.isolation import same_values
 from rekindle.methods.call import Call
 from rekindle.methods.selection import chosen_weights
 from rekindle.optimizers import StateReset
@@ -44,7 +45,8 @@ def overwrite(
     records = [_record(name, p, new[name], (counts or {}).get(name, {})) for name, p in parameters.items()]
     with torch.no_grad():
         for name, tensor in tensors.items():
-            tensor.copy_(new[name])
+            if not same_values(tensor, new[name].to(tensor)):
+                tensor.copy_(new[name])
     buffers = len(tensors) - len(parameters)
     return Receipt(
         method,

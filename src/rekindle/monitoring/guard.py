@@ -7,7 +7,7 @@ again and, above the limit, puts everything back into the same objects.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -101,6 +101,18 @@ class Guard:
             raise ValueError("the model's output has no .loss on this batch: give the guard a loss(model, batch)")
         value: Tensor = found
         return value
+
+
+def watched(
+    guard: Guard | None, name: str, models: Sequence[nn.Module], optimizer: Any = None, method: Method | None = None
+) -> Transaction:
+    """What wraps one application of a method: the guard's roll-back where there is a guard, else a transaction.
+
+    models: the model first, then its mirrors.
+    """
+    if guard is None:
+        return Transaction(name, models, optimizer)
+    return guard.watch(models[0], optimizer, also=models[1:], method=method)
 
 
 class Guarded(Transaction):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from rekindle.monitoring.guard import Guard
+from rekindle.monitoring.guard import Guard, watched
 from rekindle.monitoring.monitor import Monitor
 from rekindle.monitoring.triggers import AtBoundary, Every, Flat, Metrics, Trigger, flat, name_in
 
@@ -81,15 +81,13 @@ class Schedule:
         reason = self.trigger.consider(given or {})
         if reason is None:
             return None
-        if self.guard is not None:
-            receipt = self.guard(self.method, model, optimizer, batches=batches, loss=loss)
-        else:
-            receipt = self.method(model, optimizer, batches=batches, loss=loss)
-        # Only now: a method that refused has not been applied.
-        self.trigger.fire()
-        self.firings.append(Firing(self.trigger.step, reason))
-        self.applied(receipt)
-        return receipt
+        with watched(self.guard, type(self).__name__, (model,), optimizer, self.method) as transaction:
+            receipt = transaction.settle(self.method(model, optimizer, batches=batches, loss=loss))
+            # Only now: a method that refused has not been applied.
+            self.trigger.fire()
+            self.firings.append(Firing(self.trigger.step, reason))
+            self.applied(receipt)
+            return receipt
 
     def _given(self, metrics: Metrics | Flat | Monitor) -> Metrics | None:
         """The present metrics; None where a monitor has taken no new sample."""

@@ -314,9 +314,17 @@ def _start(state: dict[str, Any], name: str, start: Any) -> None:
     if start is None:
         del state[name]
     elif isinstance(state[name], Tensor):
-        state[name].fill_(start)  # in place: a captured CUDA graph holds this very tensor
+        if not _holds(state[name], start):
+            state[name].fill_(start)  # in place: a captured CUDA graph holds this very tensor
     else:
         state[name] = type(state[name])(start)
+
+
+def _holds(value: Tensor, start: float) -> bool:
+    """Whether nothing would change: a receipt names what differs. Not asked of a GPU, which would have to be awaited."""
+    if value.device.type != "cpu" or not value.numel():
+        return False
+    return bool(value.flatten()[0] == start) and bool((value == start).all())
 
 
 def _drop_history(optimizer: Optimizer, changed: bool, policy: str, label: str) -> StateReset:

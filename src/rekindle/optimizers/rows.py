@@ -133,12 +133,28 @@ def _reset_places(
                 continue  # Adafactor's row and column factors have no such direction
             done = True
             if slot.kind in ("master", "average"):
-                value.index_copy_(dim, index, parameter.detach().index_select(dim, index).to(value.dtype))
+                put_rows(value, dim, index, parameter.detach().index_select(dim, index).to(value.dtype))
             elif slot.kind == "second" and second_moment == "mean" and torch.unique(index).numel() < value.shape[dim]:
-                value.index_copy_(dim, index, _living_mean(value, dim, index))
+                put_rows(value, dim, index, _living_mean(value, dim, index))
             else:
-                value.index_fill_(dim, index, 0.0 if start is None else start)
+                put_rows(value, dim, index, 0.0 if start is None else start)
     return done
+
+
+def put_rows(tensor: Tensor, dim: int, index: Tensor, value: Tensor | float) -> None:
+    """Write rows (or columns, along `dim`) where they are others: a receipt names what differs, not what was written.
+
+    >>> tensor = torch.zeros(2, 2)
+    >>> put_rows(tensor, 0, torch.tensor([1]), 0.0); put_rows(tensor, 0, torch.tensor([0]), 1.0)
+    >>> tensor, tensor._version
+    (tensor([[1., 1.],
+            [0., 0.]]), 1)
+    """
+    if bool((tensor.index_select(dim, index) != value).any()):
+        if isinstance(value, Tensor):
+            tensor.index_copy_(dim, index, value)
+        else:
+            tensor.index_fill_(dim, index, value)
 
 
 def _living_mean(value: Tensor, dim: int, index: Tensor) -> Tensor:

@@ -127,18 +127,18 @@ def fire(
     else:
         execution = PlanExecution(plan, store, **options)
     answers = None if drift is None else _Drift(model, drift, team)
-    watch = guard.watch(model, optimizer, also=store.mirrors) if guard is not None else None
+    watch: Transaction | None = None if guard is None else guard.watch(model, optimizer, also=store.mirrors)
     if answers is not None or watch is not None:
         settle(model)  # a forward pass leaves modules of FSDP2 unsharded
-    restore: Restore | None = watch.restore if watch is not None else None  # a guard has copied everything
-    if restore is None and atomic:
-        restore = _copied(model, optimizer, store, recalibrate is not None)
 
     def so_far(error: BaseException) -> Receipt | None:
         done = execution.so_far(error)
         return None if done is None else _finished(done, plan, store, checked, optimizer, optimizer_state)
 
-    with Transaction("fire", (model, *store.mirrors), optimizer, restore=restore, so_far=so_far):
+    if watch is None:
+        restore = _copied(model, optimizer, store, recalibrate is not None) if atomic else None
+        watch = Transaction("fire", (model, *store.mirrors), optimizer, restore=restore, so_far=so_far)
+    with watch:
         receipt = execution.run()
         receipt = _finished(receipt, plan, store, checked, optimizer, optimizer_state)
         if recalibrate is not None:
@@ -147,7 +147,7 @@ def fire(
             receipt = replace(receipt, outputs_moved=answers.moved())
         settings = {**receipt.settings, "optimizer_state": optimizer_state, "biases": biases, "atomic": atomic}
         receipt = replace(receipt, settings=settings, **meter.cost())
-        return receipt if watch is None else watch.settle(receipt)
+        return watch.settle(receipt)
 
 
 def _without_refused(
