@@ -176,7 +176,8 @@ class Counting:
 
 
 def test_a_schedule_applies_its_method_and_says_why() -> None:
-    method, model, optimizer = Counting(), nn.Linear(1, 1), object()
+    method, model = Counting(), nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters())
     schedule = Schedule(method, DormancyAbove(0.5))
     batches, loss = [torch.zeros(1)], lambda m, b: torch.zeros(())
     assert schedule.step(model, optimizer, {"dormant": 0.1}) is None

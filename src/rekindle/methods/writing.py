@@ -12,8 +12,8 @@ from rekindle.blocks import names, parametrized
 from rekindle.blocks.finding import Block
 from rekindle.engine.arithmetic import to_float64
 from rekindle.engine.isometry import polar
-from rekindle.measures.matrices import scale_free_deviation
 from rekindle.isolation import same_values
+from rekindle.measures.matrices import scale_free_deviation
 from rekindle.methods.call import Call
 from rekindle.methods.selection import chosen_weights
 from rekindle.optimizers import StateReset

@@ -321,7 +321,7 @@ def _start(state: dict[str, Any], name: str, start: Any) -> None:
 
 
 def _holds(value: Tensor, start: float) -> bool:
-    """Whether nothing would change: a receipt names what differs. Not asked of a GPU, which would have to be awaited."""
+    """Whether nothing would change: a receipt names what differs. A GPU is not asked: the host would wait for it."""
     if value.device.type != "cpu" or not value.numel():
         return False
     return bool(value.flatten()[0] == start) and bool((value == start).all())
