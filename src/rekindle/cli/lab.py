@@ -43,6 +43,9 @@ Seeds = Annotated[
 Tune = Annotated[bool, typer.Option("--tune", help="Also show every arm tuned by the same small budget.")]
 On = Annotated[str, typer.Option("--on", help="local, ray (of this machine), or the address of a Ray cluster.")]
 Workers = Annotated[int | None, typer.Option(help="Runs at once.", show_default="one per core")]
+Batched = Annotated[
+    bool, typer.Option(help="Train the networks of a setting as one, where that works; else every run by itself.")
+]
 Sinks = Annotated[
     list[str] | None,
     typer.Option("--sink", help="Also send results to tensorboard, wandb (offline) or mlflow.", show_default=False),
@@ -98,6 +101,7 @@ def run(
     ] = None,
     on: On = "local",
     workers: Workers = None,
+    batched: Batched = True,
     folder: Annotated[Path | None, typer.Option(help="Where results go.", show_default="results/lab/<name>")] = None,
     sink: Sinks = None,
     html: options.Html = None,
@@ -118,7 +122,7 @@ def run(
         refuse_existing(html, force)
     with needing_extras():
         study = loaded(names, methods, seeds, tune or None, folder, replay, changed or ())
-        perform(study, on, workers, sink or (), html, json, force)
+        perform(study, sink or (), html, json, force, on=on, workers=workers, batched=batched)
 
 
 @reported
@@ -126,6 +130,7 @@ def resume(
     folder: Folder,
     on: On = "local",
     workers: Workers = None,
+    batched: Batched = True,
     sink: Sinks = None,
     html: options.Html = None,
     json: options.Json = False,
@@ -140,7 +145,7 @@ def resume(
     if html is not None:
         refuse_existing(html, force)
     with needing_extras():
-        perform(opened(folder), on, workers, sink or (), html, json, force)
+        perform(opened(folder), sink or (), html, json, force, on=on, workers=workers, batched=batched)
 
 
 @reported

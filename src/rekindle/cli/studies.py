@@ -66,11 +66,11 @@ def described(results: Results, command: str) -> dict[str, Any]:
     return data | {"study": {**data["study"], "command": command}}
 
 
-def perform(study: Study, on: str, workers: int | None, sinks: Any, html: Path | None, json: bool, force: bool) -> None:
-    """Run or continue a study, and show its result; failed runs make the exit code 1."""
+def perform(study: Study, sinks: Any, html: Path | None, json: bool, force: bool, **how: Any) -> None:
+    """Run or continue a study, and show its result; failed runs make the exit code 1. `how` is for `Study.run`."""
     _find_data(study)
     _keep_command(study)
-    results = run_live(study, on=on, workers=workers, sinks=sinks)
+    results = run_live(study, sinks=sinks, **how)
     data = described(results, kept_command(study))
     if html is not None:
         write_page(html, data, force)

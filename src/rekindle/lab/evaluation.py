@@ -158,6 +158,17 @@ class Track:
         self._known = 0  # steps whose loss has been looked at
         self._sums: tuple[Tensor, Tensor, Tensor] | None = None
 
+    @classmethod
+    def filled(cls, right: Tensor, loss: Tensor, count: Sequence[int]) -> Track:
+        """A track of steps that are over: a number per step each.
+
+        >>> Track.filled(torch.tensor([0, 1]), torch.tensor([2.0, 1.0]), [2, 2]).accuracy
+        0.25
+        """
+        track = cls()
+        track._right, track._loss, track._count = [right], [loss], list(count)
+        return track
+
     def __len__(self) -> int:
         return len(self._count)
 
@@ -171,7 +182,7 @@ class Track:
         """Whether any loss since the last check is not finite."""
         new = self._loss[self._known :]
         self._known = len(self._loss)
-        return bool(new) and not bool(torch.stack(new).isfinite().all())
+        return bool(new) and not bool(_joined(new).isfinite().all())
 
     @property
     def accuracy(self) -> float | None:
@@ -190,14 +201,14 @@ class Track:
 
     def peak(self, first: int = PEAK) -> float | None:
         """The highest loss among the first steps: the spike that a remedy may cause, which averages hide."""
-        return finite(float(torch.stack(self._loss[:first]).max())) if len(self) else None
+        return finite(float(_joined(self._loss[:first])[:first].max())) if len(self) else None
 
     def _cumulative(self) -> tuple[Tensor, Tensor, Tensor]:
         """Running sums of right answers, losses and counts, with a zero in front."""
         if self._sums is None or len(self._sums[0]) != len(self) + 1:
             count = torch.tensor(self._count, dtype=torch.double)
-            right = torch.stack(self._right).double()
-            loss = torch.stack(self._loss).double() * count
+            right = _joined(self._right).double()
+            loss = _joined(self._loss).double() * count
             zero = torch.zeros(1, dtype=torch.double)
             self._sums = (
                 torch.cat([zero, right.cumsum(0)]),
@@ -209,3 +220,8 @@ class Track:
     def _mean(self, column: int, first: int, last: int) -> float | None:
         sums = self._cumulative()
         return finite(float((sums[column][last] - sums[column][first]) / (sums[2][last] - sums[2][first])))
+
+
+def _joined(numbers: Sequence[Tensor]) -> Tensor:
+    """One number per step: they come one by one, or all at once."""
+    return numbers[0] if len(numbers) == 1 and numbers[0].dim() else torch.stack(list(numbers))

@@ -2,31 +2,28 @@
 
 A setting is one stream, one network and one way of training, which every arm of a comparison shares. A run is one arm
 in one setting with one seed: it is found by its `identity`, a hash of its whole configuration. Its results also carry
-`code`, a hash of the code that they depend on: results made by other code are shown as such and made again. The state
-after a first task is kept, for other runs may share it.
+`code`, the declared version of what they depend on: results of another version are shown as such and made again. The
+state after a first task is kept, for other runs may share it.
 """
 
 from __future__ import annotations
 
-import ast
 import difflib
 import hashlib
 import importlib.util
-import inspect
 import json
 import pickle
 import sys
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-import rekindle
 from rekindle import files
 from rekindle.lab import networks, protocols, streams
 from rekindle.lab.agents import streams as agent_streams
@@ -213,13 +210,10 @@ def source_hash(path: str | Path) -> str:
 FORMAT = 1  # of the rows; results of another format are other results
 
 REVISION = 1
-"""Raised by hand when a correction beneath the modules that are hashed (the polar factor, the plan) changes results of
-all runs; one that concerns a single method raises that method's own `revision`."""
+"""Raised by hand when a correction changes the results of all runs; one that concerns a single method raises that
+method's own `revision`."""
 
-_LOOP = ("rekindle.lab.train", "rekindle.lab.evaluation", "rekindle.lab.sources")
-_AGENTS = tuple(f"rekindle.lab.agents.{name}" for name in ("learning", "building", "environments"))
 _AFTERWARDS = ("name", "norm", "recalibrate", "headline", "last")
-_NOT_OURS = ("builtins", "abc", "typing", "torch")
 
 
 @dataclass(frozen=True)
@@ -242,13 +236,13 @@ class Run:
 
     @cached_property
     def code(self) -> str:
-        """A hash of the code that the results depend on: the loop, the stream, the network and the method.
+        """The declared version of what the results depend on: the laboratory's, and the method's where it has one.
 
-        Comments, docstrings and formatting do not count. Of the method, the modules of its class and bases do.
+        >>> Run(Setting("tiny", "random-labels", "mlp"), Arm("fire", "FIRE"), seed=0).code
+        'lab 1'
         """
-        made: list[Any] = [*self.arm.makers()] or [None]
-        parts = [[_modules(maker), getattr(maker, "revision", 0)] for maker in made]
-        return _hash([self._shared_code(), *parts[0], *parts[1:]])
+        own = [(maker.__name__, getattr(maker, "revision", 0)) for maker in self.arm.makers()]
+        return ", ".join([f"lab {REVISION}", *(f"{name} {number}" for name, number in own if number)])
 
     def first_task(self) -> dict[str, Any]:
         """What the first task depends on for an arm that acts at boundaries only."""
@@ -275,34 +269,13 @@ class Run:
 
     def saved_first_task(self, folder: Path) -> FirstTask:
         """Where the state after the first task is kept for all runs that do the same until then."""
-        return FirstTask(folder, {**self._until_boundary(), "code": self._loop_code()})
+        return FirstTask(folder, {**self._until_boundary(), "code": REVISION})
 
     def _until_boundary(self) -> dict[str, Any]:
         """The first task without what a setting only calls itself, does at boundaries or reads off in the end."""
         about = self.first_task()
         setting = {name: value for name, value in about["setting"].items() if name not in _AFTERWARDS}
         return {**about, "setting": setting}
-
-    def _shared_code(self) -> list[Any]:
-        """What every arm of a setting depends on."""
-        rescaling = [] if self.setting.norm is None else [_source("rekindle.methods.start_norm")]
-        return [*self._loop_code(), *rescaling]
-
-    def _loop_code(self) -> list[Any]:
-        """The same up to the first boundary."""
-        if self.setting.source is not None:
-            read_source(self.setting.source)
-        if self.setting.agents:
-            made = agent_streams.STREAMS.get(self.setting.stream)
-            return [
-                REVISION,
-                *(_source(name) for name in _AGENTS),
-                _modules(made),
-                _source("rekindle.integrations.agent_networks"),
-                _source("rekindle.integrations.sb3"),
-            ]
-        stream, network = streams.STREAMS.get(self.setting.stream), networks.builder(self.setting.network)
-        return [REVISION, *(_source(name) for name in _LOOP), _modules(stream), _modules(network)]
 
     def to_dict(self) -> dict[str, Any]:
         """All of it, as JSON holds it."""
@@ -352,26 +325,3 @@ class FirstTask:
 def _hash(value: Any) -> str:
     text = json.dumps(value, sort_keys=True, default=list)
     return hashlib.sha256(text.encode()).hexdigest()[:20]
-
-
-def _modules(made: Any) -> list[str]:
-    """The code of the modules that define a class with its bases, or a function."""
-    kinds: Iterable[Any] = inspect.getmro(made) if inspect.isclass(made) else [] if made is None else [made]
-    names = {getattr(kind, "__module__", "builtins") for kind in kinds}
-    return [_source(name) for name in sorted(names) if name.partition(".")[0] not in _NOT_OURS]
-
-
-@cache
-def _source(module: str) -> str:
-    """A hash of a module's code without comments and docstrings; of the version where there is no source."""
-    try:
-        spec = importlib.util.find_spec(module)
-        tree = ast.parse(Path(str(spec and spec.origin)).read_bytes())
-    except (OSError, ValueError, SyntaxError):
-        return rekindle.__version__
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.body:
-            first = node.body[0]
-            if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
-                node.body = node.body[1:] or [ast.Pass()]
-    return hashlib.sha256(ast.unparse(tree).encode()).hexdigest()

@@ -136,8 +136,10 @@ def permuted_inputs(data: Images, *, tasks: int, epochs: int, seed: int) -> Stre
     return _of(data, "permuted-inputs", tasks, make)
 
 
-def random_labels(data: Images, *, tasks: int, epochs: int, seed: int) -> Stream:
+def random_labels(data: Images, *, tasks: int, epochs: int, per_task: int | None = None, seed: int) -> Stream:
     """New labels at random in every task: equally hard tasks, learned by heart, so that only plasticity can change.
+
+    With `per_task` every task also has so many images of its own, until all have been used.
 
     >>> from rekindle.lab.data import load
     >>> stream = random_labels(load("digits"), tasks=2, epochs=1, seed=0)
@@ -146,9 +148,14 @@ def random_labels(data: Images, *, tasks: int, epochs: int, seed: int) -> Stream
     """
 
     def make(index: int) -> Task:
-        y = torch.randint(data.classes, (len(data.x),), generator=generator(seed, "labels", index))
-        return Task(f"labels {index + 1}", Examples(data.x, y), None, epochs=epochs)
+        first = (index * each) % len(data.x)
+        x = data.x[first : first + each]
+        y = torch.randint(data.classes, (each,), generator=generator(seed, "labels", index))
+        return Task(f"labels {index + 1}", Examples(x, y), None, epochs=epochs)
 
+    each = len(data.x) if per_task is None else per_task
+    if each < 1 or len(data.x) % each:
+        raise ValueError(f"per_task={per_task} must divide the {len(data.x)} images (count=)")
     return _of(data, "random-labels", tasks, make)
 
 

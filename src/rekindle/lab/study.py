@@ -133,6 +133,7 @@ class Study:
         progress: Watcher | bool | None = None,
         sinks: Iterable[Sink | str] = (),
         *,
+        batched: bool = True,
         target: str = TARGET,
     ) -> Results:
         """Do what is not done yet, and give the results.
@@ -143,6 +144,8 @@ class Study:
         progress: a function that gets every `Event`; True prints a line for each run.
         sinks: functions of (step, numbers), or "tensorboard", "wandb" (offline), "mlflow", which write in the folder.
             A run's numbers are sent once it has finished, one step per task.
+        batched: train the networks of a setting as one where that works (`together`): several times faster for small
+            networks, and equal up to rounding. Without it every run is by itself.
         """
         watch = _printed if progress is True else progress or None
         self.store.describe(self.to_dict())
@@ -151,7 +154,7 @@ class Study:
             executor = self._executor(on, workers, target) if isinstance(on, str) else on
             if isinstance(on, str):
                 stack.callback(executor.close)
-            outcome = self._execute(executor, watch, opened)
+            outcome = self._execute(executor, watch, opened, batched)
         self.last = outcome
         self.store.write_table()
         return self.results()
@@ -181,9 +184,9 @@ class Study:
             choices,
         )
 
-    def _execute(self, executor: Executor, watch: Watcher | None, sinks: list[Sink]) -> Outcome:
+    def _execute(self, executor: Executor, watch: Watcher | None, sinks: list[Sink], batched: bool) -> Outcome:
         """First what is known beforehand, then the configurations that this chose."""
-        execution = Execution(self.store, executor, watch=watch, sinks=sinks)
+        execution = Execution(self.store, executor, watch=watch, sinks=sinks, batched=batched)
         execution.do([*self.runs(), *self.tuning_runs()], later=len(self.runs()) if self.tune else 0)
         return execution.do(self.tuned_runs()) if self.tune else execution.outcome
 

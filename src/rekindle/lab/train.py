@@ -46,7 +46,7 @@ __all__ = ["Learner", "Row", "Run", "execute", "make_optimizers", "rate"]
 
 Row = dict[str, Any]
 _OLD = 5  # earlier tasks that retention looks at
-_CHECK = 200  # steps between two looks for a loss that is not finite
+CHECK = 200  # steps between two looks for a loss that is not finite
 _BATCHES = 20  # that a method gets at a boundary
 _DRIFT = 500  # rows that the drift of the function is measured on
 _ADAMS = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
@@ -80,15 +80,7 @@ def _rows(run: Run, starts: Path | None) -> Iterator[Row]:
         read_source(run.setting.source)
     stream = run.setting.make_stream(run.seed)
     learner = Learner(run, stream)
-    yield {
-        "kind": "start",
-        "identity": run.identity,
-        "code": run.code,
-        "run": run.to_dict(),
-        "versions": _versions(),
-        "stream": {"tasks": len(stream), "classes": stream.classes, "shape": list(stream.shape)},
-        "parameters": sum(p.numel() for p in learner.model.parameters()),
-    }
+    yield start_row(run, stream, learner)
     end: Row = {"kind": "end"}
     first = run.saved_first_task(starts) if starts is not None and learner.acts_at_boundaries else None
     try:
@@ -106,6 +98,19 @@ def _rows(run: Run, starts: Path | None) -> Iterator[Row]:
     except Refused as reason:
         end["refused"] = str(reason)
     yield {**end, "seconds": time.perf_counter() - begun}
+
+
+def start_row(run: Run, stream: Stream, learner: Learner) -> Row:
+    """The first row of a run: what it is."""
+    return {
+        "kind": "start",
+        "identity": run.identity,
+        "code": run.code,
+        "run": run.to_dict(),
+        "versions": _versions(),
+        "stream": {"tasks": len(stream), "classes": stream.classes, "shape": list(stream.shape)},
+        "parameters": sum(p.numel() for p in learner.model.parameters()),
+    }
 
 
 class Learner:
@@ -133,14 +138,15 @@ class Learner:
     @property
     def acts_at_boundaries(self) -> bool:
         """Whether the first task is the same as if there were no remedy."""
-        return not self.acts or (self.acts.keys() == {"event"} and self.arm.when == "boundary" and not self._watches)
+        return not self.acts or (self.acts.keys() == {"event"} and self.arm.when == "boundary" and not self.watches)
 
     @property
-    def _watches(self) -> bool:
+    def watches(self) -> bool:
+        """Whether the method must see every step."""
         return bool(getattr(self.method, "watches", hasattr(self.method, "observe")))
 
     def __enter__(self) -> Learner:
-        if self._watches:
+        if self.watches:
             self.watching.enter_context(self._call(self.method.observe, self.model))
         self.optimizers = self._call(make_optimizers, self.model, self.setting, self.arm)
         return self
@@ -150,13 +156,22 @@ class Learner:
 
     def train_task(self, index: int, task: Task) -> Generator[Row, None, Row]:
         """One task: the boundary, the learning, and what is known afterwards."""
-        torch.manual_seed(derive(self.seed, "dropout", index))
-        self.remedy_seconds = 0.0
-        remedy = self.boundary(index, task) if index else None
-        retained = average(self.scores)
+        remedy = self.enter(index, task)
         begun = time.perf_counter()
         track, diverged = yield from self.learn(index, task)
-        seconds = time.perf_counter() - begun
+        return self.leave(index, task, remedy, track, diverged, time.perf_counter() - begun)
+
+    def enter(self, index: int, task: Task) -> Row | None:
+        """What comes before the learning of a task: the boundary, of all tasks but the first."""
+        torch.manual_seed(derive(self.seed, "dropout", index))
+        self.remedy_seconds = 0.0
+        return self.boundary(index, task) if index else None
+
+    def leave(
+        self, index: int, task: Task, remedy: Row | None, track: Track, diverged: bool, seconds: float
+    ) -> Row:
+        """The row of a task that was learned."""
+        retained = average(self.scores)
         return {
             "kind": "task",
             "task": index,
@@ -177,10 +192,10 @@ class Learner:
         }
 
     def learn(self, index: int, task: Task) -> Generator[Row, None, tuple[Track, bool]]:
-        """The training loop. Numbers stay tensors; every `_CHECK` steps one is read, to detect divergence."""
+        """The training loop. Numbers stay tensors; every `CHECK` steps one is read, to detect divergence."""
         setting, model, optimizers = self.setting, self.model, self.optimizers
         acting = bool(index) or not setting.spare_first
-        steps, every = task.length(setting.batch), self._period(task) if acting else 0
+        steps, every = task.length(setting.batch), self.period(task) if acting else 0
         factor = rate(setting, steps)
         trained = [parameter for group in _groups(optimizers) for parameter in group["params"]]
         acts = self.acts if acting else {}
@@ -190,7 +205,7 @@ class Learner:
         try:
             for step, (x, y) in enumerate(task.batches(setting.batch, generator(self.seed, "order", index))):
                 if every and step and step % every == 0:
-                    self._treat("event", [(x, y)])
+                    self.treat("event", [(x, y)])
                 if factor is not None:
                     set_rate(optimizers, factor(step))
                 logits = model(x)
@@ -198,16 +213,16 @@ class Learner:
                 track.add((logits.detach().argmax(-1) == y).sum(), loss.detach(), y.numel())
                 for optimizer in optimizers:
                     optimizer.zero_grad()
-                (loss if term is None else loss + self._timed(term, model)).backward()
+                (loss if term is None else loss + self.timed(term, model)).backward()
                 if setting.clip is not None:
                     clip_grad_norm_(trained, setting.clip)
                 if "backward" in acts:
-                    self._treat("backward")
+                    self.treat("backward")
                 for optimizer in optimizers:
                     optimizer.step()
                 if "step" in acts:
-                    self._treat("step")
-                if step % _CHECK == _CHECK - 1 and track.diverged():
+                    self.treat("step")
+                if step % CHECK == CHECK - 1 and track.diverged():
                     return track, True
                 if time.perf_counter() > report:
                     yield {"kind": "progress", "task": index, "step": step + 1, "steps": steps}
@@ -229,7 +244,7 @@ class Learner:
             before, old, sample = self.scores[-1], average(self.scores), self.earlier[-1].some(_DRIFT).x
             answers = log_probabilities(model, sample)
             try:
-                receipt, failed = self._treat("event", batches), None
+                receipt, failed = self.treat("event", batches), None
             except Diverged as reason:
                 receipt, failed = None, str(reason)
         if self.level is not None:
@@ -296,7 +311,7 @@ class Learner:
         self.scores = [Score(row[f"{known}_accuracy"], row[f"{known}_loss"])]
         return row
 
-    def _period(self, task: Task) -> int:
+    def period(self, task: Task) -> int:
         """Every how many steps within a task the method is applied; 0 if only at its boundary."""
         if "event" not in self.acts or self.arm.when == "boundary":
             return 0
@@ -308,13 +323,14 @@ class Learner:
         epoch = task.train.steps(self.setting.batch) if task.epochs is not None else max(1, (task.steps or 0) // 10)
         return self.arm.epochs * epoch
 
-    def _treat(self, moment: Moment, batches: Any = None) -> Any:
+    def treat(self, moment: Moment, batches: Any = None) -> Any:
         """Apply what the method does at this moment; batches only at an event."""
-        return self._timed(
+        return self.timed(
             self.acts[moment], self.model, self.optimizers, batches=batches, loss=loss_of, generator=self.generator
         )
 
-    def _timed(self, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    def timed(self, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """Call it as a part of the remedy, whose time is counted."""
         begun = time.perf_counter()
         result = self._call(call, *args, **options)
         self.remedy_seconds += time.perf_counter() - begun

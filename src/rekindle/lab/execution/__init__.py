@@ -137,7 +137,7 @@ class Running:
 
 
 class Executor(Protocol):
-    """Something that performs runs: this pool, or Ray."""
+    """Something that performs runs: this pool, or Ray. One whose `target` is ours also gets many runs as one job."""
 
     slots: int
 
@@ -158,10 +158,19 @@ class Execution:
     """Does runs with an executor until none is left; `do` may be called again with more."""
 
     def __init__(
-        self, store: RunStore, executor: Executor, *, watch: Watcher | None = None, sinks: Iterable[Sink] = ()
+        self,
+        store: RunStore,
+        executor: Executor,
+        *,
+        watch: Watcher | None = None,
+        sinks: Iterable[Sink] = (),
+        batched: bool = True,
     ) -> None:
         self.store, self.executor = store, executor
         self.watch, self.sinks = watch, list(sinks)
+        self.batched = batched and getattr(executor, "target", None) == TARGET
+        self.jobs: dict[str, set[str]] = {}  # what was submitted; its runs where it has many
+        self.alone: set[str] = set()  # runs that failed or died among others
         self.durations, self.outcome = Durations(), Outcome()
         self.waiting: list[Run] = []
         self.running: dict[str, Running] = {}
@@ -180,9 +189,9 @@ class Execution:
             while self.waiting or self.running:
                 self._fill()
                 if self.running:
-                    for identity, row in self.executor.events(POLL):
-                        if identity in self.running:
-                            self._take(identity, row)
+                    for key, row in self.executor.events(POLL):
+                        if key in self.jobs:
+                            self._receive(key, row)
                 elif self.waiting:  # all of them locked by another process
                     time.sleep(POLL)
         finally:
@@ -206,22 +215,75 @@ class Execution:
         """Fill the free slots; runs that could share a first task that is still running come after others."""
         making = {each.run.first_task_key for each in self.running.values() if not each.past_first}
         candidates = list(self.waiting)
-        while candidates and len(self.running) < self.executor.slots:
+        while candidates and len(self.jobs) < self.executor.slots:
             run = next((each for each in candidates if each.first_task_key not in making), candidates[0])
-            candidates.remove(run)
-            claim = self.store.claim(run.identity)
-            if claim is None:
+            chosen = self._among(run, candidates)
+            taken = {each.identity for each in chosen}
+            candidates = [each for each in candidates if each.identity not in taken]
+            begun = [each for each in chosen if self._begin(each)]
+            making |= {each.first_task_key for each in begun}
+            if not begun:
                 continue
-            self.waiting.remove(run)
-            if claim.record.settles(run.code):
-                claim.release()
-                self._over("elsewhere", run, claim.record.rows[-1])
+            key = begun[0].identity
+            self.jobs[key] = {each.identity for each in begun} if len(begun) > 1 else set()
+            self.executor.submit(key, begun[0].to_dict() if len(begun) == 1 else together(begun))
+            for each in begun:
+                self._report("started", each, {})
+
+    def _among(self, run: Run, candidates: Sequence[Run]) -> list[Run]:
+        """The run with others of its setting that can be trained as one, shared evenly among the slots."""
+        if not self._stackable(run):
+            return [run]
+        alike = [each for each in candidates if each.setting == run.setting and self._stackable(each)]
+        from rekindle.lab.together import MOST
+
+        rest = [each for each in alike if each.identity != run.identity]
+        return [run, *rest][: min(MOST, -(-len(alike) // self.executor.slots))]
+
+    def _stackable(self, run: Run) -> bool:
+        if not self.batched or run.identity in self.alone:
+            return False
+        from rekindle.lab.together import stackable
+
+        return stackable(run)
+
+    def _begin(self, run: Run) -> bool:
+        """Claim it; False if another process has it or had it."""
+        claim = self.store.claim(run.identity)
+        if claim is None:
+            return False
+        self.waiting.remove(run)
+        if claim.record.settles(run.code):
+            claim.release()
+            self._over("elsewhere", run, claim.record.rows[-1])
+            return False
+        expected = self.durations.expected(run.setting.name, run.arm.name)
+        self.running[run.identity] = Running(run, claim, expected)
+        return True
+
+    def _receive(self, key: str, row: Row) -> None:
+        """A row of a job: of its run, or of one of its runs; the last one closes the job."""
+        over, members = row["kind"] in (*LAST, "died"), self.jobs[key]
+        if over:
+            del self.jobs[key]
+        if not members:  # a run by itself
+            self._take(key, row)
+        elif row["kind"] == "member":
+            if row["identity"] in self.running:
+                self._take(row["identity"], row["row"])
+        elif over:
+            self._return(members & self.running.keys(), row)
+
+    def _return(self, members: set[str], row: Row) -> None:
+        """What a batch leaves undone is done again: after an error each run by itself, which then has its own."""
+        for identity in members:
+            if row["kind"] == "died":
+                self._lost(self.running[identity], row)
                 continue
-            expected = self.durations.expected(run.setting.name, run.arm.name)
-            self.running[run.identity] = Running(run, claim, expected)
-            making.add(run.first_task_key)
-            self.executor.submit(run.identity, run.to_dict())
-            self._report("started", run, {})
+            each = self.running.pop(identity)
+            each.claim.release()
+            self.alone.add(identity)
+            self.waiting.insert(0, each.run)
 
     def _take(self, identity: str, row: Row) -> None:
         each = self.running[identity]
@@ -259,6 +321,8 @@ class Execution:
             self._close(each, "failed", failed)
             return
         self.running.pop(each.run.identity).claim.release()
+        if self.losses[each.run.identity] > 1:
+            self.alone.add(each.run.identity)
         self.waiting.insert(0, each.run)
         self._report("died", each.run, row)
 
@@ -345,11 +409,25 @@ def execute(run: Run, *, starts: Path | None = None) -> Iterator[Row]:
     return train.execute(run, starts=starts)
 
 
+def together(runs: Sequence[Run]) -> dict[str, Any]:
+    """The job of many runs of one setting."""
+    members = [{"arm": run.arm.to_dict(), "seed": run.seed} for run in runs]
+    return {"setting": runs[0].setting.to_dict(), "members": members}
+
+
 def perform(job: dict[str, Any], starts: Path | None) -> Iterator[Row]:
-    """What a worker does with a job: the run in it, row by row."""
+    """What a worker does with a job: the run in it, row by row; of many runs each row names its own."""
     from rekindle.lab.settings import Run  # torch is loaded when there is work
 
-    return execute(Run.from_dict(job), starts=starts)
+    if "members" not in job:
+        yield from execute(Run.from_dict(job), starts=starts)
+        return
+    from rekindle.lab import together
+
+    runs = [Run.from_dict({"setting": job["setting"], **member}) for member in job["members"]]
+    for identity, row in together.execute(runs, starts=starts):
+        yield {"kind": "member", "identity": identity, "row": row}
+    yield {"kind": "end"}
 
 
 def rows_of(target: str, job: dict[str, Any], starts: Path | None) -> Iterator[Row]:

@@ -40,7 +40,7 @@ class Pool:
         self.slots = cores() if workers is None else workers
         if self.slots < 1:
             raise ValueError(f"workers must be at least 1, got {workers}")
-        self._starts, self._target = starts, target
+        self._starts, self.target = starts, target
         self._idle: deque[_Worker] = deque()
         self._busy: dict[str, _Worker] = {}
         self._selector = selectors.DefaultSelector()
@@ -88,7 +88,7 @@ class Pool:
         return [worker.process.pid for worker in [*self._idle, *self._busy.values()]]
 
     def _start(self) -> _Worker:
-        worker = _Worker(self._target, self._starts)
+        worker = _Worker(self.target, self._starts)
         self._selector.register(worker.rows, selectors.EVENT_READ, worker)
         return worker
 

@@ -39,7 +39,7 @@ class RayExecutor:
         target: str = TARGET,
     ) -> None:
         ray = _ray()
-        self._ray, self._target = ray, target
+        self._ray, self.target = ray, target
         self._own = not ray.is_initialized()
         local = address is None
         # Other machines do not see this folder: there every run makes its own start.
@@ -55,7 +55,7 @@ class RayExecutor:
     def submit(self, identity: str, job: dict[str, Any]) -> None:
         """Begin a run."""
         text = _source(job)
-        reference = self._perform.remote(self._target, identity, job, self._starts, self._latest, text)
+        reference = self._perform.remote(self.target, identity, job, self._starts, self._latest, text)
         self._running[reference] = identity
 
     def events(self, timeout: float) -> list[tuple[str, Row]]:
@@ -132,6 +132,8 @@ def perform(
             tasks = tasks or row.get("stream", {}).get("tasks")
             if row["kind"] == "progress":
                 latest.post.remote(identity, row | {"tasks": tasks})
+                continue
+            if row.get("row", row)["kind"] == "progress":  # of one among many
                 continue
             rows.append(row)
             if row["kind"] not in (*LAST, "printed"):

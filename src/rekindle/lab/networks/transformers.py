@@ -55,6 +55,33 @@ def whole_heads(width: int, heads: int) -> None:
         raise ValueError(f"width={width} must be a multiple of heads={heads}")
 
 
+class Positions(nn.Module):
+    """Adds a learned vector to every token by its place.
+
+    Not an `nn.Embedding`, so that no set of targets takes it for a matrix: the paper does not project it either.
+
+    >>> Positions(32, 8)(torch.zeros(3, 5, 8)).shape
+    torch.Size([3, 5, 8])
+    """
+
+    def __init__(self, length: int, width: int) -> None:
+        super().__init__()
+        self.vectors = nn.Parameter(torch.empty(length, width))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """N(0, 0.02²), as in GPT-2."""
+        nn.init.normal_(self.vectors, std=_STD)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, tokens, width) → the same."""
+        return x + self.vectors[: x.shape[1]]
+
+    def stacked(self, x: Tensor, vectors: Tensor) -> Tensor:
+        """The same for many networks at once (`rekindle.lab.stacking`)."""
+        return (x.unflatten(0, (len(vectors), -1)) + vectors[:, None, : x.shape[1]]).flatten(0, 1)
+
+
 class GPTAttention(nn.Module):
     """Every token looks at itself and at what came before.
 
@@ -130,8 +157,7 @@ class GPTBlock(nn.Module):
 class GPT(nn.Module):
     """Tokens and learned positions, `layers` blocks, and scores of the next token at every place.
 
-    The sizes are GPT-2-small's unless told. Positions are vectors of the model and not an `nn.Embedding`, so that
-    no set of targets takes them for a matrix: the paper does not project them either.
+    The sizes are GPT-2-small's unless told.
 
     >>> model = GPT((32,), 65, layers=2, width=64, heads=4)
     >>> model(torch.zeros(2, 20, dtype=torch.long)).shape
@@ -155,7 +181,7 @@ class GPT(nn.Module):
         at_least_one(layers=layers)
         whole_heads(width, heads)
         self.wte = nn.Embedding(classes, width)
-        self.pos_embed = nn.Parameter(torch.empty(context(shape), width))
+        self.positions = Positions(context(shape), width)
         self.h = nn.Sequential(*(GPTBlock(width, heads, bias) for _ in range(layers)))
         self.ln_f = nn.LayerNorm(width, bias=bias)
         self.lm_head = nn.Linear(width, classes, bias=False)
@@ -171,11 +197,11 @@ class GPT(nn.Module):
                 nn.init.normal_(module.weight, std=residual if name.endswith("c_proj") else _STD)
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
-        nn.init.normal_(self.pos_embed, std=_STD)
+        self.positions.reset_parameters()
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits (batch, time, classes) for tokens (batch, time), time at most the context."""
-        x = self.wte(tokens) + self.pos_embed[: tokens.shape[1]]
+        x = self.positions(self.wte(tokens))
         logits: Tensor = self.lm_head(self.ln_f(self.h(x)))
         return logits
 

@@ -78,7 +78,8 @@ class MLP(nn.Module):
     Loss of plasticity shows soonest and cheapest here.
 
     `width` is one number for all `depth` hidden layers (3 unless told), or a list with one number per layer.
-    Without hidden layers (`depth=0`) it is a linear classifier.
+    Without hidden layers (`depth=0`) it is a linear classifier. `norm` is "layer" or "batch" for a normalization before
+    every activation.
 
     >>> MLP((1, 28, 28), 10)
     MLP(
@@ -103,13 +104,14 @@ class MLP(nn.Module):
         width: int | Sequence[int] = 128,
         depth: int | None = None,
         activation: str = "relu",
+        norm: str | None = None,
     ) -> None:
         super().__init__()
         widths = [math.prod(shape), *_widths(width, depth)]
         nonlinear = activation_class(activation)
         self.body = nn.Sequential(nn.Flatten())
         for into, out in pairwise(widths):
-            self.body.extend([nn.Linear(into, out), nonlinear()])
+            self.body.extend([nn.Linear(into, out), *_norm(norm, nn.BatchNorm1d, out), nonlinear()])
         self.head = nn.Linear(widths[-1], classes)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -131,10 +133,17 @@ def _widths(width: int | Sequence[int], depth: int | None) -> list[int]:
     return list(width)
 
 
+def _norm(name: str | None, batch: type[nn.Module], width: int) -> list[nn.Module]:
+    known = {None: [], "batch": [batch], "layer": [nn.LayerNorm] if batch is nn.BatchNorm1d else None}
+    if known.get(name) is None:
+        raise ValueError(f"norm={name!r} must be None, 'batch', or 'layer' (of an MLP)")
+    return [kind(width) for kind in known[name] or ()]
+
+
 class CNN(nn.Module):
     """3×3 convolutions that double in width, each halved in size by max pooling; a hidden layer; the head.
 
-    No normalisation stands between the weights and what they do.
+    Without `norm="batch"` no normalization stands between the weights and what they do.
     Pooling stops where nothing is left to halve, so any image size will do.
 
     >>> CNN((1, 8, 8), 10, width=4, hidden=16)(torch.zeros(2, 1, 8, 8)).shape
@@ -150,6 +159,7 @@ class CNN(nn.Module):
         depth: int = 3,
         hidden: int = 128,
         activation: str = "relu",
+        norm: str | None = None,
     ) -> None:
         super().__init__()
         channels, high, wide = image(shape)
@@ -157,7 +167,7 @@ class CNN(nn.Module):
         nonlinear = activation_class(activation)
         self.features = nn.Sequential()
         for out in (width * 2**stage for stage in range(depth)):
-            self.features.extend([nn.Conv2d(channels, out, 3, padding=1), nonlinear()])
+            self.features.extend([nn.Conv2d(channels, out, 3, padding=1), *_norm(norm, nn.BatchNorm2d, out), nonlinear()])
             channels = out
             if min(high, wide) > 1:
                 self.features.append(nn.MaxPool2d(2))
