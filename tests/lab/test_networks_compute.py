@@ -74,7 +74,7 @@ def test_the_gpt_with_biases_is_gpt2():
     for key, value in model.state_dict().items():
         turned = value.T if key.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")) else value
         state["lm_head.weight" if key == "lm_head.weight" else f"transformer.{key}"] = turned
-    state["transformer.wpe.weight"] = state.pop("transformer.positions.vectors")
+    state["transformer.wpe.weight"] = state.pop("transformer.positions.weight")
     theirs.load_state_dict(state)
     tokens = torch.randint(0, 20, (3, 9))
     torch.testing.assert_close(model(tokens), theirs(tokens).logits, rtol=1e-9, atol=1e-10)

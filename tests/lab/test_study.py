@@ -210,7 +210,6 @@ def test_a_users_file_is_known_to_workers_and_training_there_gives_what_it_gives
     path.write_text(
         """
 from rekindle.lab.arms import register
-from rekindle.lab.settings import _source
 from rekindle.lab.settings import Setting
 from rekindle.methods import FullReset
 

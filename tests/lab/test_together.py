@@ -61,8 +61,11 @@ def test_a_stacked_step_is_each_networks_own_step(name: str) -> None:
     models = [networks.network(name, shape=shape, classes=classes, seed=seed, **options) for seed in range(3)]
     singles = copy.deepcopy(models)
     rates = (1e-3, 1e-3, 3e-3)
-    stack = Stack(models, [torch.optim.AdamW(m.parameters(), lr=lr, weight_decay=0.1) for m, lr in zip(models, rates)])
-    own = [torch.optim.AdamW(m.parameters(), lr=lr, weight_decay=0.1) for m, lr in zip(singles, rates)]
+    stack = Stack(
+        models,
+        [torch.optim.AdamW(m.parameters(), lr=lr, weight_decay=0.1) for m, lr in zip(models, rates, strict=True)],
+    )
+    own = [torch.optim.AdamW(m.parameters(), lr=lr, weight_decay=0.1) for m, lr in zip(singles, rates, strict=True)]
     stack.train()
     draws = torch.Generator().manual_seed(0)
     for _ in range(3):
@@ -120,6 +123,7 @@ def test_what_changes_one_module_changes_the_stack() -> None:
 def test_all_arms_give_what_they_give_alone() -> None:
     names = ("nothing", "full-reset", "shrink-perturb", "fire-heads", "redo", "l2-init", "weight-decay", "weight-clip")
     arms = [*(ARMS[name] for name in names), replace(ARMS["fire"], lr=3.0), ARMS["upgd"], ARMS["continual-backprop"]]
+    arms += [ARMS["rate-raised"], ARMS["rate-rewarm"], ARMS["he-reset"]]
     runs = [Run(TINY, arm, seed) for arm in arms for seed in (0, 1)]
     many = rows_of(runs)
     for run in runs:

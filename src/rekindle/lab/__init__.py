@@ -9,7 +9,8 @@
 `lab.stream`, `lab.network` and `lab.arm` register your own. Each name is imported when it is first used.
 
 `study` is the grid of runs: `settings` (named in `protocols`, listed by `catalogue`) times `arms` times seeds, and
-`tuning`. `execution` does the runs: `train` is the loop for networks, `agents` the one for agents; `streams` makes
+`tuning`. `execution` does the runs: `train` is the loop for networks, `together` the same for
+many of them at once (`stacking`), `agents` the one for agents; `streams` makes
 tasks of `data` (`sources` gives them in batches), `networks` builds what learns (`dawn` is one with its losses and
 analysis), `evaluation` measures it; `boundaries` stops between two tasks. `results` compares, `views` shows. May import
 everything up to `report`, and of that only what users may import. Start reading at `study.Study`, or at `train.execute`

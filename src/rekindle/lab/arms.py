@@ -42,6 +42,8 @@ class Arm:
         epoch but the first), "10 epochs", a number of steps, or "period" (the method's own). Methods that act at every
         step or through the loss ignore it.
     lr: multiplies the setting's learning rate. optimizer, optimizer_options: instead of the setting's own.
+    raised: a factor and a share, as in [3, 0.5]: every task but the first begins with a rate so many times higher,
+        which falls to its own over this share of the task (re-warming, arXiv 2507.20057); with a share of 0 it stays.
     tuning: what may be tried instead, as changes of this arm's fields; `options` there are added to its own.
 
     >>> Arm("gentle fire", "FIRE", {"strength": 0.5}).build().settings()
@@ -55,6 +57,7 @@ class Arm:
     lr: float | None = None
     optimizer: str | None = None
     optimizer_options: Mapping[str, Any] = field(default_factory=dict)
+    raised: tuple[float, float] | None = None
     tuning: tuple[Mapping[str, Any], ...] = ()
     about: str = ""
 
@@ -66,6 +69,11 @@ class Arm:
                 "step count"
             )
         object.__setattr__(self, "tuning", tuple(self.tuning))
+        if self.raised is not None:
+            factor, share = self.raised
+            if factor <= 0 or not 0 <= share <= 1:
+                raise ValueError(f"arm {self.name!r}: raised={self.raised} must be a positive factor and a share")
+            object.__setattr__(self, "raised", (float(factor), float(share)))
 
     @property
     def epochs(self) -> int:
@@ -140,42 +148,6 @@ class Arm:
 
 
 _own: dict[str, Factory] = {}  # what users register
-_RENAMED = {"fire-no-head": "fire"}
-
-
-def stored_form(arm: Arm) -> dict[str, Any]:
-    """The fields by which runs of an arm are found; those of before `fire` left the output layer alone, as then.
-
-    What is `fire-heads` now was called `fire`, and `fire` now was `fire-no-head`: their runs stay valid.
-    """
-    fields = arm.to_dict()
-    del fields["tuning"], fields["about"]
-    if arm.method in _MATRIX:
-        if arm.options.get("targets") == _HEADS:
-            fields["name"] = arm.name.removesuffix("-heads")
-        elif arm.name == "fire" and "targets" not in arm.options:
-            fields |= {"name": "fire-no-head", "options": {**arm.options, "targets": "auto"}}
-    return fields
-
-
-def from_stored(arm: Mapping[str, Any], setting: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of an arm as a study or run of an earlier version wrote them, under its present name.
-
-    Until then the setting said whether the output layer was among the targets (`heads`).
-
-    >>> from_stored({"name": "fire", "method": "FIRE", "options": {}}, {"heads": True})["name"]
-    'fire-heads'
-    >>> from_stored({"name": "fire", "method": "FIRE", "options": {}}, {})["name"]
-    'fire'
-    """
-    fields = dict(arm)
-    options = dict(fields.get("options") or {})
-    if setting.get("heads") and setting.get("targets", "auto") == "auto" and fields.get("method") in _MATRIX:
-        if options.get("targets", _HEADS) == _HEADS:
-            fields |= {"name": f"{fields['name']}-heads", "options": {**options, "targets": _HEADS}}
-        elif fields["name"] == "fire-no-head":
-            fields |= {"name": "fire", "options": {n: each for n, each in options.items() if n != "targets"}}
-    return fields
 
 
 def factory(name: str) -> Factory:
@@ -238,7 +210,6 @@ def arms(names: str | Arm | Iterable[str | Arm]) -> list[Arm]:
             continue
         inside = list(ARMS) if name == "all" else GROUPS.get(name, [name])
         for each in inside:
-            each = _RENAMED.get(each, each)
             if each not in ARMS and each.endswith("-heads") and each.removesuffix("-heads") in ARMS:
                 found.setdefault(each, ARMS[each.removesuffix("-heads")].with_heads())
                 continue
@@ -331,6 +302,8 @@ ARMS: dict[str, Arm] = {
             },
             about="the paper's SR: convolutions keep a fifth, linear layers are drawn anew",
         ),
+        Arm("rate-raised", raised=(3.0, 0.0), about="a rate three times higher after the first task"),
+        Arm("rate-rewarm", raised=(10.0, 0.5), about="a rate ten times higher that falls in the first half of a task"),
         Arm("optimizer-reset", "OptimizerReset", about="the weights stay, the optimizer starts again"),
         Arm("rescale", "Rescale", about="the old directions at FIRE's norm"),
         Arm("shrink", "Rescale", {"scale": "norm:0.1"}, tuning=_SHRINKS, about="old directions, a tenth of the norm"),

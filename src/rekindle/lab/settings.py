@@ -27,7 +27,7 @@ from torch import nn
 from rekindle import files
 from rekindle.lab import networks, protocols, streams
 from rekindle.lab.agents import streams as agent_streams
-from rekindle.lab.arms import Arm, from_stored, stored_form
+from rekindle.lab.arms import Arm
 from rekindle.lab.sources import Stream, derive, replay
 
 HEADLINES = ("online_accuracy", "online_loss", "train_accuracy", "train_loss", "test_accuracy", "test_loss")
@@ -136,16 +136,7 @@ class Setting:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Setting:
-        """A setting from what `to_dict` gave, or from a study's file.
-
-        `targets` and `heads`, which settings had once, become options of the matrix methods.
-        """
-        data = dict(data)
-        targets, heads = data.pop("targets", "auto"), data.pop("heads", True)
-        if (targets, heads) != ("auto", True):
-            listed = [targets] if isinstance(targets, str) else list(targets)
-            own = protocols.touching([*listed, "head"] if heads else listed)
-            data["coefficients"] = {**own, **data.get("coefficients", {})}
+        """A setting from what `to_dict` gave, or from a study's file."""
         known = {f.name for f in fields(cls)}
         for name in data:
             if name not in known:
@@ -232,7 +223,9 @@ class Run:
     @cached_property
     def identity(self) -> str:
         """A hash of the configuration that the results depend on, the content of the user's file included."""
-        return _hash({**self.first_task(), "arm": stored_form(self.arm.within(self.setting))})
+        arm = self.arm.within(self.setting).to_dict()
+        del arm["tuning"], arm["about"]
+        return _hash({**self.first_task(), "arm": arm})
 
     @cached_property
     def code(self) -> str:
@@ -246,13 +239,8 @@ class Run:
 
     def first_task(self) -> dict[str, Any]:
         """What the first task depends on for an arm that acts at boundaries only."""
-        # `targets` and `heads` were fields once: what was run then is still the same.
-        setting = self.setting.to_dict() | {"targets": "auto", "heads": True}
+        setting = self.setting.to_dict()
         del setting["coefficients"], setting["about"]  # those of this arm are in its options
-        if not setting["spare_first"]:
-            del setting["spare_first"]  # came later: what was run before it is still the same
-        if setting["norm"] is None:
-            del setting["norm"]  # this too
         source = setting.pop("source")
         return {
             "format": FORMAT,
@@ -284,8 +272,7 @@ class Run:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Run:
         """A run from what `to_dict` gave."""
-        arm = Arm.from_dict(from_stored(data["arm"], data["setting"]))
-        return cls(Setting.from_dict(data["setting"]), arm, int(data["seed"]))
+        return cls(Setting.from_dict(data["setting"]), Arm.from_dict(data["arm"]), int(data["seed"]))
 
 
 class FirstTask:

@@ -134,7 +134,7 @@ class Stack:
 
         def forward(x: Tensor) -> Tensor:
             out: Tensor = template(x.flatten(0, 1))
-            return out.unflatten(0, (len(self), -1))
+            return out.view(len(self), -1, *out.shape[1:])
 
         return forward
 
@@ -234,7 +234,7 @@ def signature(model: nn.Module, optimizer: Optimizer) -> Any:
     if {id(parameter) for parameter in group["params"]} != trained:
         raise Unstackable("the optimizer trains something else than the model")
     for name, module in model.named_modules():
-        if isinstance(module, nn.Dropout) and module.p or hasattr(module, "parametrizations"):
+        if (isinstance(module, nn.Dropout) and module.p) or hasattr(module, "parametrizations"):
             raise Unstackable(f"{name}: {type(module).__name__} is not done for many networks at once")
         if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
             raise Unstackable(f"{name or 'the model'} has hooks")
@@ -245,7 +245,9 @@ def signature(model: nn.Module, optimizer: Optimizer) -> Any:
 
 def _options(optimizer: Optimizer) -> tuple[Any, ...]:
     group = optimizer.param_groups[0]
-    return (type(optimizer), group["lr"], tuple(group["betas"]), group["eps"], group["weight_decay"])
+    # Not only the rate of now: rates that change in other ways may meet.
+    rates = (group["lr"], group.get("initial_lr"), group.get("raised"))
+    return (type(optimizer), rates, tuple(group["betas"]), group["eps"], group["weight_decay"])
 
 
 def _stacked(tensors: Sequence[Tensor]) -> Tensor:
@@ -310,13 +312,21 @@ def _batch_norm(layer: nn.BatchNorm2d, x: Tensor, *stacks: Tensor | None) -> Ten
         raise Unstackable("a BatchNorm without weights, statistics or momentum")
     if layer.training and count is not None:
         count.add_(1)
-    flat = [each.flatten() for each in (mean, variance, weight, bias)]
-    out = F.batch_norm(_side_by_side(x, models), *flat, layer.training, layer.momentum, layer.eps)
+    out = F.batch_norm(
+        _side_by_side(x, models),
+        mean.flatten(),
+        variance.flatten(),
+        weight.flatten(),
+        bias.flatten(),
+        layer.training,
+        layer.momentum,
+        layer.eps,
+    )
     return _one_after_the_other(out, models)
 
 
 def _layer_norm(layer: nn.LayerNorm, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    plain = F.layer_norm(x, layer.normalized_shape, None, None, layer.eps).unflatten(0, (len(weight), -1))
+    plain = _parted(F.layer_norm(x, layer.normalized_shape, None, None, layer.eps), len(weight))
     inner = (1,) * (x.dim() - len(layer.normalized_shape))
     scaled = plain * weight.view(len(weight), *inner, *layer.normalized_shape)
     if bias is not None:
@@ -328,17 +338,22 @@ def _embedding(layer: nn.Embedding, x: Tensor, weight: Tensor) -> Tensor:
     if layer.padding_idx is not None or layer.max_norm is not None or layer.sparse:
         raise Unstackable("an Embedding with options")
     first = torch.arange(len(weight)) * weight.shape[1]
-    rows = x.unflatten(0, (len(weight), -1)) + first.view(-1, *[1] * x.dim())
+    rows = _parted(x, len(weight)) + first.view(-1, *[1] * x.dim())
     return F.embedding(rows.flatten(0, 1), weight.flatten(0, 1))
+
+
+def _parted(x: Tensor, models: int) -> Tensor:
+    """(models · batch, …) → (models, batch, …)."""
+    return x.reshape(models, -1, *x.shape[1:])
 
 
 def _side_by_side(x: Tensor, models: int) -> Tensor:
     """(models · batch, channels, …) → (batch, models · channels, …)."""
-    return x.unflatten(0, (models, -1)).transpose(0, 1).flatten(1, 2)
+    return _parted(x, models).transpose(0, 1).flatten(1, 2)
 
 
 def _one_after_the_other(x: Tensor, models: int) -> Tensor:
-    return x.unflatten(1, (models, -1)).transpose(0, 1).flatten(0, 1)
+    return x.view(len(x), models, -1, *x.shape[2:]).transpose(0, 1).flatten(0, 1)
 
 
 _LAYERS: dict[type[nn.Module], Callable[..., Tensor]] = {

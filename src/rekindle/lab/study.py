@@ -20,7 +20,7 @@ from typing import Any
 
 from rekindle.extras import install
 from rekindle.lab import tuning
-from rekindle.lab.arms import ARMS, Arm, arms, from_stored
+from rekindle.lab.arms import ARMS, Arm, arms
 from rekindle.lab.execution import TARGET, Event, Execution, Executor, Outcome, Watcher, described
 from rekindle.lab.execution.local import Pool
 from rekindle.lab.execution.store import RunStore
@@ -41,6 +41,8 @@ class Study:
 
     folder: where results are; results/lab/<name> unless given. Two studies may share one, and share its runs then.
     tune: also choose a configuration of every arm by the same budget (see `tuning`) and run it beside the default.
+    rates: try every arm at these factors of the learning rate, on the seeds of tuning, and report the best one only.
+    comparisons: what will be claimed, written down before the first run (see `results.planned`).
 
     >>> from rekindle.lab.arms import arms
     >>> tiny = Setting("tiny", "random-labels", "mlp")
@@ -54,6 +56,8 @@ class Study:
     seeds: list[int] = field(default_factory=lambda: seed_list(SEEDS))
     folder: Path = UNNAMED
     tune: bool = False
+    rates: list[float] = field(default_factory=list)
+    comparisons: list[dict[str, Any]] = field(default_factory=list)
     last: Outcome | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -71,7 +75,9 @@ class Study:
                 raise ValueError(f"study {self.name!r} has the {what} {twice[0]!r} twice; give one another name")
         if not self.seeds or len(set(self.seeds)) != len(self.seeds):
             raise ValueError(f"study {self.name!r}: seeds must be different numbers, at least one; got {self.seeds}")
-        if self.tune and set(self.seeds) & set(tuning.SEEDS):
+        if self.tune and self.rates:
+            raise ValueError(f"study {self.name!r}: rates are a way of tuning; leave out one of tune and rates")
+        if (self.tune or self.rates) and set(self.seeds) & set(tuning.SEEDS):
             raise ValueError(f"study {self.name!r}: seeds {list(tuning.SEEDS)} are for tuning; report others")
         self.folder = UNNAMED.with_name(self.name) if self.folder == UNNAMED else Path(self.folder)
 
@@ -83,29 +89,35 @@ class Study:
     # What there is to do
 
     def runs(self) -> list[Run]:
-        """The runs of the grid, by setting, arm and seed."""
+        """The runs of the grid, by setting, arm and seed; with `rates` the chosen ones, once they are known."""
+        return self.tuned_runs() if self.rates else self._grid()
+
+    def _grid(self) -> list[Run]:
         return [Run(s, arm, seed) for s in self.settings for arm in self.arms for seed in self.seeds]
 
     def tuning_runs(self) -> list[Run]:
         """The runs that choose a configuration for every arm, if the study tunes."""
-        if not self.tune:
+        if not self.tune and not self.rates:
             return []
         return [
             Run(s, each, seed)
             for s in self.settings
             for arm in self.arms
-            for each in tuning.candidates(arm)
+            for each in self._candidates(arm)
             for seed in tuning.SEEDS
         ]
 
+    def _candidates(self, arm: Arm) -> list[Arm]:
+        return tuning.at_rates(arm, self.rates) if self.rates else tuning.candidates(arm)
+
     def choices(self) -> dict[tuple[str, str], tuning.TunedChoice]:
         """By setting and arm: the configuration that the finished tuning runs choose."""
-        if not self.tune:
+        if not self.tune and not self.rates:
             return {}
         chosen: dict[tuple[str, str], tuning.TunedChoice] = {}
         for setting in self.settings:
             for arm in self.arms:
-                tried = tuning.candidates(arm)
+                tried = self._candidates(arm)
                 values: list[dict[int, float]] = []
                 for each in tried:
                     records = {seed: self.store.read(Run(setting, each, seed).identity) for seed in tuning.SEEDS}
@@ -165,14 +177,14 @@ class Study:
 
     def results(self) -> Results:
         """What the folder holds of this study now."""
-        plan = [(run, run.arm.name, False) for run in self.runs()]
+        plan = [] if self.rates else [(run, run.arm.name, False) for run in self._grid()]
         choices = self.choices()
         for setting in self.settings:
             for arm in self.arms:
                 chosen = choices.get((setting.name, arm.name))
                 if chosen is not None and chosen.arm is not None:
-                    name = tuning.tuned_name(arm.name)
-                    plan += [(Run(setting, chosen.arm, seed), name, True) for seed in self.seeds]
+                    name = arm.name if self.rates else tuning.tuned_name(arm.name)
+                    plan += [(Run(setting, chosen.arm, seed), name, not self.rates) for seed in self.seeds]
         return Results(
             self.to_dict(),
             tuple(
@@ -187,7 +199,14 @@ class Study:
     def _execute(self, executor: Executor, watch: Watcher | None, sinks: list[Sink], batched: bool) -> Outcome:
         """First what is known beforehand, then the configurations that this chose."""
         execution = Execution(self.store, executor, watch=watch, sinks=sinks, batched=batched)
-        execution.do([*self.runs(), *self.tuning_runs()], later=len(self.runs()) if self.tune else 0)
+        grid = self._grid()
+        if self.rates:  # setting by setting, so that each is whole before the next begins
+            for setting in self.settings:
+                part = replace(self, settings=[setting])
+                execution.do(part.tuning_runs())
+                execution.do(part.tuned_runs())
+            return execution.outcome
+        execution.do([*grid, *self.tuning_runs()], later=len(grid) if self.tune else 0)
         return execution.do(self.tuned_runs()) if self.tune else execution.outcome
 
     def _executor(self, on: str, workers: int | None, target: str) -> Executor:
@@ -221,6 +240,8 @@ class Study:
             "arms": [arm.to_dict() for arm in self.arms],
             "seeds": list(self.seeds),
             "tune": self.tune,
+            "rates": list(self.rates),
+            "comparisons": list(self.comparisons),
         }
 
     @classmethod
@@ -231,11 +252,10 @@ class Study:
         >>> study.settings[0].lr, study.seeds
         (0.01, [0, 1])
         """
-        unknown = set(data) - {"format", "name", "settings", "arms", "methods", "seeds", "tune", "folder", "source"}
+        known = ("name", "settings", "arms", "seeds", "tune", "rates", "comparisons", "folder", "source")
+        unknown = set(data) - {*known, "format", "methods"}
         if unknown:
-            raise ValueError(
-                f"a study has no field {sorted(unknown)[0]!r}; it has name, settings, arms, seeds, tune, folder, source"
-            )
+            raise ValueError(f"a study has no field {sorted(unknown)[0]!r}; it has {', '.join(known)}")
         if data.get("format", FORMAT) != FORMAT:
             raise ValueError(f"this study has format {data['format']}, and this version reads {FORMAT}: run it again")
         source = data.get("source")
@@ -244,9 +264,7 @@ class Study:
         settings = [_setting(each, source) for each in _listed(data.get("settings", []))]
         if not settings:
             raise ValueError('a study needs settings, e.g. settings: ["random-labels"]')
-        # Studies of before settings lost their field `heads` hold arms under other names.
-        older = next((each for each in _listed(data.get("settings", [])) if isinstance(each, Mapping)), {})
-        chosen = [_arm(each, older) for each in _listed(data.get("arms", data.get("methods", "main")))]
+        chosen = [_arm(each) for each in _listed(data.get("arms", data.get("methods", "main")))]
         name = data.get("name") or "-".join(setting.name.replace("/", "-") for setting in settings)
         where = folder if folder is not None else data.get("folder")
         return cls(
@@ -256,6 +274,8 @@ class Study:
             seed_list(data.get("seeds", SEEDS)),
             UNNAMED if where is None else Path(where),
             bool(data.get("tune", False)),
+            [float(rate) for rate in data.get("rates", ())],
+            [dict(each) for each in data.get("comparisons", ())],
         )
 
     @classmethod
@@ -381,8 +401,8 @@ def _setting(value: Any, source: str | None) -> Setting:
     return made if source is None or made.source else replace(made, source=source)
 
 
-def _arm(value: Any, setting: Mapping[str, Any]) -> list[Arm]:
-    return arms(value) if isinstance(value, str) else [Arm.from_dict(from_stored(value, setting))]
+def _arm(value: Any) -> list[Arm]:
+    return arms(value) if isinstance(value, str) else [Arm.from_dict(value)]
 
 
 def _mlflow(folder: Path, name: str) -> MlflowSink:

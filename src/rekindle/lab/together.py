@@ -24,7 +24,7 @@ from rekindle.lab.evaluation import Track
 from rekindle.lab.settings import Run, read_source
 from rekindle.lab.sources import Task, derive, generator, isolated
 from rekindle.lab.stacking import Stack, Unstackable, signature
-from rekindle.lab.train import CHECK, Diverged, Learner, Refused, Row, rate, set_rate, start_row
+from rekindle.lab.train import CHECK, Diverged, Learner, Refused, Row, set_rate, start_row
 
 MOST = 64
 """Networks in one stack: more are no faster (measured at 32 to 128)."""
@@ -73,7 +73,7 @@ def _rows(runs: list[Run], starts: Path | None) -> Iterator[tuple[str, Row]]:
         read_source(setting.source)
     streams = {seed: setting.make_stream(seed) for seed in {run.seed for run in runs}}
     members = []
-    for run in sorted(runs, key=lambda run: (run.arm.lr or 1.0, run.arm.name, run.seed)):
+    for run in sorted(runs, key=lambda run: (run.arm.lr or 1.0, str(run.arm.raised), run.arm.name, run.seed)):
         member = Member(run, Learner(run, streams[run.seed]))
         members.append(member)
         yield run.identity, start_row(run, streams[run.seed], member.learner)
@@ -139,9 +139,7 @@ def _first(
             yield from _task(0, [member], tasks, begun)
 
 
-def _task(
-    index: int, members: Iterable[Member], tasks: dict[int, Task], begun: float
-) -> Iterator[tuple[str, Row]]:
+def _task(index: int, members: Iterable[Member], tasks: dict[int, Task], begun: float) -> Iterator[tuple[str, Row]]:
     """One task of all members: their boundaries, then the learning in stacks, then what is known afterwards."""
     ready = []
     for member in members:
@@ -196,7 +194,7 @@ def _learn(index: int, members: list[Member], tasks: dict[int, Task]) -> Iterato
     sources = [tasks[seed].batches(setting.batch, generator(seed, "order", index)) for seed in seeds]
     first = tasks[seeds[0]]
     steps = first.length(setting.batch)
-    factor = rate(setting, steps)
+    factors = {i: factor for i, each in enumerate(learners) if (factor := each.rate(index, steps)) is not None}
     acting = bool(index) or not setting.spare_first
     active = {i: learner.acts for i, learner in enumerate(learners) if acting and set(learner.acts) - {"event"}}
     periods = {i: every for i, each in enumerate(learners) if acting and (every := each.period(first))}
@@ -220,9 +218,8 @@ def _learn(index: int, members: list[Member], tasks: dict[int, Task]) -> Iterato
             if step and step % every == 0:
                 treat(i, "event", [(x[i], y[i])])
                 stack.collect(i)
-        if factor is not None:
-            for learner in learners:
-                set_rate(learner.optimizers, factor(step))
+        for i, factor in factors.items():
+            set_rate(learners[i].optimizers, factor(step))
         losses, answers = stack.pass_(x, y)
         right.append(answers)
         loss.append(losses.detach())
@@ -232,7 +229,8 @@ def _learn(index: int, members: list[Member], tasks: dict[int, Task]) -> Iterato
         for i, acts in active.items():
             stack.show_gradients(i)
             if "loss" in acts:
-                learners[i].timed(acts["loss"].loss_term, learners[i].model).backward()
+                term: Tensor = learners[i].timed(acts["loss"].loss_term, learners[i].model)
+                term.backward()  # type: ignore[no-untyped-call]
         if setting.clip is not None:
             stack.clip(setting.clip)
         for i, acts in active.items():
@@ -287,7 +285,5 @@ class _ends:
             self.member.rows.append({"kind": "end", "refused": str(error), "seconds": seconds})
             return True
         text = "".join(traceback.format_exception(error))[-4000:]
-        self.member.rows.append(
-            {"kind": "failed", "error": f"{type(error).__name__}: {error}", "traceback": text}
-        )
+        self.member.rows.append({"kind": "failed", "error": f"{type(error).__name__}: {error}", "traceback": text})
         return True

@@ -167,9 +167,7 @@ class Learner:
         self.remedy_seconds = 0.0
         return self.boundary(index, task) if index else None
 
-    def leave(
-        self, index: int, task: Task, remedy: Row | None, track: Track, diverged: bool, seconds: float
-    ) -> Row:
+    def leave(self, index: int, task: Task, remedy: Row | None, track: Track, diverged: bool, seconds: float) -> Row:
         """The row of a task that was learned."""
         retained = average(self.scores)
         return {
@@ -196,7 +194,7 @@ class Learner:
         setting, model, optimizers = self.setting, self.model, self.optimizers
         acting = bool(index) or not setting.spare_first
         steps, every = task.length(setting.batch), self.period(task) if acting else 0
-        factor = rate(setting, steps)
+        factor = self.rate(index, steps)
         trained = [parameter for group in _groups(optimizers) for parameter in group["params"]]
         acts = self.acts if acting else {}
         term = acts["loss"].loss_term if "loss" in acts else None
@@ -230,6 +228,19 @@ class Learner:
         except Diverged:
             return track, True
         return track, track.diverged()
+
+    def rate(self, index: int, steps: int) -> Callable[[int], float] | None:
+        """The factor of the learning rate at each step of a task; None where it never changes."""
+        factor, raised = rate(self.setting, steps), self.arm.raised
+        if raised is None or not index:
+            return factor
+        high, falling = raised[0], raised[1] * steps
+
+        def higher(step: int) -> float:
+            left = max(0.0, 1.0 - step / falling) if falling else 1.0
+            return (1.0 + (high - 1.0) * left) * (1.0 if factor is None else factor(step))
+
+        return higher
 
     def boundary(self, index: int, task: Task) -> Row | None:
         """The boundary before a task: the remedy, equal norms, new statistics, a new optimizer; and what they did."""
@@ -376,6 +387,7 @@ def make_optimizers(model: nn.Module, setting: Setting, arm: Arm) -> list[Optimi
     for optimizer in made:
         for group in optimizer.param_groups:
             group["initial_lr"] = group["lr"]
+            group["raised"] = arm.raised
     return made
 
 

@@ -41,6 +41,15 @@ def candidates(arm: Arm, budget: int = BUDGET) -> list[Arm]:
     return found
 
 
+def at_rates(arm: Arm, rates: Sequence[float]) -> list[Arm]:
+    """The arm at each of these factors of the learning rate.
+
+    >>> [each.lr for each in at_rates(Arm("half", lr=0.5), [1, 3])]
+    [0.5, 1.5]
+    """
+    return [replace(arm, lr=float(rate) * (arm.lr or 1.0)) for rate in rates]
+
+
 @dataclass(frozen=True)
 class TunedChoice:
     """The configuration that did best on the tuning seeds: its place among the candidates, and all their values.

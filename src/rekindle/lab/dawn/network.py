@@ -264,23 +264,29 @@ class DAWNLayer(nn.Module):
 class Positions(nn.Module):
     """A learned vector for each place in the sequence, added to the tokens.
 
-    >>> Positions(DAWNConfig(length=6, width=8, heads=2))(torch.zeros(1, 5, 8)).shape
+    Not an `nn.Embedding`, so that no set of targets takes it for a matrix: the paper does not project it either.
+
+    >>> Positions(6, 8, std=0.02)(torch.zeros(1, 5, 8)).shape
     torch.Size([1, 5, 8])
     """
 
-    def __init__(self, config: DAWNConfig) -> None:
+    def __init__(self, length: int, width: int, std: float) -> None:
         super().__init__()
-        self.std = config.position_std
-        self.weight = nn.Parameter(torch.empty(config.length, config.width))
+        self.std = std
+        self.weight = nn.Parameter(torch.empty(length, width))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw with the standard deviation `position_std`."""
+        """Draw with the standard deviation `std`."""
         nn.init.normal_(self.weight, std=self.std)
 
     def forward(self, x: Tensor) -> Tensor:
         """x (batch, time, width) with its places added."""
         return x + self.weight[: x.shape[1]]
+
+    def stacked(self, x: Tensor, weight: Tensor) -> Tensor:
+        """The same for many networks at once (`rekindle.lab.stacking`)."""
+        return (x.view(len(weight), -1, *x.shape[1:]) + weight[:, None, : x.shape[1]]).flatten(0, 1)
 
 
 class DAWN(nn.Module):
@@ -298,7 +304,7 @@ class DAWN(nn.Module):
         self.config = config = config or DAWNConfig()
         with forked_rng(torch.Generator().manual_seed(seed)):
             self.tokens = nn.Embedding(config.vocabulary, config.width)
-            self.positions = Positions(config)
+            self.positions = Positions(config.length, config.width, config.position_std)
             self.layers = nn.ModuleList(DAWNLayer(config) for _ in range(config.layers))
             self.norm = nn.LayerNorm(config.width)
             self.head = nn.Linear(config.width, config.vocabulary)

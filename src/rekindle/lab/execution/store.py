@@ -24,7 +24,6 @@ from typing import Any, BinaryIO, TypeAlias
 
 from rekindle import files
 from rekindle.extras import install
-from rekindle.lab.arms import from_stored
 
 Row: TypeAlias = dict[str, Any]
 
@@ -237,7 +236,7 @@ def flat(row: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def _described(identity: str, record: RunRecord) -> dict[str, Any]:
     run = record.rows[0].get("run", {})
-    arm = from_stored(run.get("arm", {}), run.get("setting", {}))
+    arm = run.get("arm", {})
     return {
         "setting": run.get("setting", {}).get("name"),
         "arm": arm.get("name"),

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from rekindle.blocks import matrices, register
 from rekindle.blocks.layouts import Recipe
+from rekindle.lab.dawn.network import Positions
 from rekindle.lab.networks.vision import at_least_one, image
 
 Pooling = Literal["class", "mean"]
@@ -53,33 +54,6 @@ def whole_heads(width: int, heads: int) -> None:
     at_least_one(width=width, heads=heads)
     if width % heads:
         raise ValueError(f"width={width} must be a multiple of heads={heads}")
-
-
-class Positions(nn.Module):
-    """Adds a learned vector to every token by its place.
-
-    Not an `nn.Embedding`, so that no set of targets takes it for a matrix: the paper does not project it either.
-
-    >>> Positions(32, 8)(torch.zeros(3, 5, 8)).shape
-    torch.Size([3, 5, 8])
-    """
-
-    def __init__(self, length: int, width: int) -> None:
-        super().__init__()
-        self.vectors = nn.Parameter(torch.empty(length, width))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """N(0, 0.02²), as in GPT-2."""
-        nn.init.normal_(self.vectors, std=_STD)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(batch, tokens, width) → the same."""
-        return x + self.vectors[: x.shape[1]]
-
-    def stacked(self, x: Tensor, vectors: Tensor) -> Tensor:
-        """The same for many networks at once (`rekindle.lab.stacking`)."""
-        return (x.unflatten(0, (len(vectors), -1)) + vectors[:, None, : x.shape[1]]).flatten(0, 1)
 
 
 class GPTAttention(nn.Module):
@@ -181,7 +155,7 @@ class GPT(nn.Module):
         at_least_one(layers=layers)
         whole_heads(width, heads)
         self.wte = nn.Embedding(classes, width)
-        self.positions = Positions(context(shape), width)
+        self.positions = Positions(context(shape), width, _STD)
         self.h = nn.Sequential(*(GPTBlock(width, heads, bias) for _ in range(layers)))
         self.ln_f = nn.LayerNorm(width, bias=bias)
         self.lm_head = nn.Linear(width, classes, bias=False)

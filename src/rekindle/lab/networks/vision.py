@@ -167,7 +167,9 @@ class CNN(nn.Module):
         nonlinear = activation_class(activation)
         self.features = nn.Sequential()
         for out in (width * 2**stage for stage in range(depth)):
-            self.features.extend([nn.Conv2d(channels, out, 3, padding=1), *_norm(norm, nn.BatchNorm2d, out), nonlinear()])
+            self.features.extend(
+                [nn.Conv2d(channels, out, 3, padding=1), *_norm(norm, nn.BatchNorm2d, out), nonlinear()]
+            )
             channels = out
             if min(high, wide) > 1:
                 self.features.append(nn.MaxPool2d(2))

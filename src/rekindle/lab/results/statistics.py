@@ -72,7 +72,7 @@ def t_interval(values: Sequence[float], *, level: float = LEVEL) -> Interval:
     if few is not None:
         return few
     count, mean = _checked(values)
-    half = float(_scipy().t.ppf((1 + level) / 2, count - 1)) * float(np.std(values, ddof=1)) / math.sqrt(count)
+    half = float(scipy_stats().t.ppf((1 + level) / 2, count - 1)) * float(np.std(values, ddof=1)) / math.sqrt(count)
     return Interval(mean, mean - half, mean + half, count)
 
 
@@ -93,7 +93,7 @@ def paired(arm: Mapping[int, float], reference: Mapping[int, float], *, level: f
         zero = interval.mean == 0.0
         note = "equal on every seed" if zero else "the same difference on every seed: no test"
         return Difference(interval.mean, interval.low, interval.high, len(seeds), note, p=1.0 if zero else None)
-    p = float(_scipy().ttest_rel([arm[seed] for seed in seeds], [reference[seed] for seed in seeds]).pvalue)
+    p = float(scipy_stats().ttest_rel([arm[seed] for seed in seeds], [reference[seed] for seed in seeds]).pvalue)
     return Difference(interval.mean, interval.low, interval.high, len(seeds), p=p)
 
 
@@ -126,7 +126,7 @@ def bootstrap_interval(values: Sequence[float], *, level: float = LEVEL, seed: i
         return few
     count, mean = _checked(values)
     answer = (
-        _scipy()
+        scipy_stats()
         .bootstrap(
             (np.asarray(values, dtype=np.float64),),
             np.mean,
@@ -163,16 +163,16 @@ def interquartile_mean(scores: Mapping[str, Sequence[float]], *, level: float = 
     samples = [np.asarray(values, dtype=np.float64) for values in scores.values()]
     for values in samples:
         _checked(values.tolist())
-    middle = float(_scipy().trim_mean(np.concatenate(samples), 0.25))
+    middle = float(scipy_stats().trim_mean(np.concatenate(samples), 0.25))
     count = sum(map(len, samples))
     if any(len(values) < 2 for values in samples):
         return Interval(middle, None, None, count, "a stream has one seed only: no interval")
     # Percentile, as in the paper that proposed it: BCa's jackknife breaks where a stream has no spread.
     answer = (
-        _scipy()
+        scipy_stats()
         .bootstrap(
             samples,
-            lambda *draws, axis: _scipy().trim_mean(np.concatenate(draws, axis=axis), 0.25, axis=axis),
+            lambda *draws, axis: scipy_stats().trim_mean(np.concatenate(draws, axis=axis), 0.25, axis=axis),
             confidence_level=level,
             n_resamples=RESAMPLES,
             method="percentile",
@@ -204,7 +204,8 @@ def probability_of_improvement(
     return fmean((a > b) + 0.5 * (a == b) for a, b in pairs)
 
 
-def _scipy() -> Any:
+def scipy_stats() -> Any:
+    """`scipy.stats`, or an error that says how to install it."""
     try:
         import scipy.stats
     except ImportError as error:
