@@ -223,7 +223,7 @@ class MyReset(FullReset):
     made = Study.load(path, folder=tmp_path / "out", seeds=1)
     assert "my-reset" in [arm.name for arm in made.arms] and made.settings[0].source == str(path)
     made = replace(made, arms=[arm for arm in made.arms if arm.name in ("nothing", "fire", "my-reset")])
-    results = made.run(workers=1)
+    results = made.run(workers=1, batched=False)
     assert {entry.record.state for entry in results.entries} == {"finished"}
     assert len(list((tmp_path / "out" / "starts").glob("*.pt"))) == 1, "one start a seed, shared by all arms"
     timed = {"seconds", "remedy_seconds", "remedy"}

@@ -391,9 +391,3 @@ def test_the_first_task_can_be_spared_and_is_then_the_same_for_all(arm: str) -> 
     assert treated[0]["online_loss"] == nothing[0]["online_loss"]
     assert tasks(rows(TINY, acting))[0]["train_loss"] != nothing[0]["train_loss"] or arm == "continual-backprop"
     assert treated[1]["train_loss"] != nothing[1]["train_loss"] or arm == "continual-backprop"
-
-
-def test_what_was_run_before_a_field_came_is_still_found() -> None:
-    run = Run(TINY, ARMS["fire"], 0)
-    assert not {"spare_first", "norm"} & run.first_task()["setting"].keys()
-    assert Run(replace(TINY, spare_first=True), ARMS["fire"], 0).identity != run.identity

@@ -72,7 +72,7 @@ def network(name: str, *, shape: tuple[int, ...], classes: int, seed: int, **cho
     )
     >>> network("mlp", shape=(4,), classes=2, seed=0, widht=8)
     Traceback (most recent call last):
-    ValueError: the network 'mlp' has no option 'widht'; it has: width=128, depth=None, activation='relu'
+    ValueError: the network 'mlp' has no option 'widht'; it has: width=128, depth=None, activation='relu', norm=None
     """
     made = builder(name)
     shape = tuple(shape)

@@ -24,7 +24,7 @@ LEVEL = 0.05
 
 
 @dataclass(frozen=True)
-class Claim:
+class PlannedComparison:
     """One comparison in one setting: arm − other of the headline, paired by seed.
 
     `p` is of a difference, or of the lack of one larger than `same`; `holm` the same corrected over all claims of the
@@ -59,7 +59,7 @@ class Claim:
         return f"{self.setting}: {self.arm} − {self.minus} = {self.difference}, {self.verdict}"
 
 
-def planned(results: Results) -> list[Claim]:
+def planned(results: Results) -> list[PlannedComparison]:
     """Every comparison of the study, in every setting that has finished both arms."""
     found = []
     for setting in results.study["settings"]:
@@ -71,7 +71,7 @@ def planned(results: Results) -> list[Claim]:
     return [replace(claim, holm=corrected[str(place)]) for place, claim in enumerate(found)]
 
 
-def _claim(results: Results, setting: Mapping[str, Any], wanted: Mapping[str, Any]) -> Claim | None:
+def _claim(results: Results, setting: Mapping[str, Any], wanted: Mapping[str, Any]) -> PlannedComparison | None:
     name, metric = setting["name"], setting["headline"]
     arm, other = (values(results, name, wanted[key], metric) for key in ("arm", "minus"))
     difference = paired(arm, other)
@@ -85,7 +85,7 @@ def _claim(results: Results, setting: Mapping[str, Any], wanted: Mapping[str, An
         end = paired(values(results, name, wanted["arm"], after), values(results, name, wanted["minus"], after))
     about = wanted.get("about", "")
     higher = measure(metric).higher
-    return Claim(name, about, wanted["arm"], wanted["minus"], difference, same, higher, p, end=end)
+    return PlannedComparison(name, about, wanted["arm"], wanted["minus"], difference, same, higher, p, end=end)
 
 
 def values(results: Results, setting: str, arm: str, metric: str) -> dict[int, float]:
