@@ -19,6 +19,8 @@ import rekindle
 from rekindle.lab import networks, together, train
 from rekindle.lab.arms import ARMS, Arm
 from rekindle.lab.execution.local import Pool
+from rekindle.lab.results.planned import planned
+from rekindle.lab.results.statistics import holm
 from rekindle.lab.settings import Run, Setting
 from rekindle.lab.stacking import Stack, Unstackable
 from rekindle.lab.study import Study
@@ -191,3 +193,17 @@ def test_a_study_is_batched_killed_and_resumed(tmp_path: Path) -> None:
     assert [entry.record.state for entry in results.entries] == ["finished"] * 4
     assert all(len(entry.record.rows) == 22 for entry in results.entries)
     assert made.last is not None and made.last.counts["finished"] == 4
+
+
+def test_rates_are_chosen_first_and_only_the_chosen_one_is_reported(tmp_path: Path) -> None:
+    arms = [ARMS["nothing"], Arm("near", "FIRE"), Arm("drawn", "RandomIsometry")]
+    wanted = [{"arm": "near", "minus": "nothing"}, {"arm": "near", "minus": "drawn", "same": 2.0}]
+    made = Study("s", [TINY], arms, [0, 1, 2], tmp_path, rates=[1e-3, 1.0], comparisons=wanted)
+    results = made.run(workers=1)
+    assert made.last is not None and made.last.counts == {"finished": 3 * 2 * 2 + 3 * 3}
+    assert {entry.name: entry.arm.lr for entry in results.entries} == dict.fromkeys(("nothing", "near", "drawn"), 1.0)
+    claims = planned(results)
+    assert [(claim.arm, claim.minus) for claim in claims] == [("near", "nothing"), ("near", "drawn")]
+    assert claims[1].verdict == "the same" and claims[1].holm is not None and claims[0].end is not None
+    expected = holm({"0": claims[0].p, "1": claims[1].p})
+    assert [claim.holm for claim in claims] == list(expected.values())

@@ -225,7 +225,7 @@ def _learn(index: int, members: list[Member], tasks: dict[int, Task]) -> Iterato
         loss.append(losses.detach())
         counts.append(y[0].numel())
         stack.hide_gradients()
-        losses.sum().backward()
+        losses.sum().backward()  # type: ignore[no-untyped-call]
         for i, acts in active.items():
             stack.show_gradients(i)
             if "loss" in acts:

@@ -186,9 +186,9 @@ class Execution:
         self.total = self.done + len(unique) + later
         self.waiting = self._unsettled(unique.values())
         try:
-            while self.waiting or self.running:
+            while self.waiting or self.jobs:
                 self._fill()
-                if self.running:
+                if self.jobs:
                     for key, row in self.executor.events(POLL):
                         if key in self.jobs:
                             self._receive(key, row)
