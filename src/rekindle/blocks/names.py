@@ -271,7 +271,14 @@ def sharded_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     >>> sharded_parameters(nn.Linear(2, 2))
     {}
     """
-    return {name: each for name, each in model.named_parameters(remove_duplicate=False) if is_sharded(each)}
+    try:
+        named = model.named_parameters(remove_duplicate=False)
+    except TypeError as error:
+        kind = type(model).__name__
+        raise TypeError(
+            f"{kind} holds parameters without their layers, as the losses of torchrl do: give the network that it trains"
+        ) from error
+    return {name: each for name, each in named if is_sharded(each)}
 
 
 def is_sharded(parameter: Tensor) -> bool:

@@ -227,7 +227,8 @@ class Application:
         if self.pending is None:
             return None
         firing, self.pending = self.pending, None
-        with Transaction(self.name, self.written(), self.what.optimizer):
+        # Out of a rollout's inference mode: a method may need gradients.
+        with torch.inference_mode(False), Transaction(self.name, self.written(), self.what.optimizer):
             receipt = self.change()
             self.when.applied()
             self._keep(firing, receipt)

@@ -38,10 +38,10 @@ class Mirrors:
     def __init__(self, mirrors: Mirror | Sequence[Mirror] | Mapping[str, Mirror], copy: Copy = "changed") -> None:
         if copy not in get_args(Copy):
             raise ValueError(f'mirrors_copy is "changed" or "everything", got {copy!r}')
-        if isinstance(mirrors, Mapping):
-            rows = list(mirrors.items())
-        elif isinstance(mirrors, nn.Module) or callable(mirrors):
+        if isinstance(mirrors, nn.Module) or callable(mirrors):  # first: parameters of torchrl are a mapping too
             rows = [("", mirrors)]
+        elif isinstance(mirrors, Mapping):
+            rows = list(mirrors.items())
         else:
             rows = [("", mirror) for mirror in mirrors]
         for part, mirror in rows:

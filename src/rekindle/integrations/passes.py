@@ -43,7 +43,7 @@ class Passes:
         self._places: set[Place] = set()  # of training
         self._loop: tuple[str, str] | None = None  # the function that calls `remedy.step()`
         self._waiting: bool | None = None  # for a pass in this mode of the model
-        self._running = False
+        self._outer: tuple[nn.Module, Place] | None = None  # the pass that runs
         self._removes: list[Callable[[], object]] = []
 
     def called(self, frames: int) -> None:
@@ -74,32 +74,35 @@ class Passes:
 
     def stop(self) -> None:
         """Remove the hooks."""
-        self._waiting, self._running = None, False
+        self._waiting = self._outer = None
         for remove in self._removes:
             remove()
         self._removes.clear()
 
     def enter(self, module: nn.Module, *_: Any) -> None:
-        """A pass begins; inner modules are a part of it."""
-        if self._running or not torch.is_grad_enabled():
+        """A module is called: a pass begins, or goes on inside of it."""
+        if self._outer is not None or not torch.is_grad_enabled():
             return
+        place = self._place()
         waiting = self._waiting is not None and module.training == self._waiting
         unknown = self._loop is None and not self._places  # the first pass of a run that was resumed
-        if waiting and (unknown or self._place() in self._places):
+        if waiting and (unknown or place in self._places):
             self._waiting = None
             self._begin()
-        self._running, self._module = True, module
+        self._outer = module, place
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        """A pass ends: a backward pass through its outputs makes its place one of training."""
-        if not self._running or module is not self._module:
+        """A module was called: a backward pass through what it gave makes the place of the pass one of training."""
+        if self._outer is None:
             return
-        self._running = False
-        place = self._place()
-        if place not in self._places:
+        outer, place = self._outer
+        if module is outer:
+            self._outer = None
+        if place not in self._places:  # of inner modules too: a policy may return a sample, without gradients
             for tensor in pytree.tree_leaves(output):
                 if isinstance(tensor, Tensor) and tensor.requires_grad:
-                    tensor.register_hook(lambda _: self._places.add(self._up_to_loop(place)))  # type: ignore[no-untyped-call]
+                    learn = lambda _: self._places.add(self._up_to_loop(place))  # noqa: E731
+                    tensor.register_hook(learn)  # type: ignore[no-untyped-call]
 
     def around(self, module: nn.Module, call: Callable[..., Any], *args: Any, **more: Any) -> Any:
         """A call of compiled code, which calls no hooks."""
