@@ -276,7 +276,7 @@ def sharded_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     except TypeError as error:
         kind = type(model).__name__
         raise TypeError(
-            f"{kind} holds parameters without their layers, as the losses of torchrl do: give the network that it trains"
+            f"{kind} holds parameters without their layers, as losses of torchrl do: give the network that it trains"
         ) from error
     return {name: each for name, each in named if is_sharded(each)}
 
