@@ -68,7 +68,8 @@ def _call(model: nn.Module, batch: Batch, device: torch.device | None) -> Any:
     if isinstance(batch, Tensor):
         return model(_moved(batch, device))
     if hasattr(batch, "to_tensordict"):  # a TensorDict is one argument, and modules write into it
-        return model(batch.copy().to(device) if device is not None else batch.copy())
+        whole: Any = batch
+        return model(whole.copy() if device is None else whole.copy().to(device))
     if isinstance(batch, Mapping):
         return model(**{key: _moved(value, device) for key, value in batch.items()})
     if isinstance(batch, Sequence) and not isinstance(batch, str) and len(batch):
