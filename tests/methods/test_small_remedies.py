@@ -196,9 +196,10 @@ def test_upgd_with_sgd_is_the_papers_step():
         for n, p in model.named_parameters():
             utility[n] = beta * utility[n] + (1 - beta) * -(p.grad * p.detach())
         top = max(float(u.max()) / (1 - beta**t) for u in utility.values())
+        drawn = iter(torch.randn(sum(p.numel() for p in model.parameters()), generator=noise).double())
         for n, p in model.named_parameters():
             share = torch.sigmoid(utility[n] / (1 - beta**t) / top)
-            xi = torch.randn(p.shape, generator=noise).double()
+            xi = torch.stack([next(drawn) for _ in range(p.numel())]).view(p.shape)
             expected[n] = p.detach() * (1 - lr * decay) - lr * (p.grad + sigma * xi) * (1 - share)
         method(model, sgd, generator=draws)
         sgd.step()
@@ -228,10 +229,11 @@ def test_upgd_with_an_adaptive_optimizer_gates_the_step_and_not_the_gradient():
             ]
         top = max(float(u.max()) for u, _, _ in state.values())
         expected = {}
+        drawn = iter(torch.randn(sum(p.numel() for p in model.parameters()), generator=noise).double())
         for n, p in model.named_parameters():
             u, m, v = state[n]
             step = (m / (1 - 0.9**t)) / ((v / (1 - 0.999**t)).sqrt() + 1e-8)
-            xi = torch.randn(p.shape, generator=noise).double()
+            xi = torch.stack([next(drawn) for _ in range(p.numel())]).view(p.shape)
             expected[n] = p.detach() * (1 - lr * decay) - lr * (step + sigma * xi) * (1 - torch.sigmoid(u / top))
         method(model, adam, generator=draws)
         assert all(torch.equal(p.grad, plain[n]) for n, p in model.named_parameters())

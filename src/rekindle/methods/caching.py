@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from itertools import chain
+from operator import attrgetter, is_, methodcaller
 from typing import Any, Generic, TypeVar
 
 from torch import nn
@@ -27,18 +29,17 @@ class PerModel(Generic[Value]):
     """
 
     def __init__(self) -> None:
-        self._kept: weakref.WeakKeyDictionary[nn.Module, tuple[list[Any], Value]] = weakref.WeakKeyDictionary()
+        self._kept: weakref.WeakKeyDictionary[nn.Module, tuple[_Parts, Value]] = weakref.WeakKeyDictionary()
 
     def get(self, model: nn.Module, make: Callable[[], Value], stale: Callable[[Value], object] = id) -> Value:
         """The value for this model; `stale` is first called with the old value, if there was one."""
-        parts = _parts(model)
         known = self._kept.get(model)
         if known is not None:
-            if len(known[0]) == len(parts) and all(map(_is, known[0], parts)):
+            if known[0].are_the_same():
                 return known[1]
             stale(known[1])
         value = make()
-        self._kept[model] = [_mark(part) for part in parts], value
+        self._kept[model] = _Parts(model), value
         return value
 
     def clear(self) -> None:
@@ -49,22 +50,23 @@ class PerModel(Generic[Value]):
         return (PerModel, ())
 
 
-def _parts(model: nn.Module) -> list[nn.Module | nn.Parameter]:
-    found: list[nn.Module | nn.Parameter] = []
-    for module in model.modules():
-        found.append(module)
-        found += [parameter for parameter in module._parameters.values() if parameter is not None]
-    return found
+class _Parts:
+    """The modules and parameters inside a model, by the tables that hold them: asked at every step, so no loop here."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._tables: list[dict[str, Any]] = [
+            table for module in model.modules() for table in (module._modules, module._parameters)
+        ]
+        self._held = [*chain.from_iterable(map(_values, self._tables))]
+        self._parameters = [part for part in self._held if isinstance(part, nn.Parameter)]
+        self._kinds = [*map(_kind, self._parameters)]
+
+    def are_the_same(self) -> bool:
+        held = [*chain.from_iterable(map(_values, self._tables))]
+        if len(held) != len(self._held) or not all(map(is_, held, self._held)):
+            return False
+        return [*map(_kind, self._parameters)] == self._kinds
 
 
-def _mark(part: nn.Module | nn.Parameter) -> tuple[Any, ...]:
-    reference = weakref.ref(part)
-    return (reference, *_kind(part))
-
-
-def _kind(part: nn.Module | nn.Parameter) -> tuple[Any, ...]:
-    return () if isinstance(part, nn.Module) else (part.requires_grad, part.dtype, part.device)
-
-
-def _is(mark: tuple[Any, ...], part: nn.Module | nn.Parameter) -> bool:
-    return mark[0]() is part and mark[1:] == _kind(part)
+_values = methodcaller("values")
+_kind = attrgetter("requires_grad", "dtype", "device")

@@ -89,7 +89,7 @@ class Remedy:
 
         generator: where random numbers come from; without one, the method's own, which is part of its state.
         """
-        meter = Meter()
+        meter = Meter(memory=self.moment == "event")
         if not self.sharded:
             self._admitted.get(model, lambda: self._admit(model))
         call = Call(model, optimizer, batches, loss, self._own, generator)

@@ -409,11 +409,13 @@ class Meter:
     >>> meter = Meter()
     >>> meter.seconds > 0, meter.memory >= 0
     (True, True)
+
+    memory: False leaves the peak out, for what is called at every step.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, memory: bool = True) -> None:
         self._start = time.perf_counter()
-        self._peak = _peak()
+        self._peak = _peak() if memory else None
 
     @property
     def seconds(self) -> float:
@@ -423,7 +425,7 @@ class Meter:
     @property
     def memory(self) -> int:
         """Bytes by which the peak of the process and its CUDA devices grew since the start."""
-        return max(0, _peak() - self._peak)
+        return 0 if self._peak is None else max(0, _peak() - self._peak)
 
     def cost(self) -> dict[str, Any]:
         """Both, as the fields of a receipt."""
