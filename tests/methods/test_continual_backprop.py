@@ -191,3 +191,23 @@ def test_state_continues_bit_for_bit():
 def test_without_observation_it_refuses():
     with pytest.raises(ValueError, match=r"observe\(model\)"):
         ContinualBackprop()(mlp())
+
+
+def test_layers_of_different_widths_positions_and_dtypes_lie_in_one_row_without_a_difference():
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Conv2d(4, 6, 2), nn.Tanh(), nn.Flatten(), nn.Linear(24, 5), nn.ReLU()]
+    model = nn.Sequential(*layers, nn.Linear(5, 2)).double()
+    method = ContinualBackprop(replacement_rate=0.0, decay=0.9)
+    plain, expected = copy.deepcopy(model), {}
+    with method.observe(model):
+        for step in range(3):
+            x = torch.randn(7, 1, 5, 5, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+            model(x)
+            method(model)
+            for group, reader, layer in zip(("0", "2", "5"), (2, 5, 7), (1, 3, 6), strict=True):
+                h, weight = plain[: layer + 1](x), plain[reader].weight
+                size = h.transpose(0, 1).flatten(1).abs().mean(1)
+                out = weight.abs().sum((0, 2, 3)) if reader == 2 else weight.abs().sum(0).view(len(size), -1).sum(1)
+                expected[group] = 0.9 * expected.get(group, 0.0) + 0.1 * (size * out).detach()
+    for group, utility in expected.items():
+        torch.testing.assert_close(method.state_dict()["lives"][group]["utility"], utility)

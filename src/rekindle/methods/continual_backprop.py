@@ -19,7 +19,7 @@ from rekindle.methods.statistics import Sums, others, sizes
 from rekindle.projection.method import Batch
 
 
-@dataclass
+@dataclass(eq=False)
 class _Life:
     """What is known about the neurons of one group.
 
@@ -55,7 +55,7 @@ class _Life:
 
     def state(self) -> dict[str, Any]:
         """What a state dict keeps."""
-        return {"utility": self.utility, "mean": self.mean, "age": self.age, "debt": self.debt}
+        return {"utility": self.utility.clone(), "mean": self.mean.clone(), "age": self.age, "debt": self.debt}
 
     @property
     def age(self) -> Tensor:
@@ -113,6 +113,7 @@ class ContinualBackprop(NeuronRemedy):
         super().__init__(**options)
         self.replacement_rate, self.decay, self.maturity_threshold = replacement_rate, decay, maturity_threshold
         self._lives: dict[str, _Life] = {}
+        self._row, self._row_of = torch.empty(2, 0), list[_Life]()  # their utilities and means, side by side
         self._now = Sums()  # of |h| and h since the last call
         self._positive: set[str] = set()  # layers whose activity has no sign, as observed
 
@@ -148,7 +149,7 @@ class ContinualBackprop(NeuronRemedy):
 
     def judge(self, call: Call, wiring: Wiring) -> Judgement:
         """Update utilities with the step just taken; what is due is replaced."""
-        now = self._now.over(call, {group.name: (2, group.width) for group in wiring})
+        now = self._now.over(call, lambda: {group.name: (2, group.width) for group in wiring})
         if not now.values:
             raise ValueError("no activity was recorded since the last call: train inside observe(model)")
         groups = [group for group in wiring if now.seen.get(group.name)]
@@ -182,22 +183,37 @@ class ContinualBackprop(NeuronRemedy):
         return life.utility / self._correction(life)
 
     def _grow(self, groups: Sequence[Group], now: Sums) -> list[_Life]:
-        """One step older, with the sums of |h| and h of each neuron, (2, neurons) per group."""
+        """One step older, with the sums of |h| and h of each neuron, (2, neurons) per group.
+
+        Neurons of all groups lie side by side in one row, so that a step is a few operations on all of them.
+        """
         sums = [now.values[group.name] for group in groups]
-        lives = []
-        for group, both in zip(groups, sums, strict=True):
-            life = self._lives.get(group.name)
-            if life is None:
-                life = self._lives[group.name] = _Life.new(both[0])
-            elif life.born.device != both.device:  # a loaded state
-                life.utility, life.mean, life.born = (t.to(both) for t in (life.utility, life.mean, life.born))
+        lives = [self._lives.get(group.name) or _Life.new(each[0]) for group, each in zip(groups, sums, strict=True)]
+        if lives != self._row_of:
+            self._lay_out(lives, sums)
+            self._lives |= {group.name: life for group, life in zip(groups, lives, strict=True)}
+        counts = {now.seen[group.name] for group in groups}
+        if len(counts) > 1:
+            sums = [each / now.seen[group.name] for group, each in zip(groups, sums, strict=True)]
+        means = torch.cat([each.to(self._row) for each in sums], 1)
+        if len(counts) == 1:
+            means /= counts.pop()
+        means[0] *= torch.cat([outgoing(group).to(self._row) for group in groups])
+        self._row.lerp_(means, 1 - self.decay)
+        for life in lives:
             life.clock += 1
-            lives.append(life)
-        means = torch._foreach_mul(sums, [1 / now.seen[group.name] for group in groups])
-        contributions = torch._foreach_mul([both[0] for both in means], [outgoing(group) for group in groups])
-        torch._foreach_lerp_([life.utility for life in lives], contributions, 1 - self.decay)
-        torch._foreach_lerp_([life.mean for life in lives], [both[1] for both in means], 1 - self.decay)
         return lives
+
+    def _lay_out(self, lives: list[_Life], sums: Sequence[Tensor]) -> None:
+        """Utilities and means of these lives as parts of one row, on the device of the first group."""
+        like = torch.empty(
+            0, dtype=max((s.dtype for s in sums), key=lambda dtype: dtype.itemsize), device=sums[0].device
+        )
+        self._row = torch.cat([torch.stack([life.utility.to(like), life.mean.to(like)]) for life in lives], 1)
+        self._row_of = lives
+        for life, part in zip(lives, torch.split(self._row, [len(life.born) for life in lives], 1), strict=True):
+            life.utility, life.mean = part
+            life.born = life.born.to(part)
 
     def _correction(self, life: _Life) -> Tensor:
         return (1 - self.decay**life.age).clamp_min(1e-12)
@@ -225,15 +241,11 @@ class ContinualBackprop(NeuronRemedy):
 
 def outgoing(group: Group) -> Tensor:
     """Σ|w_out| of each neuron over all its consumers."""
-    total: Tensor | float = 0.0
+    parts = []
     for consumer in group.consumers:
-        layer = consumer.layer
-        columns = sizes(layer.weight.detach(), layer.in_axis)
-        if len(columns) == group.width:
-            total = total + columns if len(group.consumers) > 1 else columns
-        elif consumer.order == "minor":
-            total = total + columns.reshape(consumer.spread, group.width).sum(0)
-        else:
-            total = total + columns.reshape(group.width, consumer.spread).sum(1)
-    assert isinstance(total, Tensor)
-    return total
+        columns = sizes(consumer.layer.weight.detach(), consumer.layer.in_axis)
+        if len(columns) != consumer.width:
+            minor = consumer.order == "minor"
+            columns = columns.view(-1, consumer.width).sum(0) if minor else columns.view(consumer.width, -1).sum(1)
+        parts.append(columns)
+    return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)

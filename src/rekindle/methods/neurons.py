@@ -91,6 +91,9 @@ class NeuronRemedy(Remedy):
             self.replaced(judged.neurons)
         return receipt
 
+    def admit(self, model: nn.Module) -> None:
+        """Done where the wiring is found."""
+
     def transaction(self, call: Call) -> AbstractContextManager[object]:
         """Around the writing alone where no batches are run: most steps replace no neuron."""
         return nullcontext() if call.batches is None else super().transaction(call)
@@ -112,6 +115,7 @@ class NeuronRemedy(Remedy):
         """
 
         def find() -> tuple[Wiring, dict[str, weakref.ref[Tensor]]]:
+            self.refuse(model)
             found = wire(unwrapped(model), batches, consumers=self._consumers)
             if self.targets != "auto":
                 globs = [self.targets] if isinstance(self.targets, str) else list(self.targets)

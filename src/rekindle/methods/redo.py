@@ -71,7 +71,7 @@ class ReDo(NeuronRemedy):
 
     def judge(self, call: Call, wiring: Wiring) -> Judgement:
         """The dormant neurons."""
-        sums = self._sums.over(call, self._shapes(wiring))
+        sums = self._sums.over(call, lambda: self._shapes(wiring))
         scores = self._scores(wiring, sums)
         return Judgement({name: (s <= self.tau).nonzero().flatten() for name, s in scores.items()}, notes=sums.notes())
 

@@ -13,8 +13,8 @@ in here. The class attributes say what a trainer must do for it, so that no trai
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any, ClassVar, Literal, get_args
 
@@ -90,20 +90,32 @@ class Remedy:
         generator: where random numbers come from; without one, the method's own, which is part of its state.
         """
         meter = Meter(memory=self.moment == "event")
-        if not self.sharded:
-            self._admitted.get(model, lambda: self._admit(model))
+        self.admit(model)
         call = Call(model, optimizer, batches, loss, self._own, generator)
-        with self.transaction(call), full_precision():
+        with self.transaction(call):
             done = self.apply(call)
             return replace(done, settings=done.settings or self.settings(), **meter.cost())
 
     def transaction(self, call: Call) -> AbstractContextManager[object]:
-        """What wraps a call, so that an error or Ctrl-C inside leaves a true receipt or everything as it was."""
-        restore = snapshot([call.model], call.optimizer, self) if self.atomic else None
-        return Transaction(self.name, [call.model], call.optimizer, restore=restore)
+        """What wraps a call: an error or Ctrl-C inside leaves a true receipt or everything as it was; no autocast."""
+        return self._transaction(call)
 
-    def _admit(self, model: nn.Module) -> None:
-        """Raise for a model that this method cannot change; asked once, and again when a part was replaced."""
+    @contextmanager
+    def _transaction(self, call: Call) -> Iterator[None]:
+        restore = snapshot([call.model], call.optimizer, self) if self.atomic else None
+        with Transaction(self.name, [call.model], call.optimizer, restore=restore), full_precision():
+            yield
+
+    def admit(self, model: nn.Module) -> None:
+        """Refuse a model that this method cannot change; looked at once, and again when a part was replaced.
+
+        A method of every step that keeps something else about each model does it there: one look less per step.
+        """
+        if not self.sharded:
+            self._admitted.get(model, lambda: self.refuse(model))
+
+    def refuse(self, model: nn.Module) -> None:
+        """Raise for a model that this method cannot change."""
         refuse_hidden(model, f"{type(self).__name__}(...)(model.module, optimizer)")
         settle(model)
         refuse_shards(model, type(self).__name__, self.needs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,16 @@ from rekindle.methods.call import Call
 _AT_ONCE = 16  # passes that wait until they are added up together
 
 
+def _finite(passes: Sequence[tuple[str, Tensor, int]]) -> list[bool]:
+    """Which of these hold neither NaN nor Inf."""
+    values = [values for _, values, _ in passes]
+    first = values[0].device
+    total = torch.cat([value.to(first) for value in values], -1).sum()
+    if math.isfinite(total.item()):  # one question for all, which is nearly always answered so
+        return [True] * len(values)
+    return [bool(value.isfinite().all()) for value in values]
+
+
 def sizes(values: Tensor, axis: int = -1) -> Tensor:
     """Σ|v| over all axes but one, at least in float32."""
     # Five times as fast as vector_norm with ord=1 on a CPU, for activities of (128, 120).
@@ -23,6 +33,8 @@ def sizes(values: Tensor, axis: int = -1) -> Tensor:
 
 def others(values: Tensor, axis: int = -1) -> list[int]:
     """All axes but one."""
+    if values.ndim == 2:
+        return [1 - axis % 2]
     return [dim for dim in range(values.ndim) if dim != axis % values.ndim]
 
 
@@ -60,29 +72,23 @@ class Sums:
         """Add up the passes that wait."""
         if not self._waiting:
             return
-        for (name, values, count), good in zip(self._waiting, self._finite(), strict=True):
-            self.left_out[name] = self.left_out.get(name, 0.0) + (not good)
-            self.seen[name] = self.seen.get(name, 0.0) + count * good
+        passes, self._waiting = self._waiting, []
+        for (name, values, count), good in zip(passes, _finite(passes), strict=True):
             if name not in self.values:
                 self.values[name] = values if good else torch.zeros_like(values)
-            elif good:
+                self.seen[name], self.left_out[name] = float(count * good), float(not good)
+                continue
+            self.left_out[name] += not good
+            self.seen[name] += count * good
+            if good:
                 self.values[name] = self.values[name] + values
-        self._waiting.clear()
 
-    def _finite(self) -> list[bool]:
-        """Which of the passes that wait hold neither NaN nor Inf."""
-        values = [values for _, values, _ in self._waiting]
-        first = values[0].device
-        total = torch.cat([value.reshape(-1).to(first) for value in values]).sum()
-        if math.isfinite(total.item()):  # one question for all, which is nearly always answered so
-            return [True] * len(values)
-        return [bool(value.isfinite().all()) for value in values]
-
-    def over(self, call: Call, sizes: Mapping[str, tuple[int, ...]]) -> Sums:
-        """The sums over all replicas of the model, of these names; one that saw nothing adds nothing."""
+    def over(self, call: Call, shapes: Callable[[], Mapping[str, tuple[int, ...]]]) -> Sums:
+        """The sums over all replicas of the model, of the names in `shapes()`; one that saw nothing adds nothing."""
         self.settle()
         if call.replicas is None:
             return self
+        sizes = shapes()
         device = next(call.inner.parameters()).device
         flat = []
         for name, size in sizes.items():
@@ -103,10 +109,13 @@ class Sums:
 
     def clear(self, names: Collection[str] | None = None) -> None:
         """Start counting anew, of these names or of all."""
+        if names is None:
+            self.values, self.seen, self.left_out, self._waiting = {}, {}, {}, []
+            return
         for table in (self.values, self.seen, self.left_out):
-            for name in list(table) if names is None else names:
+            for name in names:
                 table.pop(name, None)
-        self._waiting = [] if names is None else [one for one in self._waiting if one[0] not in names]
+        self._waiting = [one for one in self._waiting if one[0] not in names]
 
     def state(self) -> dict[str, Any]:
         """What a state dict keeps; counts as tensors, which processes average as they do sums."""

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from rekindle.methods.caching import PerModel
@@ -65,10 +65,13 @@ class UPGD(Remedy):
         """Around the gating of gradients alone: before an adaptive optimizer's step nothing is written."""
         return nullcontext()
 
+    def admit(self, model: nn.Module) -> None:
+        """Done where the parameters are chosen."""
+
     @torch.no_grad()
     def apply(self, call: Call) -> Receipt:
         """Update the utilities, and gate the gradients in place or the step to come."""
-        chosen, skipped = self._chosen.get(call.model, lambda: chosen_parameters(call.model, self.targets))
+        chosen, skipped = self._chosen.get(call.model, lambda: self._choose(call.model))
         shares = [share for share in chosen.values() if share.parameter.grad is not None]
         if not shares:
             raise ValueError("no gradient to gate: call UPGD between backward() and optimizer.step()")
@@ -97,8 +100,12 @@ class UPGD(Remedy):
             self._waiting.append(optimizer.register_step_post_hook(partial(_gate_step, mine)))
         return Receipt(self.name, self._records, skipped, optimizer=StateReset("none"))
 
+    def _choose(self, model: nn.Module) -> tuple[dict[str, Share], dict[str, str]]:
+        self.refuse(model)
+        return chosen_parameters(model, self.targets)
+
     def _rows_of(self, shares: Sequence[Share], adaptive: Sequence[Any]) -> list[_Row]:
-        """The shares side by side, kept from step to step: one row per group of an adaptive optimizer and kind of tensor.
+        """The shares side by side, kept from step to step: one row per group of an adaptive optimizer and kind.
 
         A handful of operations on one long row take a third of the time of the same on each small parameter.
         """
