@@ -215,7 +215,7 @@ def child(source: Path, target: Path, mode: str, targets: str) -> dict[str, Any]
 def kills(source: Path, target: Path, expected: Path, seconds: float, options: argparse.Namespace) -> None:
     """Kill and resume; a small old output stands under the final name all the time."""
     target.mkdir()
-    (target / "old").write_text("old output")
+    save_file({"old.weight": torch.zeros(2, 2)}, target / "model.safetensors")
     moments = random.Random(options.seed)
     untouched = digest(source, full=False)
     step = 0.25 * seconds  # some kills meet the copying at the start, some the batches after it
@@ -232,7 +232,7 @@ def kills(source: Path, target: Path, expected: Path, seconds: float, options: a
             process.send_signal(signal.SIGKILL)
             process.wait()
         names = sorted(path.name for path in target.iterdir())
-        if names != ["old"] or digest(source, full=False) != untouched:
+        if names != ["model.safetensors"] or digest(source, full=False) != untouched:
             raise SystemExit(f"kill {number + 1} after {wait:.1f} s: the input or the old output was damaged: {names}")
         journal = target.with_name(f".{target.name}.rekindle-journal")
         batches = journal.read_text().count('"batch"') if journal.exists() else 0

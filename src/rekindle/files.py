@@ -30,15 +30,19 @@ class State(NamedTuple):
     size: int
     modified: int
 
+    @classmethod
+    def of(cls, state: os.stat_result) -> State:
+        """From what the system says; the size and time of a folder are those of its list of names, which may change."""
+        folder = stat.S_ISDIR(state.st_mode)
+        return cls(state.st_dev, state.st_ino, 0 if folder else state.st_size, 0 if folder else state.st_mtime_ns)
+
 
 def state_of(path: Path) -> State | None:
     """The state of what has this name, the link itself if it is one; None if nothing has it."""
     try:
-        found = path.lstat()
+        return State.of(path.lstat())
     except (FileNotFoundError, NotADirectoryError):
         return None
-    folder = stat.S_ISDIR(found.st_mode)  # the size and time of a folder are those of its list of names
-    return State(found.st_dev, found.st_ino, 0 if folder else found.st_size, 0 if folder else found.st_mtime_ns)
 
 
 def kind_of(path: Path) -> str:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from checkpoints import digest, leftovers, save_sharded, small_model
+from checkpoints import digest, leftovers, save_dcp, save_sharded, small_model
 from rekindle import files
 from rekindle.checkpoint import CheckpointError, fire_file, open_checkpoint, training_state
 
@@ -129,28 +129,43 @@ def test_a_link_with_a_working_name_is_never_written_through(what: str, tmp_path
     assert precious.read_text() == "precious"
 
 
-@pytest.mark.parametrize("how", ["replaced", "rewritten", "longer"])
-@pytest.mark.parametrize("folder", [False, True])
+FORMATS: dict[str, Callable[[Path], Any]] = {
+    "safetensors": lambda path: save_file(small_model().state_dict(), path),
+    "torch": lambda path: torch.save(small_model().state_dict(), path),
+    "legacy": lambda path: torch.save(small_model().state_dict(), path, _use_new_zipfile_serialization=False),
+    "sharded": make_folder,
+    "dcp": lambda path: save_dcp({"model": small_model().state_dict()}, path),
+}
+DATA = {"sharded": "model-00001-of-00001.safetensors", "dcp": "__0_0.distcp"}
+
+
+@pytest.mark.parametrize("when", ["at first", "at last"])
+@pytest.mark.parametrize("how", ["replaced", "rewritten", "longer", "truncated"])
+@pytest.mark.parametrize("kind", FORMATS)
 def test_a_source_that_changes_while_it_is_read_gives_no_output(
-    how: str, folder: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, how: str, when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = make_folder(tmp_path / "in") if folder else tmp_path / "in"
-    file = source / "model-00001-of-00001.safetensors" if folder else source
-    if not folder:
-        save_file(small_model().state_dict(), file)
+    source = tmp_path / "in"
+    FORMATS[kind](source)
+    file = source / DATA.get(kind, "")
     content = file.read_bytes()
 
-    def change() -> None:
+    def change(*_: Any) -> None:
+        os.utime(file, ns=(0, 0))  # so that the time differs even where clocks are coarse
         if how == "replaced":
             (tmp_path / "new").write_bytes(content)
             os.replace(tmp_path / "new", file)
+        elif how == "truncated":
+            os.truncate(file, 16)  # of a mapped file, reading further would end the process with SIGBUS
         else:
             file.write_bytes(content[:-4] + bytes(4) if how == "rewritten" else content + bytes(8))
 
-    during(monkeypatch, change)
+    if when == "at last":
+        during(monkeypatch, change)
     for options in ({"target": tmp_path / "out"}, {"in_place": True}):
+        progress = {"progress": change} if when == "at first" else {}
         with pytest.raises(CheckpointError, match="changed while"):
-            fire_file(source, **options)  # type: ignore[arg-type]
+            fire_file(source, **options, **progress)  # type: ignore[arg-type]
         assert not (tmp_path / "out").exists()
         file.write_bytes(content)
     assert leftovers(tmp_path) == []

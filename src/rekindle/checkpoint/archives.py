@@ -1,4 +1,4 @@
-"""The zip archive of a torch file: its records, the storages that its pickle lists, and its checksums.
+"""The zip archive of a torch file: its records and their checksums.
 
 torch.save stores every tensor uncompressed in a zip archive, so a tensor can be overwritten in place. Then its CRC-32
 must be updated, which the archive holds twice: beside the record and in the directory at the end.
@@ -6,17 +6,11 @@ must be updated, which the archive holds twice: beside the record and in the dir
 
 from __future__ import annotations
 
-import io
 import struct
 import zipfile
 import zlib
-from collections.abc import Sequence
 from itertools import pairwise
-from pathlib import Path
-from typing import IO, Any, NamedTuple
-
-import torch
-from torch._weights_only_unpickler import Unpickler
+from typing import IO, NamedTuple
 
 from rekindle.checkpoint.parts import CheckpointError
 
@@ -79,41 +73,6 @@ def records(file: IO[bytes]) -> list[Record]:
         if one.start + one.size > other.header:
             raise CheckpointError(f"records {one.name[:200]!r} and {other.name[:200]!r} overlap")
     return found
-
-
-def check_storages(path: Path | str, file: IO[bytes], found: Sequence[Record]) -> None:
-    """Every storage that the pickle lists has a record of exactly its size.
-
-    torch takes as many bytes as the pickle says from where a record begins, whatever the record's own size: those of
-    its neighbors too.
-    """
-    sizes = {record.name.partition("/")[2]: record for record in found}
-    pickled = sizes.get("data.pkl")
-    if pickled is None:
-        raise CheckpointError(f"{path}: has no data.pkl: damaged, or not a torch file")
-    listed: dict[str, tuple[Any, int]] = {}
-
-    def storage(saved: Any) -> Any:
-        kind, key, _, count = saved[1:]
-        dtype = torch.uint8 if kind is torch.UntypedStorage else kind.dtype
-        if not isinstance(key, str) or type(count) is not int or count < 0:
-            raise CheckpointError(f"{path}: a storage is not described by its name and size")
-        record = sizes.get(f"data/{key}")
-        if record is None:
-            raise CheckpointError(f"{path}: the record of storage {key[:100]!r} is missing")
-        if count * dtype.itemsize != record.size:
-            wanted = count * dtype.itemsize
-            raise CheckpointError(
-                f"{path}: storage {key[:100]!r} should have {wanted} bytes, its record has {record.size}"
-            )
-        if listed.setdefault(key, (dtype, count)) != (dtype, count):
-            raise CheckpointError(f"{path}: storage {key[:100]!r} is listed with two dtypes")
-        empty = torch.empty(record.size, dtype=torch.uint8, device="meta").untyped_storage()
-        return torch.storage.TypedStorage(wrap_storage=empty, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
-
-    reader: Any = Unpickler(io.BytesIO(_at(file, pickled.start, pickled.size)), encoding="utf-8")
-    reader.persistent_load = storage
-    reader.load()
 
 
 def refresh_checksums(file: IO[bytes]) -> int:

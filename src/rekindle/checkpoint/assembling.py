@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 
 from rekindle import files
+from rekindle.checkpoint.byte_files import copy_file
 from rekindle.checkpoint.folders import is_replaceable, read_json
-from rekindle.checkpoint.mapping import copy_file
 from rekindle.checkpoint.opening import Checkpoint, open_checkpoint
 from rekindle.checkpoint.parts import CheckpointError, FilePart, stored_as
 from rekindle.checkpoint.staging import Staging, same_content

@@ -6,59 +6,50 @@ Tensors that are the same view of one storage are tied, which is one weight with
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import NamedTuple
 
 from torch import Tensor
 
-from rekindle.checkpoint.parts import CheckpointError
+from rekindle.checkpoint.trees import TorchTree, tensors_in
 
 
-class Extent(NamedTuple):
-    """The bytes from the first to the last number of a tensor, as addresses."""
-
+class _Extent(NamedTuple):
     start: int
     stop: int
     name: str
 
 
-def overlapping(path: Path, tensors: Mapping[str, Tensor], tied: Mapping[str, str], tree: Any) -> dict[str, str]:
-    """Each tensor that shares bytes with another one that is not the same view of them, and which; or with itself.
+def overlapping(tree: TorchTree, tensors: Mapping[str, Tensor], tied: Mapping[str, str]) -> dict[str, str]:
+    """Each of the tensors that shares bytes with another one that is not the same view of them, and which; or itself.
 
-    `tree` is all that the file holds: also an optimizer's slot may share bytes with a weight.
+    Everything that the file holds counts: also an optimizer's slot may share bytes with a weight.
 
-    >>> import torch
-    >>> base = torch.zeros(8, 4)
-    >>> overlapping(Path("a.pt"), {"full": base, "part": base[:2], "other": torch.zeros(2)}, {}, {})
+    >>> import io, torch
+    >>> base, buffer = torch.zeros(8, 4), io.BytesIO()
+    >>> torch.save({"full": base, "part": base[:2], "other": torch.zeros(2)}, buffer)
+    >>> tree = TorchTree("a.pt", buffer)
+    >>> overlapping(tree, tree.value, {})
     {'full': 'part', 'part': 'full'}
     """
-    extents = [extent(path, name, tensor) for name, tensor in tensors.items() if tensor.numel() and name not in tied]
-    same = {(t.data_ptr(), tuple(t.shape), t.stride(), t.dtype) for t in tensors.values()}
-    for place, tensor in _others(tree):
-        # The same view under another key (a copy of the state dict) is the same weight.
-        if tensor.numel() and (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype) not in same:
-            extents.append(extent(path, place, tensor))
+    views = {tree.view(tensor) for tensor in tensors.values()}
+    # The same view under another key (a copy of the state dict) is the same weight.
+    stored = [(place, tensor) for place, tensor in tensors_in(tree.value) if tree.storage(tensor) is not None]
+    others = [(place, tensor) for place, tensor in stored if tree.view(tensor) not in views]
+    extents = []
+    for name, tensor in (*((n, t) for n, t in tensors.items() if n not in tied), *others):
+        place = tree.place(tensor)
+        if place is not None and place.size:
+            extents.append(_Extent(place.start, place.start + place.size, name))
     shared = {name: "itself" for name, tensor in tensors.items() if _overlaps_itself(tensor)}
-    extents.sort()
-    reach: Extent | None = None
-    for one in extents:
+    reach: _Extent | None = None
+    for one in sorted(extents):
         if reach is not None and one.start < reach.stop:
             shared.setdefault(one.name, reach.name)
             shared.setdefault(reach.name, one.name)
         if reach is None or one.stop > reach.stop:
             reach = one
     return {name: other for name, other in shared.items() if name in tensors}
-
-
-def extent(path: Path, name: str, tensor: Tensor) -> Extent:
-    """The bytes of a tensor, which must lie in its storage."""
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    needed = (tensor.storage_offset() + last + 1) * tensor.element_size()
-    if tensor.storage_offset() < 0 or last < 0 or needed > tensor.untyped_storage().nbytes():
-        raise CheckpointError(f"{path}: {name!r} needs {needed} bytes, its record has less")
-    start = tensor.data_ptr()
-    return Extent(start, start + (last + 1) * tensor.element_size(), name)
 
 
 def _overlaps_itself(tensor: Tensor) -> bool:
@@ -69,17 +60,3 @@ def _overlaps_itself(tensor: Tensor) -> bool:
                 return True
             reach += (size - 1) * stride
     return False
-
-
-def _others(tree: Any) -> Iterator[tuple[str, Tensor]]:
-    """Every plain tensor of a tree, with where it is; each container once, so that no cycle is followed."""
-    waiting, seen = [("", tree)], set()
-    while waiting:
-        place, value = waiting.pop()
-        if isinstance(value, Tensor):
-            if value.device.type == "cpu" and value.layout.__str__() == "torch.strided" and not value.is_quantized:
-                yield place, value
-        elif isinstance(value, Mapping | list | tuple) and id(value) not in seen:
-            seen.add(id(value))
-            items = value.items() if isinstance(value, Mapping) else enumerate(value)
-            waiting += [(f"{place}[{key!r:.100}]", inner) for key, inner in items]

@@ -10,46 +10,70 @@ from __future__ import annotations
 import io
 import math
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from rekindle.checkpoint.archives import check_storages, records, refresh_checksums
-from rekindle.checkpoint.mapping import MappedFile, Window, copy_file
+from rekindle.checkpoint.archives import refresh_checksums
+from rekindle.checkpoint.byte_files import ByteFile, Window, copy_file
 from rekindle.checkpoint.parts import CheckpointError, TensorMeta, clearly
+from rekindle.checkpoint.trees import TorchTree
 
 LARGEST_METADATA = 1 << 30
 _CELLS = 64  # of the grid per chunk, where chunks of ranks form it: 1
 _CONTAINERS = ("model", "state_dict", "model_state_dict", "module", "net", "app")
-_METADATA = "torch.distributed.checkpoint.metadata"
-_ALLOWED = {
-    _METADATA: {
-        "Metadata",
-        "TensorStorageMetadata",
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "TensorProperties",
-        "_MEM_FORMAT_ENCODING",
-        "MetadataIndex",
-        "StorageMeta",
+
+
+class _Fields:
+    """What a class of the format is read into: its fields, and nothing that runs."""
+
+    def __setstate__(self, state: Any) -> None:
+        names = _TUPLES.get(type(self).__name__, ())
+        fields = dict(zip(names, state, strict=False)) if isinstance(state, tuple) else state
+        self.__dict__.update(fields)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return None  # as the defaults of these classes are
+
+
+def _parts(*values: Any) -> Any:
+    """A value that is not needed: a path, a layout, a memory format."""
+    return values
+
+
+_TUPLES = {"TensorProperties": ("dtype", "layout", "requires_grad", "memory_format", "pin_memory")}
+_RECORDS = ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties")
+_PATHS = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath", "Path")
+_CLASSES: dict[tuple[str, str], Any] = {
+    **{
+        ("torch.distributed.checkpoint.metadata", name): type(name, (_Fields,), {})
+        for name in (*_RECORDS, "MetadataIndex", "StorageMeta")
     },
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.serialization": {"_get_layout"},
-    "collections": {"OrderedDict"},
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): type("_StorageInfo", (_Fields,), {}),
+    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"): _parts,
+    ("torch.serialization", "_get_layout"): _parts,
+    ("torch", "Size"): lambda sides=(): tuple(sides),
+    ("collections", "OrderedDict"): dict,
+    **{(module, name): _parts for module in ("pathlib", "pathlib._local") for name in _PATHS},
 }
-_PATHS = {"PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath", "Path"}
 
 
 class _MetadataUnpickler(pickle.Unpickler):
+    """Reads each class of the format as a stand-in, so that no code but this module's runs; any other is refused."""
+
     def find_class(self, module: str, name: str) -> Any:
         value = getattr(torch, name, None) if module == "torch" else None
-        if value is torch.Size or isinstance(value, torch.dtype | torch.layout):
+        if isinstance(value, torch.dtype | torch.layout):
             return value
-        if name in _ALLOWED.get(module, ()) or (module.partition(".")[0] == "pathlib" and name in _PATHS):
-            return super().find_class(module, name)
+        if (module, name) in _CLASSES:
+            return _CLASSES[module, name]
         raise CheckpointError(f".metadata asks for {module}.{name}, which is not part of the format: refused")
 
 
@@ -83,7 +107,7 @@ class DcpPart:
         self.tied: Mapping[str, str] = {}
         self._tensors: dict[str, _Stored] = {}
         self._objects: dict[str, _Place] = {}
-        self._files: dict[str, MappedFile] = {}
+        self._files: dict[str, ByteFile] = {}
         self._written: dict[_Place, None] = {}
         with clearly(folder / ".metadata", "reading it"):
             paths = self._read_metadata(folder / ".metadata")
@@ -110,23 +134,26 @@ class DcpPart:
         shape, dtype, chunks = self._tensors[key]
         whole = torch.empty(shape, dtype=dtype)
         for chunk in chunks:
-            flat, view, _ = self._open_chunk(key, chunk, dtype)
-            whole[_where(chunk)] = view
-            del flat
+            file, tree = self._open_chunk(key, chunk, dtype)
+            whole[_where(chunk)] = tree.read(file, tree.value)
         return whole
 
     def write_key(self, key: str, value: Tensor) -> None:
         """Put a tensor back by its full key."""
         shape, dtype, chunks = self._tensors[key]
         for chunk in chunks:
-            flat, view, start = self._open_chunk(key, chunk, dtype)
-            view.copy_(value.reshape(shape)[_where(chunk)])
-            self._file(chunk.place.file).put(start, flat)
+            file, tree = self._open_chunk(key, chunk, dtype)
+            tree.write(file, tree.value, value.reshape(shape)[_where(chunk)])
             self._written[chunk.place] = None
+
+    def meta_key(self, key: str) -> Tensor:
+        """A tensor by its full key, without its numbers."""
+        return torch.empty(self._tensors[key].shape, dtype=self._tensors[key].dtype, device="meta")
 
     def read_object(self, key: str) -> Any:
         """A plain value by its full key."""
-        return _loaded(self._window(self._objects[key]), f"{self.path}: {key!r}")
+        with self._window(self._objects[key]) as window:
+            return _loaded(window, f"{self.path}: {key!r}")
 
     def reopened(self, path: Path) -> DcpPart:
         """A staged copy, to be written."""
@@ -134,8 +161,7 @@ class DcpPart:
 
     def files(self) -> tuple[Path, ...]:
         """The metadata and every data file."""
-        places = [c.place for t in self._tensors.values() for c in t.chunks] + list(self._objects.values())
-        return (self.path / ".metadata", *(self.path / name for name in dict.fromkeys(place.file for place in places)))
+        return (self.path / ".metadata", *(self.path / name for name in dict.fromkeys(p.file for p in self._used())))
 
     def optimizers(self) -> list[Any]:
         """The optimizer states of the folder."""
@@ -155,57 +181,38 @@ class DcpPart:
     def finish(self, provenance: Mapping[str, Any]) -> None:
         """Checksums of the chunks that were written."""
         for place in self._written:
-            refresh_checksums(self._window(place))
+            with self._window(place) as window:
+                refresh_checksums(window)
 
     def sync(self) -> None:
         """Flush everything to the disk."""
         for file in self._files.values():
             file.sync()
 
-    def close(self) -> None:
-        """Unmap all files."""
-        for file in self._files.values():
-            file.close()
-        self._files = {}
+    def _used(self) -> list[_Place]:
+        return [chunk.place for stored in self._tensors.values() for chunk in stored.chunks] + [*self._objects.values()]
 
-    @property
-    def restructured(self) -> bool:
-        """Never: a folder keeps its structure."""
-        return False
-
-    @restructured.setter
-    def restructured(self, value: bool) -> None:
-        raise CheckpointError(f"{self.path}: this optimizer's state cannot be reset in place: optimizer_state='none'")
-
-    def _file(self, name: str) -> MappedFile:
+    def _file(self, name: str) -> ByteFile:
         if name not in self._files:
-            self._files[name] = MappedFile(self.path / name, writable=self._writable)
+            self._files[name] = ByteFile(self.path / name, writable=self._writable)
         return self._files[name]
 
-    def _window(self, place: _Place) -> IO[bytes]:
-        return cast("IO[bytes]", Window(self._file(place.file), place.offset, place.length))
+    @contextmanager
+    def _window(self, place: _Place) -> Iterator[IO[bytes]]:
+        with self._file(place.file).opened() as file:
+            yield cast("IO[bytes]", Window(file, place.offset, place.length))
 
-    def _open_chunk(self, key: str, chunk: _Chunk, dtype: torch.dtype) -> tuple[Tensor, Tensor, int]:
-        """(all numbers of the chunk's record, the chunk as a view of them, where the record begins in the file)."""
+    def _open_chunk(self, key: str, chunk: _Chunk, dtype: torch.dtype) -> tuple[ByteFile, TorchTree]:
+        """The file of a chunk, and the tensor in it."""
         where = f"{self.path}: {key!r}"
-        window = self._window(chunk.place)
-        with clearly(self.path / chunk.place.file, f"reading {key!r}"):
-            found = records(window)
-            data = [record for record in found if "/data/" in record.name]
-            check_storages(where, window, found)
-        # The strides are in a pickle, which only torch reads safely; the numbers come from the mapped file.
-        value = _loaded(window, where)
+        with self._window(chunk.place) as window:
+            tree = TorchTree(where, window, chunk.place.offset)
+        value = tree.value
         if not isinstance(value, Tensor) or value.dtype != dtype or tuple(value.shape) != chunk.shape:
             raise CheckpointError(f"{where}: a chunk is not what .metadata says")
-        if not value.numel():
-            return value, value, 0
-        if len(data) != 1 or value.layout != torch.strided:
+        if tree.place(value) is None or value.is_quantized:
             raise CheckpointError(f"{where}: a chunk is not stored as one plain tensor")
-        stride, offset = value.stride(), value.storage_offset()
-        del value
-        start = chunk.place.offset + data[0].start
-        flat = self._file(chunk.place.file).tensor(start, (data[0].size // dtype.itemsize,), dtype)
-        return flat, flat.as_strided(chunk.shape, stride, offset), start
+        return self._file(chunk.place.file), tree
 
     def _read_metadata(self, path: Path) -> dict[str, tuple[Any, ...]]:
         if path.stat().st_size > LARGEST_METADATA:
@@ -224,9 +231,10 @@ class DcpPart:
                 raise CheckpointError(f"{path}: a key is not a text")
             if type(entry).__name__ == "BytesStorageMetadata":
                 if (key, None) in places:
-                    self._objects[key] = places[key, None]
+                    self._objects[key] = places.pop((key, None))
                 continue
             self._tensors[key] = _stored(path, key, entry, places)
+        _check_apart(path, self._used())
         paths = found.planner_data if isinstance(found.planner_data, dict) else {}
         return {key: tuple(paths[key]) if key in paths else (key,) for key in table}
 
@@ -243,13 +251,21 @@ class DcpStates:
         self.groups: Sequence[Mapping[str, Any]] = table
         self.keys = tuple(listed or slots)
 
+    def slots(self, key: Any) -> dict[str, Any]:
+        """The slots of one parameter, tensors without their numbers."""
+        part, found = self._part, self._slots.get(key, {})
+        return {
+            s: part.meta_key(full) if full in part._tensors else part.read_object(full) for s, full in found.items()
+        }
+
     def read(self, key: Any) -> dict[str, Any]:
         """The slots of one parameter."""
-        part = self._part
-        found = self._slots.get(key, {})
-        return {
-            s: part.read_key(full) if full in part._tensors else part.read_object(full) for s, full in found.items()
-        }
+        part, keys = self._part, self._slots.get(key, {})
+        return {slot: part.read_key(k) if k in part._tensors else part.read_object(k) for slot, k in keys.items()}
+
+    def restructure(self, key: Any, slots: Mapping[str, Any]) -> None:
+        """Refused: a folder keeps its structure."""
+        raise CheckpointError(f"{self.label}: this optimizer's state cannot be reset in place: optimizer_state='none'")
 
     def write(self, key: Any, slots: Mapping[str, Any]) -> None:
         """Put the tensors back."""
@@ -274,7 +290,7 @@ def _place(folder: Path, info: Any) -> _Place:
     return _Place(name, offset, length)
 
 
-def _stored(path: Path, key: str, entry: Any, places: Mapping[tuple[str, Any], _Place]) -> _Stored:
+def _stored(path: Path, key: str, entry: Any, places: dict[tuple[str, Any], _Place]) -> _Stored:
     shape, dtype = tuple(entry.size), entry.properties.dtype
     if not isinstance(dtype, torch.dtype) or not all(type(side) is int and side >= 0 for side in shape):
         raise CheckpointError(f"{path}: {key!r} has no valid shape and dtype")
@@ -284,7 +300,7 @@ def _stored(path: Path, key: str, entry: Any, places: Mapping[tuple[str, Any], _
         fits = len(start) == len(sizes) == len(shape)
         if not fits or any(a < 0 or n < 0 or a + n > side for a, n, side in zip(start, sizes, shape, strict=True)):
             raise CheckpointError(f"{path}: a chunk of {key!r} lies outside the tensor")
-        place = places.get((key, start)) or places.get((key, None))
+        place = places.pop((key, start), None) or places.pop((key, None), None)  # one chunk each
         if place is None:
             raise CheckpointError(f"{path}: a chunk of {key!r} is stored nowhere")
         chunks.append(_Chunk(start, sizes, place))
@@ -292,6 +308,14 @@ def _stored(path: Path, key: str, entry: Any, places: Mapping[tuple[str, Any], _
         raise CheckpointError(f"{path}: the chunks of {key!r} do not make up the tensor")
     _check_grid(f"{path}: the chunks of {key!r}", shape, [c for c in chunks if torch.Size(c.shape).numel()])
     return _Stored(shape, dtype, tuple(chunks))
+
+
+def _check_apart(path: Path, places: Sequence[_Place]) -> None:
+    """No byte of a data file belongs to two chunks."""
+    ordered = sorted(place for place in places if place.length)
+    for one, other in pairwise(ordered):
+        if one.file == other.file and one.offset + one.length > other.offset:
+            raise CheckpointError(f"{path}: two chunks overlap in {one.file} at byte {other.offset}")
 
 
 def _weights(folder: Path, tensors: Mapping[str, _Stored], paths: Mapping[str, tuple[Any, ...]]) -> dict[str, str]:

@@ -144,9 +144,13 @@ class FileStore:
 
     def write(self, entry: Found, block: Block, matrices: Tensor) -> Tensor | None:
         """Write one block to the staged file; the first write of a weight brings the rest of it along."""
-        value = self._output.read(entry.key)
-        if entry.key not in self._begun and block.count * block.out * block.in_ < value.numel():
-            value.copy_(self._source.read(entry.key))
+        shape, dtype = self._output.meta(entry.key)[:2]
+        if entry.key in self._begun:
+            value = self._output.read(entry.key)
+        elif block.count * block.out * block.in_ < torch.Size(shape).numel():
+            value = self._source.read(entry.key).to(dtype)
+        else:
+            value = torch.empty(shape, dtype=dtype)
         block.write(value, matrices)
         self._output.write(entry.key, value)
         self._begun.add(entry.key)

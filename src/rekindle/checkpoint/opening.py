@@ -69,19 +69,14 @@ class Checkpoint:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close all files."""
-        for part in self.parts:
-            part.close()
+        """Nothing: no file stays open between two reads."""
 
     def meta(self, name: str) -> TensorMeta:
         """(shape, dtype, bytes, shard) of a tensor, without reading it."""
         return self._part(name).meta(name)
 
     def read(self, name: str) -> Tensor:
-        """One tensor; mostly a view of the mapped file, so clone it before changing it."""
+        """One tensor."""
         with clearly(self.path, f"reading {name!r}"):
             return self._part(name).read(name)
 

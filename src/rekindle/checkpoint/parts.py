@@ -77,7 +77,7 @@ class TensorMeta(NamedTuple):
 
 
 class FilePart(Protocol):
-    """One file (or DCP folder) of tensors. `read` may return a view of the mapped file.
+    """One file (or DCP folder) of tensors.
 
     `tied` names tensors that are one, `shared` those of which another one has a part of the bytes.
     """
@@ -109,7 +109,7 @@ class FilePart(Protocol):
         ...
 
     def optimizers(self) -> list[Any]:
-        """The optimizer state dicts inside; their tensors are views, as those of `read`."""
+        """The optimizer state dicts inside."""
         ...
 
     def staged_size(self, dtype: torch.dtype | None) -> int:
@@ -129,10 +129,6 @@ class FilePart(Protocol):
 
     def sync(self) -> None:
         """Flush everything to the disk."""
-        ...
-
-    def close(self) -> None:
-        """Close the file."""
         ...
 
 

@@ -1,13 +1,12 @@
 """safetensors files, read and written directly.
 
 A file is eight bytes of header length, a JSON header, and the tensors' bytes. The whole header is checked before any
-other byte is mapped: the file is not trusted.
+other byte is read: the file is not trusted.
 """
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,14 +14,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rekindle.checkpoint.mapping import MappedFile, copy_range, reserve
+from rekindle.checkpoint.byte_files import ByteFile, copy_range, reserve
 from rekindle.checkpoint.parts import LONGEST_NAME, CheckpointError, TensorMeta, clearly, stored_as
 
 LONGEST_HEADER = 100_000_000  # the limit of the reference implementation
 MOST_DIMENSIONS = 64
 PROVENANCE = "rekindle"
 _ROOM = 4096  # reserved in a staged header for the provenance, which is known only at the end
-_CAST_CHUNK = 1 << 22
 
 _DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
@@ -66,7 +64,7 @@ class Header(NamedTuple):
     begin: int
 
 
-def read_header(path: Path) -> Header:
+def read_header(data: ByteFile) -> Header:
     """The header of a safetensors file, or a `CheckpointError` if anything about it is invalid.
 
     >>> import tempfile
@@ -74,11 +72,11 @@ def read_header(path: Path) -> Header:
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     path = Path(folder, "a.safetensors")
     ...     save_file({"w": torch.zeros(2, 3)}, path)
-    ...     read_header(path).spans
+    ...     read_header(ByteFile(path)).spans
     {'w': Span(code='F32', shape=(2, 3), start=0, stop=24)}
     """
-    with clearly(path, "reading the header"), path.open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
+    path, size = data.path, data.size
+    with clearly(path, "reading the header"), data.opened() as file:
         first = file.read(8)
         if len(first) < 8:
             raise CheckpointError(f"{path}: {size} bytes are too few for a safetensors file")
@@ -163,7 +161,7 @@ def _counts(values: Any) -> bool:
 
 
 class SafetensorsPart:
-    """One safetensors file, mapped.
+    """One safetensors file.
 
     A tensor of a 4- or 6-bit format reads as its bytes. `stage` writes everything but the tensors to be changed, and
     reserves space in the header for the provenance, which is added at the end.
@@ -171,7 +169,8 @@ class SafetensorsPart:
 
     def __init__(self, path: Path, *, writable: bool = False) -> None:
         self.path = path
-        self.header = read_header(path)
+        self._file = ByteFile(path, writable=writable)
+        self.header = read_header(self._file)
         self.names = tuple(self.header.spans)
         self.metadata: Mapping[str, str] = self.header.metadata
         # safetensors.torch.save_model notes the names that it drops because they share memory.
@@ -181,7 +180,6 @@ class SafetensorsPart:
             for name, owner in self.metadata.items()
             if owner in self.header.spans and name not in self.header.spans
         }
-        self._file = MappedFile(path, writable=writable)
 
     def meta(self, name: str) -> TensorMeta:
         """Shape, dtype, bytes in the file, and the file."""
@@ -191,7 +189,7 @@ class SafetensorsPart:
         return TensorMeta(span.shape, _DTYPES[span.code], span.stop - span.start, self.path.name)
 
     def read(self, name: str) -> Tensor:
-        """One tensor, a view of the file."""
+        """One tensor."""
         shape, dtype, _, _ = self.meta(name)
         return self._file.tensor(self.header.begin + self.header.spans[name].start, shape, dtype)
 
@@ -222,22 +220,18 @@ class SafetensorsPart:
         spans = self._spans_as(dtype)
         head = _encoded(spans, self.metadata, _ROOM)
         reserve(target, len(head) + _end(spans), self.path)
-        with self.path.open("rb") as source, target.open("r+b") as file:
+        with self._file.opened() as source, target.open("r+b") as file:
             file.write(head)
             file.flush()
             for start, stop, to in _runs(self.header.spans, spans, changed):
                 copy_range(source.fileno(), file.fileno(), self.header.begin + start, stop - start, len(head) + to)
         cast = [name for name in spans if name not in changed and spans[name].code != self.header.spans[name].code]
-        if cast:
-            output = MappedFile(target, writable=True)
-            for name in cast:
-                span = spans[name]
-                flat = output.tensor(len(head) + span.start, (self.read(name).numel(),), _DTYPES[span.code])
-                old = self.read(name).flatten()
-                for start in range(0, old.numel(), _CAST_CHUNK):
-                    flat[start : start + _CAST_CHUNK] = old[start : start + _CAST_CHUNK]
-                output.put(len(head) + span.start, flat)
-            output.close()
+        output = ByteFile(target, writable=True)
+        for name in cast:
+            code, _, start, stop = self.header.spans[name]
+            old, new = _DTYPES[code], _DTYPES[spans[name].code]
+            for at, piece in self._file.pieces(self.header.begin + start, (stop - start) // old.itemsize, old):
+                output.put(len(head) + spans[name].start + at * new.itemsize, piece.to(new))
 
     def finish(self, provenance: Mapping[str, Any]) -> None:
         """Put the provenance into the header, after that of earlier runs."""
@@ -256,10 +250,6 @@ class SafetensorsPart:
     def sync(self) -> None:
         """Flush everything to the disk."""
         self._file.sync()
-
-    def close(self) -> None:
-        """Unmap the file."""
-        self._file.close()
 
     def _spans_as(self, dtype: torch.dtype | None) -> dict[str, Span]:
         if dtype is None:

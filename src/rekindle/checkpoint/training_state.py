@@ -78,8 +78,16 @@ class States(Protocol):
     groups: Sequence[Mapping[str, Any]]
     keys: tuple[Any, ...]
 
+    def slots(self, key: Any) -> Mapping[str, Any]:
+        """The slots of one parameter, tensors without their numbers."""
+        ...
+
     def read(self, key: Any) -> dict[str, Any]:
         """The slots of one parameter."""
+        ...
+
+    def restructure(self, key: Any, slots: Mapping[str, Any]) -> None:
+        """Give a parameter other slots than it has, or refuse to."""
         ...
 
     def write(self, key: Any, slots: Mapping[str, Any]) -> None:
@@ -94,7 +102,7 @@ def summary(checkpoint: Holder) -> dict[str, Any] | None:
         return None
     found: dict[str, Any] = {"optimizers": [_class(table).__name__ for table in tables]}
     found["parameters"] = sum(len(table.keys) for table in tables)
-    found["slots"] = sum(len(table.read(key)) for table in tables for key in table.keys)
+    found["slots"] = sum(len(table.slots(key)) for table in tables for key in table.keys)
     try:
         found["matched_by"] = match(checkpoint, tables)[1]
     except CheckpointError as error:
@@ -114,7 +122,7 @@ def match(checkpoint: Holder, tables: Sequence[States]) -> tuple[list[dict[Any, 
                 raise CheckpointError(f"{table.label}: param_names and params differ in length")
             names = {key: _known(checkpoint, table, name) for key, name in pairs}
             for key, name in names.items():
-                if not _agrees(table.read(key), checkpoint.meta(name).shape):
+                if not _agrees(table.slots(key), checkpoint.meta(name).shape):
                     raise CheckpointError(f"{table.label}: the state of {name!r} has another shape than the weight")
             named.append(names)
         return named, "param_names"
@@ -135,29 +143,25 @@ def prepare(checkpoint: Holder, changed: frozenset[str], policy: str) -> StateRe
     if checkpoint.unread_state is not None and policy != "none":
         raise CheckpointError(f"{checkpoint.unread_state}; optimizer_state='none' leaves it as it is")
     total: StateReset | None = None
-    for part, table, names in _jobs(checkpoint, changed, policy):
+    for table, names in _jobs(checkpoint, changed, policy):
         count = StateReset(policy, (_class(table).__name__,), parameters=len(names))
         for key, name in names.items():
-            state = table.read(key)
-            stand_in = {slot: torch.zeros(()) if isinstance(v, Tensor) else v for slot, v in state.items()}
-            before = dict(stand_in)
-            done = _reset(table, key, name, stand_in, torch.zeros(()), policy)
+            old = table.slots(key)
+            new = {slot: torch.zeros(()) if isinstance(value, Tensor) else value for slot, value in old.items()}
+            before = dict(new)
+            done = _reset(table, key, name, new, torch.zeros(()), policy)
             count += StateReset(policy, (), 0, done.matched, done.reset, done.masters, done.without_state, done.dropped)
-            for slot, old in before.items():
-                if slot not in stand_in:
-                    del state[slot]
-                elif not isinstance(old, Tensor) and stand_in[slot] != old:
-                    state[slot] = stand_in[slot]
-                else:
-                    continue
-                part.restructured = True
+            kept = {slot: value for slot, value in old.items() if slot in new}
+            plain = {s: new[s] for s in kept if not isinstance(old[s], Tensor) and new[s] != before[s]}
+            if plain or len(kept) < len(old):
+                table.restructure(key, kept | plain)
         total = count if total is None else total + count
     return total
 
 
 def reset(output: Holder, changed: frozenset[str], policy: str) -> None:
     """Reset the states of `changed` in a staged checkpoint, in place and one parameter at a time."""
-    for _, table, names in _jobs(output, changed, policy):
+    for table, names in _jobs(output, changed, policy):
         for key, name in names.items():
             state = table.read(key)
             if state:
@@ -169,10 +173,9 @@ def _tables(checkpoint: Holder) -> list[States]:
     return [table for part in checkpoint.parts for table in part.optimizers()]
 
 
-def _jobs(checkpoint: Holder, changed: frozenset[str], policy: str) -> Iterator[tuple[Any, States, dict[Any, str]]]:
-    parts = [(part, table) for part in checkpoint.parts for table in part.optimizers()]
-    tables = [table for _, table in parts]
-    if not any(table.read(key) for table in tables for key in table.keys):
+def _jobs(checkpoint: Holder, changed: frozenset[str], policy: str) -> Iterator[tuple[States, dict[Any, str]]]:
+    tables = _tables(checkpoint)
+    if not any(table.slots(key) for table in tables for key in table.keys):
         return
     try:
         matched, _ = match(checkpoint, tables)
@@ -188,11 +191,11 @@ def _jobs(checkpoint: Holder, changed: frozenset[str], policy: str) -> Iterator[
             f"{tables[0].label}: {stray[0]!r} changes but is in none of the optimizers of this file: exclude it if it "
             "is frozen, or say optimizer_state='none'"
         )
-    for (part, table), names in zip(parts, matched, strict=True):
+    for table, names in zip(tables, matched, strict=True):
         chosen = {k: name for k, name in names.items() if checkpoint.tied.get(name, name) in owners}
         if chosen and _class(table) is torch.optim.LBFGS:  # one history for all, kept under the first parameter
-            chosen = {key: name for key, name in names.items() if table.read(key)}
-        yield part, table, chosen
+            chosen = {key: name for key, name in names.items() if table.slots(key)}
+        yield table, chosen
 
 
 def _reset(table: States, key: Any, name: str, state: dict[str, Any], weight: Tensor, policy: str) -> StateReset:
@@ -213,7 +216,7 @@ def _reset(table: States, key: Any, name: str, state: dict[str, Any], weight: Te
 def _class(table: States) -> type[Optimizer]:
     """The optimizer class that writes such slots and settings; a state dict does not name it."""
     settings = {name for group in table.groups for name in group} - {"params", "param_names", "initial_lr"}
-    stepped = next((state for state in (table.read(key) for key in table.keys) if state), {})
+    stepped = next((state for state in (table.slots(key) for key in table.keys) if state), {})
     best: type[Optimizer] = Optimizer
     for kind in _CLASSES:
         accepted = set(inspect.signature(kind.__init__).parameters) | {"decoupled_weight_decay"}
@@ -266,7 +269,7 @@ def _by_order(checkpoint: Holder, tables: Sequence[States]) -> list[dict[Any, st
         names = dict(zip(table.keys, weights[place:], strict=False))
         place += len(table.keys)
         for key, name in names.items():
-            if not _agrees(table.read(key), checkpoint.meta(name).shape):
+            if not _agrees(table.slots(key), checkpoint.meta(name).shape):
                 raise CheckpointError(
                     f"{table.label}: parameters have no names, and the state of number {key} does not have the shape "
                     f"of {name!r}: the order differs"
@@ -295,7 +298,7 @@ def _by_config(checkpoint: Holder, tables: Sequence[States]) -> list[dict[Any, s
         if [len(group) for group in order] != sizes or None in names:
             continue
         found = {key: str(name) for key, name in zip(table.keys, names, strict=True)}
-        if found not in fitting and all(_agrees(table.read(k), checkpoint.meta(n).shape) for k, n in found.items()):
+        if found not in fitting and all(_agrees(table.slots(k), checkpoint.meta(n).shape) for k, n in found.items()):
             fitting.append(found)
     if len(fitting) == 1:
         return fitting
