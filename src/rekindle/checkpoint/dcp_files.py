@@ -19,7 +19,7 @@ from typing import IO, Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from rekindle.checkpoint.archives import refresh_checksums
+from rekindle.checkpoint.archives import records, refresh_checksums
 from rekindle.checkpoint.byte_files import ByteFile, Window, copy_file
 from rekindle.checkpoint.parts import CheckpointError, TensorMeta, clearly
 from rekindle.checkpoint.trees import TorchTree
@@ -175,6 +175,12 @@ class DcpPart:
         """Copy the files of the checkpoint to a folder."""
         if dtype is not None:
             raise CheckpointError(f"{self.path}: a DCP folder keeps its dtypes: leave dtype= out")
+        for key, stored in self._tensors.items():  # whatever is not written must be readable too
+            for chunk in stored.chunks:
+                self._open_chunk(key, chunk, stored.dtype)
+        for key, place in self._objects.items():
+            with clearly(self.path, f"reading {key!r}"), self._window(place) as window:
+                records(window)
         for file in self.files():
             copy_file(file, target / file.name)
 
