@@ -18,6 +18,7 @@ The small version of the first three is tests/checkpoint/test_damage.py.
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import os
 import random
@@ -56,20 +57,17 @@ def files(count: int, seed: int, work: Path) -> list[str]:
             try:
                 with report.open("w") as file:
                     for kind, number in jobs[begin : begin + BATCH]:
-                        print(kind, number, "died", sep="\t", file=file, flush=True)
-                        outcome, verdict = judged(kind, number, work)
-                        print(kind, number, outcome, verdict, sep="\t", file=file, flush=True)
+                        print(json.dumps((kind, number, "died", "")), file=file, flush=True)
+                        print(json.dumps((kind, number, *judged(kind, number, work))), file=file, flush=True)
             finally:
                 os._exit(0)
         os.waitpid(child, 0)
-        last: dict[tuple[str, str], list[str]] = {}
-        for line in report.read_text().splitlines():
-            kind, number, *said = line.split("\t")
-            last[kind, number] = said
-        for (kind, number), said in last.items():
-            outcomes[f"{kind} {said[0]}"] += 1
-            if said[0] == "died" or said[1]:
-                wrong.append(f"{kind}, seed {number}: {' '.join(said)}")
+        lines = [json.loads(line) for line in report.read_text().split("\n") if line]
+        last = {(kind, number): (outcome, verdict) for kind, number, outcome, verdict in lines}
+        for (kind, number), (outcome, verdict) in last.items():
+            outcomes[f"{kind} {outcome}"] += 1
+            if outcome == "died" or verdict:
+                wrong.append(f"{kind}, seed {number}: {outcome} {verdict!r}")
                 print(wrong[-1], flush=True)
         if begin // BATCH % 20 == 0:
             print(f"  {begin + len(last)} files, {len(wrong)} wrong", flush=True)
@@ -87,7 +85,7 @@ def judged(kind: str, number: int, work: Path) -> tuple[str, str]:
     try:
         verdict = case.judged()
     except Exception as error:
-        return "raised", f"{type(error).__name__}: {error}".replace("\n", " ").replace("\t", " ")[:300]
+        return "raised", f"{type(error).__name__}: {error}"[:300]
     seconds = time.process_time() - begin
     return case.outcome, verdict or (f"took {seconds:.0f} s" if seconds > 10 else "")
 
