@@ -4,12 +4,12 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-import faults
 import pytest
 import torch
 from test_faults import DATA, loss, ready
 from torch import nn
 
+import faults
 import rekindle
 from rekindle import methods
 from rekindle.advice import keeping
