@@ -52,12 +52,8 @@ def call(model: nn.Module, batch: Batch, device: torch.device | None = None) -> 
     >>> call(torch.nn.Flatten(), {"input": torch.zeros(2, 3, 4)}).shape
     torch.Size([2, 12])
     """
-    try:
+    with explained(model, batch):
         return _call(model, batch, device)
-    except (RuntimeError, TypeError) as error:
-        if any(words in str(error) for words in _MISFITS):
-            raise ValueError(_misfit(model, batch, error)) from error
-        raise
 
 
 def _call(model: nn.Module, batch: Batch, device: torch.device | None) -> Any:
@@ -79,18 +75,51 @@ def _call(model: nn.Module, batch: Batch, device: torch.device | None) -> Any:
     )
 
 
-# What torch and Python say where a batch is of another kind than the model takes.
-_MISFITS = ("same dtype", "scalar type", "unexpected keyword argument", "required positional argument")
+# What torch and Python say where a batch is of another kind than the model or the loss takes, and what to do then.
+_KINDS = (
+    "a batch is a tensor, a tuple whose first item is the input, or a dict of the model's arguments, and batches is a "
+    "list of them"
+)
+_ORDER = "loss is called as loss(model, batch), as in lambda model, batch: criterion(model(batch[0]), batch[1])"
+_LABELS = "class labels are integers (labels.long()), targets of a regression have the shape of the outputs"
+_MISFITS = {
+    "same dtype": _KINDS,
+    "scalar type": _KINDS,
+    "unexpected keyword argument": _KINDS,
+    "required positional argument": _KINDS,
+    "cannot be multiplied": _KINDS,
+    "at least 1D": _KINDS,
+    "channels, but got": _KINDS,
+    "must be Tensor, not": _ORDER,
+    "expected target dtype": _LABELS,
+    "D target": _LABELS,
+}
 
 
-def _misfit(model: nn.Module, batch: Batch, error: Exception) -> str:
+@contextmanager
+def explained(model: nn.Module, batch: Batch) -> Iterator[None]:
+    """Inside, an error of torch about the kind of a batch becomes one in the user's words.
+
+    >>> with explained(nn.Linear(2, 1), torch.ones(1, 3)):
+    ...     nn.Linear(2, 1)(torch.ones(1, 3))
+    Traceback (most recent call last):
+    ValueError: the model does not run on a batch of float32 (1, 3), its weights are float32 ...
+    """
+    try:
+        yield
+    except (RuntimeError, TypeError) as error:
+        hints = [hint for words, hint in _MISFITS.items() if words in str(error)]
+        if hints:
+            raise ValueError(_misfit(model, batch, error, hints[0])) from error
+        raise
+
+
+def _misfit(model: nn.Module, batch: Batch, error: Exception, hint: str = _KINDS) -> str:
     dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()})
     weights = f", its weights are {' and '.join(dtypes)}" if dtypes else ""
     said = (str(error).splitlines() or [""])[0]
-    return (
-        f"the model does not run on {_described(batch)}{weights} ({said}): a batch is a tensor, a tuple whose first "
-        "item is the input, or a dict of the model's arguments, and batches is a list of them"
-    )
+    what = "the model does not run on" if hint is _KINDS else "the loss cannot be computed on"
+    return f"{what} {_described(batch)}{weights} ({said}): {hint}"
 
 
 def run_batch(model: nn.Module, batch: Batch, name: str) -> Any:
@@ -154,11 +183,23 @@ def check_asked(verb: str, model: Any, batches: Any) -> None:
             raise ValueError(f"{verb}(): {name} has no shape yet (a lazy module): run the model on a batch once, first")
         if parameter.is_meta:
             raise ValueError(f"{verb}(): {name} is on the meta device, without values: load the weights first")
+    check_batches(batches, f"{verb}() needs")
+
+
+def check_batches(batches: Any, needs: str = "batches is") -> None:
+    """Raise for what is no iterable of batches, or is a single batch.
+
+    >>> check_batches((torch.zeros(8, 2), torch.zeros(8).long()))
+    Traceback (most recent call last):
+    TypeError: batches is an iterable of batches, such as [(inputs, targets), …], got one batch: wrap it in a list...
+    """
     iterable = hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")
-    if not iterable or isinstance(batches, Tensor | Mapping | str):
-        raise TypeError(
-            f"{verb}() needs an iterable of batches, such as [(inputs, targets), …], got a {type(batches).__name__}"
-        )
+    single = isinstance(batches, Tensor | Mapping)
+    if isinstance(batches, tuple) and batches and all(isinstance(item, Tensor) and item.dim() for item in batches):
+        single = len({(item.dtype, item.shape[1:]) for item in batches}) > 1  # inputs and targets; X.split(8) is alike
+    if single or not iterable or isinstance(batches, str):
+        got = "one batch: wrap it in a list, [batch]" if single else f"a {type(batches).__name__}"
+        raise TypeError(f"{needs} an iterable of batches, such as [(inputs, targets), …], got {got}")
 
 
 def check_loss(loss: Any) -> None:

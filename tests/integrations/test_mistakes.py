@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 import rekindle
 from integrations.test_attaching import train
 from integrations.trained import adam, batches, network
 from rekindle import methods
 from rekindle.integrations import Application
-from rekindle.triggers import Every
+from rekindle.triggers import Every, Plateau
 
 
 def test_what_cannot_be_meant_is_refused() -> None:
@@ -120,3 +122,72 @@ def test_gradients_made_inside_a_closure_are_out_of_reach() -> None:
     optimizer = torch.optim.LBFGS(model.parameters())
     with rekindle.attach(model, optimizer, methods.L2Init(0.1)), pytest.raises(ValueError, match="closure"):
         optimizer.step(lambda: F.cross_entropy(model(batches(8)[0][0]), batches(8)[0][1]))
+
+
+def small(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)).to(dtype)
+
+
+X, Y = torch.randn(16, 4), torch.randint(0, 3, (16,))
+ENTROPY: Any = lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])  # noqa: E731
+FIRST_TRIES: dict[str, tuple[Callable[[nn.Module, Any], object], str]] = {
+    "optimizer first": (lambda m, o: rekindle.fire(o, m), r"the order is \(model, optimizer\)"),
+    "parameters": (lambda m, o: rekindle.fire(m.parameters()), r"its parameters\?\): the order is \(model, optimizer"),
+    "a layer as target": (lambda m, o: rekindle.fire(m, o, targets=m[0]), "got a layer .Linear.: write its name"),
+    "a weight as target": (lambda m, o: rekindle.fire(m, o, targets=[m[0].weight]), "got a tensor .Parameter.: write"),
+    "attention of an MLP": (lambda m, o: rekindle.fire(m, o, targets="attention.qk"), "matches no weight"),
+    "bfloat16": (lambda m, o: rekindle.health(small(torch.bfloat16), [X]), "its weights are bfloat16"),
+    "float64": (lambda m, o: rekindle.health(small(torch.float64), [X]), "its weights are float64"),
+    "another width": (
+        lambda m, o: rekindle.health(m, [torch.randn(3, 5)]),
+        r"a batch of float32 \(3, 5",
+    ),
+    "a dict": (lambda m, o: rekindle.health(m, [{"x": X}]), "does not run on a dict with x"),
+    "one batch, health": (lambda m, o: rekindle.health(m, (X, Y)), r"got one batch: wrap it in a list, \[batch\]"),
+    "one tensor, health": (lambda m, o: rekindle.health(m, X), "got one batch"),
+    "one batch, probe": (lambda m, o: rekindle.probe(m, (X, Y), loss=ENTROPY), "got one batch"),
+    "one batch, advise": (lambda m, o: rekindle.advise(m, (X, Y), loss=ENTROPY), "got one batch"),
+    "one batch, guard": (lambda m, o: rekindle.Guard((X, Y), ENTROPY, max_rise=1.0), "got one batch"),
+    "one tensor, method": (lambda m, o: methods.ReDo()(m, o, batches=X), "got one batch"),
+    "one batch, attach": (
+        lambda m, o: rekindle.attach(m, o, methods.ReDo(), every=3, batches=(X, Y)),
+        "got one batch",
+    ),
+    "labels, probe": (
+        lambda m, o: rekindle.probe(m, [(X, Y.float())], loss=ENTROPY, steps=2, seeds=1),
+        r"class labels are integers \(labels.long\(\)\)",
+    ),
+    "labels, health": (lambda m, o: rekindle.health(m, [(X, Y.float())], loss=ENTROPY), "class labels are integers"),
+    "bfloat16, probe": (
+        lambda m, o: rekindle.probe(small(torch.bfloat16), [(X, Y)], loss=ENTROPY, steps=2, seeds=1),
+        "its weights are bfloat16",
+    ),
+    "a loss of outputs": (
+        lambda m, o: rekindle.health(m, [(X, Y)], loss=lambda p, y: F.cross_entropy(p, y)),
+        r"loss is called as loss\(model, batch\)",
+    ),
+    "budget": (lambda m, o: rekindle.probe(m, [(X, Y)], loss=ENTROPY, budget=5), "it is called seconds="),
+    "batches of advise": (lambda m, o: rekindle.advise(m, batches=[(X, Y)], loss=ENTROPY), "it is called new_batches="),
+    "method, optimizer first": (lambda m, o: methods.ReDo()(o, m), r"the order is \(model, optimizer\)"),
+    "monitor, optimizer first": (lambda m, o: rekindle.Monitor(o, m), r"the order is \(model, optimizer\)"),
+    "attach, optimizer first": (lambda m, o: rekindle.attach(o, m, "fire"), "the order is"),
+    "attach without optimizer": (lambda m, o: rekindle.attach(m, None, "fire", every=3), "an optimizer: attach.model"),
+    "attach, method second": (lambda m, o: rekindle.attach(m, "fire", every=3), "an optimizer: attach.model"),
+    "attach, a function": (lambda m, o: rekindle.attach(m, o, rekindle.fire, every=3), "got the function fire: write"),
+    "attach, a typo": (lambda m, o: rekindle.attach(m, o, "fire", evry=3), r"no evry=: did you mean every="),
+    "plateau of a name": (lambda m, o: Plateau("loss"), "a metric's name is key="),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("attempt", FIRST_TRIES)
+def test_a_first_try_gets_a_sentence(attempt: str) -> None:
+    model = small()
+    call, sentence = FIRST_TRIES[attempt]
+    with pytest.raises((TypeError, ValueError), match=sentence):
+        call(model, adam(model))
+
+
+def test_equal_parts_of_a_tensor_are_batches() -> None:
+    model = small()
+    whole, parts = rekindle.health(model, [X]), rekindle.health(model, X.split(4))
+    assert parts.whole["dormant"] == whole.whole["dormant"]

@@ -34,7 +34,7 @@ from rekindle.advice.tasks import Prepared, Task, instead, prepare
 from rekindle.advice.trials import optimizers_like
 from rekindle.blocks.names import cleaner, unwrapped
 from rekindle.engine.arithmetic import to_float64
-from rekindle.isolation import Batch, Loss, attributes_kept, check_asked, check_loss, forked_rng, isolated
+from rekindle.isolation import Batch, Loss, attributes_kept, check_asked, check_loss, explained, forked_rng, isolated
 from rekindle.sharding.team import refuse_shards
 
 GAIN = 0.2
@@ -284,7 +284,8 @@ class _WithLoss(nn.Module):
         self.model, self._loss = model, loss
 
     def forward(self, batch: Any) -> Tensor:
-        return self._loss(self.model, batch)
+        with explained(self.model, batch):
+            return self._loss(self.model, batch)
 
 
 def _level(model: nn.Module, start: Mapping[str, Tensor], todo: Prepared, until: float) -> float:

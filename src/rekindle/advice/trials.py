@@ -20,7 +20,7 @@ from rekindle.advice.candidates import Candidate
 from rekindle.advice.tasks import output
 from rekindle.blocks.names import unwrapped
 from rekindle.engine.arithmetic import to_float64
-from rekindle.isolation import Loss, forked_rng, isolated
+from rekindle.isolation import Loss, explained, forked_rng, isolated
 from rekindle.methods.remedy import Moment, Remedy, moments
 from rekindle.optimizers import unwrap
 from rekindle.projection.recalibration import recalibrate
@@ -178,7 +178,9 @@ class Trial:
             module.training = True
         for optimizer in self._optimizers:
             optimizer.zero_grad()
-        plain = self._question.loss(self._model, self._question.new[self._queue.pop()])
+        batch = self._question.new[self._queue.pop()]
+        with explained(self._model, batch):
+            plain = self._question.loss(self._model, batch)
         try:
             term = self._parts["loss"].loss_term(self._model) if "loss" in self._parts else None
         except Exception as error:
@@ -229,7 +231,10 @@ class Trial:
         """The loss on each of a few batches, in evaluation mode."""
         judged = judge or self._question.loss
         with isolated(self._model), torch.no_grad():
-            found = [float(judged(self._model, batch)) for batch in spread_out(batches, _LOOKED_AT)]
+            found = []
+            for batch in spread_out(batches, _LOOKED_AT):
+                with explained(self._model, batch):
+                    found.append(float(judged(self._model, batch)))
         return [loss if math.isfinite(loss) else math.inf for loss in found]
 
     def _outputs(self) -> list[Tensor]:

@@ -26,7 +26,7 @@ from rekindle.blocks.names import cleaner, is_sharded
 from rekindle.diagnosis.hooks import Activated, Attended, HeadEntropy, Watch, entropy, entropy_share
 from rekindle.diagnosis.units import UnitActivity, UnitSums, rows_of
 from rekindle.engine.arithmetic import full_precision
-from rekindle.isolation import Batch, Loss, call, isolated, padding_mask
+from rekindle.isolation import Batch, Loss, call, check_batches, explained, isolated, padding_mask
 from rekindle.measures.matrices import Mode
 from rekindle.sharding.norms import norms
 
@@ -101,8 +101,7 @@ def activity(
     >>> sorted(found.gradient_norms)
     ['0.bias', '0.weight', '2.bias', '2.weight']
     """
-    if isinstance(batches, Tensor | dict):
-        raise TypeError("batches is an iterable of batches; wrap a single batch in a list: [batch]")
+    check_batches(batches)
     observer = _Observer(mode, rows or (512 if mode == "full" else 64))
     gradients = _Gradients(model) if loss is not None else None
     watch = Watch(model, observer.activated, observer.attended if attention else None)
@@ -113,7 +112,8 @@ def activity(
             if loss is None or gradients is None:
                 call(model, batch)
             else:
-                value = loss(model, batch)
+                with explained(model, batch):
+                    value = loss(model, batch)
                 watch.paused = True
                 gradients.add(value)
                 watch.paused = False

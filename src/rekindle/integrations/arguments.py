@@ -10,6 +10,7 @@ from numbers import Integral
 from typing import Any, Literal
 
 from rekindle import methods
+from rekindle.isolation import check_batches
 from rekindle.methods.remedy import Moment, moments
 from rekindle.monitoring.guard import Guard
 from rekindle.monitoring.monitor import Monitor
@@ -45,6 +46,10 @@ def acting(method: Any) -> Any:
     """
     if isinstance(method, type):
         raise TypeError(f"method is an object, got the class itself: write {method.__name__}(...)")
+    if getattr(method, "__module__", "").startswith("rekindle.") and hasattr(method, "__qualname__"):
+        raise TypeError(
+            f"method is an object or a name, got the function {method.__qualname__}: write methods.FIRE(...)"
+        )
     found = named(method) if isinstance(method, str) else method
     if not callable(found):
         raise TypeError(f"method is a method, a Schedule or a name, got {type(method).__name__}")
@@ -124,8 +129,8 @@ def again(batches: Any) -> Any:
         raise TypeError(
             "batches can be read only once, and a method reads them whenever it acts: give a list or a function"
         )
-    if batches is not None and not callable(batches) and not isinstance(batches, Iterable):
-        raise TypeError(f"batches is a list of batches or a function that returns one, got {type(batches).__name__}")
+    if batches is not None and not callable(batches):
+        check_batches(batches, "batches is a function that returns batches, or")
     return batches
 
 

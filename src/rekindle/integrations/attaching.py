@@ -16,6 +16,8 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import warnings
 from collections.abc import Mapping
 from types import TracebackType
@@ -201,4 +203,11 @@ def attach(model: nn.Module, optimizer: Any, method: Method | Schedule | str = "
             f"model is a torch module, got {type(model).__name__}"
             + (": the order is (model, optimizer, method)" if swapped else "")
         )
+    if optimizer is None or isinstance(optimizer, str) or not callable(getattr(unwrap(optimizer)[0], "step", None)):
+        raise TypeError("attach counts the steps of an optimizer: attach(model, optimizer, method)")
+    unknown = options.keys() - inspect.signature(Application.__init__).parameters.keys() - {"log"}
+    if unknown:
+        names = inspect.signature(Application.__init__).parameters
+        close = difflib.get_close_matches(min(unknown), names, 1)
+        raise TypeError(f"attach() has no {min(unknown)}=" + (f": did you mean {close[0]}=?" if close else ""))
     return Attachment(model, optimizer, method, **options)

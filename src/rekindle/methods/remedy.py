@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from rekindle import initial
 from rekindle.engine.arithmetic import full_precision
-from rekindle.isolation import undone
+from rekindle.isolation import check_batches, undone
 from rekindle.methods.caching import PerModel
 from rekindle.methods.call import Call
 from rekindle.projection.method import Batch, Loss
@@ -89,6 +89,10 @@ class Remedy:
 
         generator: where random numbers come from; without one, the method's own, which is part of its state.
         """
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"the order is (model, optimizer), got {type(model).__name__} as the model")
+        if batches is not None and not isinstance(batches, list):
+            check_batches(batches)
         meter = Meter(memory=self.moment == "event")
         self.admit(model)
         call = Call(model, optimizer, batches, loss, self._own, generator)

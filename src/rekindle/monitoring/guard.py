@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rekindle.isolation import Batch, Loss, call, check_loss, isolated, surely
+from rekindle.isolation import Batch, Loss, call, check_batches, check_loss, explained, isolated, surely
 from rekindle.projection.method import Method
 from rekindle.projection.receipt import Receipt
 from rekindle.projection.transaction import Restore, Transaction, snapshot
@@ -52,6 +52,7 @@ class Guard:
         if math.isnan(max_rise):
             raise ValueError("max_rise is NaN: no rise could be compared with it")
         check_loss(loss)
+        check_batches(batches)
         self.batches, self.loss, self.max_rise = batches, loss, max_rise
 
     def measure(self, model: nn.Module) -> float:
@@ -95,7 +96,8 @@ class Guard:
 
     def _one(self, model: nn.Module, batch: Batch) -> Tensor:
         if self.loss is not None:
-            return self.loss(model, batch)
+            with explained(model, batch):
+                return self.loss(model, batch)
         found = getattr(call(model, batch), "loss", None)
         if found is None:
             raise ValueError("the model's output has no .loss on this batch: give the guard a loss(model, batch)")

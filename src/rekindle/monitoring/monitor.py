@@ -86,6 +86,8 @@ class Monitor:
         history: int = 1000,
         thresholds: Thresholds | None = None,
     ) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"the order is (model, optimizer), got {type(model).__name__} as the model")
         if every < 1 or weights_every < 1:
             raise ValueError(f"every and weights_every are positive numbers, got {every} and {weights_every}")
         check_loss(loss)

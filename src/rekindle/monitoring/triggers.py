@@ -169,8 +169,8 @@ class Plateau(Trigger):
         most: int | None = None,
     ) -> None:
         super().__init__(cooldown=cooldown, most=most)
-        if patience < 1:
-            raise ValueError(f"patience is a positive number of looks, got {patience}")
+        if isinstance(patience, str) or patience < 1:
+            raise ValueError(f"patience is a positive number of looks, got {patience!r}; a metric's name is key=")
         if min_delta < 0:
             raise ValueError(f"min_delta cannot be negative, got {min_delta}")
         self.patience, self.min_delta, self.key, self.higher_is_better = patience, min_delta, key, higher_is_better

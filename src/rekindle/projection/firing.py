@@ -7,6 +7,7 @@ keeps of the old weights, and say what happened, all inside one transaction.
 from __future__ import annotations
 
 import difflib
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import wraps
@@ -182,6 +183,10 @@ def check_model(model: Any, optimizer: Any = None) -> None:
     if not isinstance(model, nn.Module):
         if isinstance(optimizer, nn.Module):
             raise TypeError("the order is (model, optimizer): rekindle.fire(model, optimizer)")
+        if inspect.isgenerator(model):
+            raise TypeError(
+                "fire() takes the model, got a generator (its parameters?): the order is (model, optimizer)"
+            )
         what = "a state dict" if isinstance(model, Mapping) else type(model).__name__
         raise TypeError(
             f"fire() changes an nn.Module in place, got {what}; the order is (model, optimizer). Load a state dict "

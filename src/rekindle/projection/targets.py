@@ -370,6 +370,10 @@ def _understand(term: Term, found: Sequence[Found]) -> _Matcher:
     if isinstance(term, type):
         overrules = frozenset({"embedding"}) if issubclass(term, nn.Embedding | nn.EmbeddingBag) else frozenset()
         return _Matcher(term, lambda f, b: term in f.classes or term.__name__ == f.module_type, overrules)
+    if isinstance(term, nn.Module | Tensor):
+        kind = "a layer" if isinstance(term, nn.Module) else "a tensor"
+        names = ", ".join(f.name for f in found[:3])
+        raise TypeError(f"a target is named, got {kind} ({type(term).__name__}): write its name, as in {names}")
     if callable(term):
         predicate = term
         return _Matcher(term, lambda f, b: bool(predicate(f)))
