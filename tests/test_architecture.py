@@ -28,7 +28,6 @@ ORDER = [
     "measures",
     "blocks",
     "recording",
-    "consumers",
     "sharding",
     "optimizers",
     "initial",

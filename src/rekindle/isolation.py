@@ -14,6 +14,7 @@ before.
 
 from __future__ import annotations
 
+import copy
 import random
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -403,7 +404,7 @@ def gradients_kept(model: nn.Module) -> Iterator[None]:
 def attributes_kept(model: nn.Module) -> Iterator[None]:
     """What a forward pass writes into its module beside buffers (a carried state, a counter) is undone.
 
-    Not what it changes inside lists and dicts.
+    Also what it adds to lists, dicts and sets that are attributes; not what it changes deeper inside.
 
     >>> layer = nn.Linear(1, 1)
     >>> with attributes_kept(layer):
@@ -418,8 +419,16 @@ def attributes_kept(model: nn.Module) -> Iterator[None]:
                 for name, value in vars(module).items()
                 if name not in _TORCHS_OWN
             }
+            inside = [(v, copy.copy(v)) for v, _ in values.values() if type(v) in (list, dict, set)]
             stack.callback(_put_attributes, module, values)
+            stack.callback(_refill, inside)
         yield
+
+
+def _refill(containers: Sequence[tuple[Any, Any]]) -> None:
+    for container, content in containers:
+        container.clear()
+        (container.extend if isinstance(container, list) else container.update)(content)
 
 
 def _put_attributes(module: nn.Module, values: Mapping[str, tuple[Any, Kept | None]]) -> None:

@@ -26,13 +26,13 @@ from pretend_device import NAME, OnDevice, waits
 from rekindle.advice.probing import probe
 from rekindle.blocks import names
 from rekindle.checkpoint import fire_file
-from rekindle.consumers.wiring import WiringError
 from rekindle.diagnosis.curvature import hessian_eigenvalue
 from rekindle.engine.solving import CONVERGING, Solver
 from rekindle.measures import matrices
 from rekindle.methods import PlasticityInjection
 from rekindle.monitoring.monitor import Monitor
 from rekindle.optimizers.resetting import reset
+from rekindle.recording.wiring import WiringError
 
 LIKE_MPS = os.environ.get("PRETENDED") == "mps"
 MODELS = ("mlp", "resnet", "nanogpt")

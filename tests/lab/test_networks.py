@@ -8,12 +8,12 @@ import torch.nn.functional as F
 from torch import nn
 
 import rekindle
-from rekindle.consumers.wiring import wire
 from rekindle.initial import draw, snapshot
 from rekindle.lab import networks
 from rekindle.lab.networks import names, network, options, register
 from rekindle.lab.networks.transformers import GPTAttention
 from rekindle.methods import FullReset, ReDo
+from rekindle.recording.wiring import wire
 
 CLASSES = 10
 # One laptop size of each: (shape of an input, options).
@@ -218,14 +218,14 @@ WIRED = {
 
 
 @pytest.mark.parametrize("name", WIRED)
-def test_consumers_of_hidden_neurons_are_found_without_a_batch(name):
-    assert [group.name for group in wire(build(name))] == WIRED[name]
+def test_consumers_of_hidden_neurons_are_found(name):
+    assert [group.name for group in wire(build(name), [inputs(name, 2)])] == WIRED[name]
 
 
 @pytest.mark.parametrize("name", WIRED)
 def test_redo_recycles_a_dead_neuron_without_changing_the_function(name):
     model, x = build(name).eval(), inputs(name, 16)
-    group = wire(model).groups[0]
+    group = wire(model, [x]).groups[0]
     with torch.no_grad():
         group.makers[0].weight[1] = 0
         for owner in (group.makers[0].bias, *(norm.bias for _, norm in group.norms)):

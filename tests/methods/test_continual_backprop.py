@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from rekindle.consumers.wiring import wire
 from rekindle.methods import ContinualBackprop
 from rekindle.methods.continual_backprop import outgoing
+from rekindle.recording.wiring import wire
 
 
 def mlp(width=10):
@@ -132,7 +132,9 @@ def test_outgoing_weight_sums(spread):
     model = nn.Sequential(nn.Conv2d(1, 3, 2), nn.ReLU(), nn.Flatten(), nn.Linear(3 * spread, 2))
     weight = model[3].weight.detach()
     expected = [float(weight[:, i * spread : (i + 1) * spread].abs().sum()) for i in range(3)]
-    torch.testing.assert_close(outgoing(wire(model).groups[0]), torch.tensor(expected))
+    torch.testing.assert_close(
+        outgoing(wire(model, [torch.zeros(1, 1, 2 + (spread > 1), 2 + (spread > 1))]).groups[0]), torch.tensor(expected)
+    )
 
 
 def test_adams_rows_and_columns_start_again_with_the_neuron():

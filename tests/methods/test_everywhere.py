@@ -9,10 +9,10 @@ from torch import nn
 
 import zoo_models
 from rekindle import methods
-from rekindle.consumers.wiring import WiringError, wire
 from rekindle.methods.remedy import FromStart, Remedy
 from rekindle.projection.method import Method
 from rekindle.projection.receipt import Receipt
+from rekindle.recording.wiring import WiringError, wire
 
 MODELS = ("mlp", "resnet", "vit", "nanogpt", "gpt2", "encoder", "lstm")
 
@@ -81,9 +81,9 @@ def ready(name):
     return model, start, optimizer, batch
 
 
-def silence(model):
+def silence(model, batch):
     """The first neuron of every wired layer never fires again."""
-    for group in wire(model):
+    for group in wire(model, [batch]):
         last = group.norms[-1][1] if group.norms else group.makers[0].module
         last.bias.data[0] = -1e3
 
@@ -114,7 +114,7 @@ def test_runs_in_place_or_refuses_with_the_reason(method_name, model_name):
     assert isinstance(method, Method)
     model, start, optimizer, batch = ready(model_name)
     if method_name == "snr" and model_name != "lstm":
-        silence(model)
+        silence(model, batch)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     state = copy.deepcopy(optimizer.state_dict())
     places = {name: p.data_ptr() for name, p in model.named_parameters()}

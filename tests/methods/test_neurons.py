@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from rekindle.consumers.wiring import wire
 from rekindle.methods import ReDo
 from rekindle.methods.replacement import Replacement
+from rekindle.recording.wiring import wire
 
 
 class Net(nn.Module):
@@ -32,7 +32,7 @@ def trained(optimizer_class=torch.optim.Adam, **options):
 
 def replace(model, optimizer, second_moment="mean", **neurons):
     chosen = {name: torch.tensor(index) for name, index in neurons.items()}
-    plan = Replacement(model, wire(model), chosen)
+    plan = Replacement(model, wire(model, [torch.zeros(2, 2, 4, 4).double()]), chosen)
     return plan.apply("test", optimizer, lambda: torch.Generator().manual_seed(0), second_moment=second_moment)
 
 
@@ -65,7 +65,7 @@ def test_fresh_rows_follow_the_layers_own_scheme():
     model = nn.Sequential(nn.Linear(100, 400), nn.ReLU(), nn.Linear(400, 1))
     with torch.no_grad():
         model[0].weight.fill_(5.0)
-    Replacement(model, wire(model), {"0": torch.arange(300)}).apply(
+    Replacement(model, wire(model, [torch.zeros(2, 100)]), {"0": torch.arange(300)}).apply(
         "test", None, lambda: torch.Generator().manual_seed(1)
     )
     bound = 100**-0.5
@@ -166,6 +166,6 @@ def test_advanced_indexing_makes_a_copy_which_is_why_this_file_exists():
 def test_frozen_layers_are_left_alone_with_the_reason():
     model = Net()
     model.head.weight.requires_grad_(False)
-    wiring = ReDo().wiring(model)
+    wiring = ReDo().wiring(model, [torch.zeros(2, 2, 4, 4)])
     assert [group.name for group in wiring] == ["conv"]
     assert "frozen" in wiring.refused["fc"]

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 import zoo_models
-from rekindle.consumers.wiring import WiringError
 from rekindle.methods import ContinualBackprop, ReDo, ReGraMa, SelfNormalizedReset
+from rekindle.recording.wiring import WiringError
 
 
 def mlp():
@@ -89,7 +89,7 @@ def test_observing_while_training_gives_the_same_scores_as_looking():
 
 def test_not_measured_is_an_error_never_zero():
     model = mlp()
-    with pytest.raises(ValueError, match="no activity of '0' was recorded"):
+    with pytest.raises(ValueError, match="train inside observe"):
         ReDo()(model)
 
     class Skips(nn.Module):

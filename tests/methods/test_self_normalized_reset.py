@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import nn
 
-from rekindle.consumers.wiring import wire
 from rekindle.methods import SelfNormalizedReset
 from rekindle.methods.self_normalized_reset import upper_edges
 
@@ -21,7 +20,7 @@ def fire(method, group, pattern):
 def test_ages_and_intervals_are_counted_per_neuron():
     model = net()
     method = SelfNormalizedReset(longest=64)
-    group = wire(model).groups[0]
+    group = method.wiring(model, [torch.zeros(1, 3)]).groups[0]
     for t in range(1, 13):
         fire(method, group, [1, t % 3 == 0, 0])
     clock = method.state_dict()["clocks"]["0"]
@@ -35,8 +34,7 @@ def test_ages_and_intervals_are_counted_per_neuron():
 def test_the_threshold_contracts_to_the_percentile_of_the_neurons_own_intervals():
     model = net()
     method = SelfNormalizedReset(percentile=0.9, update_every=100, first_threshold=50, longest=64)
-    group = wire(model).groups[0]
-    method.wiring(model)
+    group = method.wiring(model, [torch.zeros(1, 3)]).groups[0]
     for t in range(1, 101):
         fire(method, group, [1, t % 3 == 0, t % 10 != 0])
         method(model)
@@ -48,7 +46,7 @@ def test_the_threshold_contracts_to_the_percentile_of_the_neurons_own_intervals(
 def test_a_neuron_is_reset_when_its_silence_is_longer_than_usual_and_others_are_not():
     model = net()
     method = SelfNormalizedReset(percentile=0.99, update_every=60, first_threshold=40, longest=64)
-    group = wire(model).groups[0]
+    group = method.wiring(model, [torch.zeros(1, 3)]).groups[0]
     reset_at = []
     before = model[0].weight.detach().clone()
     for t in range(1, 80):
@@ -69,7 +67,7 @@ def test_intervals_cut_short_by_resets_make_the_threshold_grow():
     # A neuron that naturally fires every 20th time, with a limit of 10: it is always reset before it can fire.
     model = net(1)
     method = SelfNormalizedReset(percentile=0.9, update_every=50, first_threshold=10, longest=1000)
-    group = wire(model).groups[0]
+    group = method.wiring(model, [torch.zeros(1, 1)]).groups[0]
     thresholds = []
     for t in range(1, 201):
         fire(method, group, [t % 20 == 0])
@@ -113,7 +111,7 @@ def test_state_continues_and_absence_of_data_is_an_error():
     method = SelfNormalizedReset()
     with pytest.raises(ValueError, match=r"observe\(model\)"):
         method(model)
-    group = wire(model).groups[0]
+    group = method.wiring(model, [torch.zeros(1, 3)]).groups[0]
     fire(method, group, [1, 0, 0])
     again = SelfNormalizedReset()
     again.load_state_dict(method.state_dict())

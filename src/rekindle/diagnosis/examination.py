@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from rekindle.blocks import parametrized
 from rekindle.blocks.finding import Block, Found, find
 from rekindle.blocks.names import is_sharded, locate, unwrapped
-from rekindle.consumers.invariance import norms_behind
 from rekindle.diagnosis.activity import Activity, Unmeasured, activity
 from rekindle.diagnosis.curvature import Curvature, hessian_eigenvalue
 from rekindle.diagnosis.fresh import fresh_numbers
@@ -35,6 +34,7 @@ from rekindle.isolation import Batch, Loss, check_loss
 from rekindle.measures.matrices import Measures, Mode, measure
 from rekindle.measures.spectra import NoSpectrum, side_by_side, workers_for
 from rekindle.projection.targets import Scale
+from rekindle.recording.invariance import norms_behind
 from rekindle.sharding.assembly import Assembly, Item
 from rekindle.sharding.passes import passes
 from rekindle.sharding.team import distributed, refuse_hidden, refuse_shards, settle

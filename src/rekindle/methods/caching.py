@@ -42,6 +42,9 @@ class PerModel(Generic[Value]):
         self._kept[model] = _Parts(model), value
         return value
 
+    def __contains__(self, model: nn.Module) -> bool:
+        return model in self._kept
+
     def clear(self) -> None:
         """Forget every model."""
         self._kept.clear()

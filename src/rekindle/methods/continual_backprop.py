@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Unpack
 
@@ -11,12 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from rekindle.blocks.names import unwrapped
-from rekindle.consumers.wiring import Group, Wiring
 from rekindle.methods.call import Call
-from rekindle.methods.neurons import Judgement, NeuronOptions, NeuronRemedy
-from rekindle.methods.remedy import Observation
+from rekindle.methods.neurons import Handle, Judgement, NeuronOptions, NeuronRemedy
 from rekindle.methods.statistics import Sums, others, sizes
-from rekindle.projection.method import Batch
+from rekindle.recording.wiring import Group, Wiring
 
 
 @dataclass(eq=False)
@@ -117,16 +115,16 @@ class ContinualBackprop(NeuronRemedy):
         self._now = Sums()  # of |h| and h since the last call
         self._positive: set[str] = set()  # layers whose activity has no sign, as observed
 
-    def observe(self, model: nn.Module, batches: Iterable[Batch] | None = None) -> Observation:
+    def watchers(self, model: nn.Module, wiring: Wiring) -> Iterator[Handle]:
         """As for every neuron remedy; behind a ReLU one sum is both, of |h| and of h."""
-        readings = {group.name: group.reading for group in self.wiring(model, batches)}
         inner = unwrapped(model)
         self._positive = {
-            name
-            for name, reading in readings.items()
-            if reading.side == "output" and isinstance(inner.get_submodule(reading.module), nn.ReLU | nn.ReLU6)
+            group.name
+            for group in wiring
+            if group.reading.side == "output"
+            and isinstance(inner.get_submodule(group.reading.module), nn.ReLU | nn.ReLU6)
         }
-        return super().observe(model, batches)
+        return super().watchers(model, wiring)
 
     def watch(self, group: Group, activity: Tensor) -> None:
         """Keep the sums of |h| and h until the step's call."""
@@ -244,8 +242,11 @@ def outgoing(group: Group) -> Tensor:
     parts = []
     for consumer in group.consumers:
         columns = sizes(consumer.layer.weight.detach(), consumer.layer.in_axis)
-        if len(columns) != consumer.width:
-            minor = consumer.order == "minor"
-            columns = columns.view(-1, consumer.width).sum(0) if minor else columns.view(consumer.width, -1).sum(1)
+        if consumer.order == "minor":
+            columns = columns.view(-1, group.width).sum(0)
+        elif consumer.order == "major":
+            columns = columns.view(group.width, -1).sum(1)
+        elif consumer.order is None:
+            columns = columns[consumer.table].sum(1)
         parts.append(columns)
     return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Literal, TypedDict, Unpack
+from typing import Any, Literal, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
 
 from rekindle.blocks.names import unwrapped
-from rekindle.consumers.wiring import Group, Wiring, WiringError, watch, wire
 from rekindle.isolation import call as run
 from rekindle.isolation import isolated
 from rekindle.methods.caching import PerModel
@@ -23,6 +22,9 @@ from rekindle.methods.replacement import Replacement
 from rekindle.optimizers import StateReset
 from rekindle.projection.method import Batch, Loss
 from rekindle.projection.receipt import Receipt
+from rekindle.recording.first_pass import FirstPass
+from rekindle.recording.graph import Graph
+from rekindle.recording.wiring import Group, Wiring, WiringError, watch, wire
 
 Handle = torch.utils.hooks.RemovableHandle
 
@@ -51,7 +53,7 @@ class NeuronRemedy(Remedy):
     """A remedy that judges and replaces single hidden neurons; subclasses implement `record` and `judge`.
 
     `targets` are globs of layer names ("auto": every layer whose neurons' consumers are known). `consumers` is the
-    map for models that cannot be traced (`rekindle.consumers.wiring.wire`). Layers that cannot be wired are in the
+    map for models that cannot be recorded (`rekindle.recording.wiring.wire`). Layers that cannot be wired are in the
     receipt with the reason; a model without any is refused. `second_moment` is what Adam's second moment becomes in the
     replaced rows and columns: its step count is one number per parameter, so single rows cannot be fully reset, and
     with a zero second moment their next step would be 3 to 6.5 times too large. `fresh` is a factory of a new model,
@@ -70,6 +72,7 @@ class NeuronRemedy(Remedy):
         if options:
             raise TypeError(f"{type(self).__name__} takes no {next(iter(options))!r}")
         self._wirings: PerModel[tuple[Wiring, dict[str, weakref.ref[Tensor]]]] = PerModel()
+        self._loaded: dict[str, Any] | None = None  # the wiring of an earlier run, as a checkpoint has it
 
     def apply(self, call: Call) -> Receipt:
         """Judge by the batches of the call or by what `observe` saw, and replace."""
@@ -108,25 +111,41 @@ class NeuronRemedy(Remedy):
     def forget(self, layers: Collection[str] | None = None) -> None:
         """Drop what was gathered, of these layers or of all."""
 
-    def wiring(self, model: nn.Module, batches: Iterable[Batch] | None = None) -> Wiring:
-        """The model's wiring, narrowed to the targets; found once per model, and again when a part was replaced.
+    def state_dict(self) -> dict[str, Any]:
+        """As for every remedy, with the wiring: a run that goes on may act before its first pass."""
+        return {**super().state_dict(), "wiring": self._loaded}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where `state_dict()` was taken."""
+        self._loaded = state["wiring"]
+        super().load_state_dict({key: value for key, value in state.items() if key != "wiring"})
+
+    def wiring(self, model: nn.Module, batches: Iterable[Batch] | None = None, graphs: Sequence[Graph] = ()) -> Wiring:
+        """The model's wiring, narrowed to the targets; recorded once per model, and again when parts were replaced.
 
         What was gathered about a layer whose weight was replaced is dropped then.
         """
+        inner = unwrapped(model)
+        old: list[tuple[Wiring, dict[str, weakref.ref[Tensor]]]] = []
 
         def find() -> tuple[Wiring, dict[str, weakref.ref[Tensor]]]:
             self.refuse(model)
-            found = wire(unwrapped(model), batches, consumers=self._consumers)
-            if self.targets != "auto":
-                globs = [self.targets] if isinstance(self.targets, str) else list(self.targets)
-                found = found.only(lambda name: any(fnmatchcase(name, glob) for glob in globs))
-                if not found.groups:
-                    raise WiringError(f"targets={globs} match no layer whose consumers are known\n{found}")
+            state = None if graphs or batches is not None else old[0][0].state() if old else self._loaded
+            found = None if state is None else Wiring.of_state(state, inner)
+            if found is None:
+                found = wire(inner, batches, consumers=self._consumers, graphs=graphs)
+                if self.targets != "auto":
+                    globs = [self.targets] if isinstance(self.targets, str) else list(self.targets)
+                    found = found.only(lambda name: any(fnmatchcase(name, glob) for glob in globs))
+                    if not found.groups:
+                        raise WiringError(f"targets={globs} match no layer whose consumers are known\n{found}")
             found = _without_frozen(found)
+            self._loaded = found.state()
             return found, {maker.name: weakref.ref(maker.weight) for group in found for maker in group.makers}
 
-        old: list[tuple[Wiring, dict[str, weakref.ref[Tensor]]]] = []
-        wiring, owners = self._wirings.get(model, find, old.append)
+        if graphs:
+            self._wirings.clear()
+        wiring, owners = self._wirings.get(inner, find, old.append)
         if old:
             self.forget(
                 [name for name, owner in old[0][1].items() if name not in owners or owners[name]() is not owner()]
@@ -136,18 +155,37 @@ class NeuronRemedy(Remedy):
     def observe(self, model: nn.Module, batches: Iterable[Batch] | None = None) -> Observation:
         """Gather statistics at every forward pass in training mode until the result is removed.
 
-        `batches` only helps to wire a model that torch.fx cannot trace.
+        Who consumes the neurons is seen on the first of the `batches`; without any, at the first of these passes.
         """
-        inner = unwrapped(model)
+        if batches is not None or self._consumers is not None or unwrapped(model) in self._wirings:
+            return Observation(self.watchers(model, self.wiring(model, batches)))
+        watching: list[Handle] = []
 
-        def recorder(group: Group) -> Handle:
-            def training(activity: Tensor) -> None:
+        def recorded(graph: Graph) -> None:
+            try:
+                wiring = self.wiring(model, graphs=[graph])
+            except WiringError:
+                if graph.calls[0].module is unwrapped(model):
+                    raise
+                return  # of an agent's networks, another one may have hidden neurons
+            for handle in watching:
+                handle.remove()
+            watching[:] = self.watchers(model, wiring)
+            observation.hold(watching)
+
+        observation = Observation([FirstPass(unwrapped(model), recorded, called=model)])
+        return observation
+
+    def watchers(self, model: nn.Module, wiring: Wiring) -> Iterator[Handle]:
+        """The hooks that gather statistics of these neurons."""
+        inner = unwrapped(model)
+        for group in wiring:
+
+            def training(activity: Tensor, group: Group = group) -> None:
                 if inner.training and torch.is_grad_enabled():
                     self.watch(group, activity)
 
-            return watch(inner, group, training)
-
-        return Observation(recorder(group) for group in self.wiring(model, batches))
+            yield watch(inner, group, training)
 
     def watch(self, group: Group, activity: Tensor) -> None:
         """What `observe` does with the activity of a training pass: record it, or a sample of them."""
@@ -184,8 +222,7 @@ class NeuronRemedy(Remedy):
 
 def _without_frozen(wiring: Wiring) -> Wiring:
     def frozen(group: Group) -> bool:
-        layers = [*group.makers, *(consumer.layer for consumer in group.consumers)]
-        return not all(layer.weight.requires_grad for layer in layers)
+        return not all(layer.weight.requires_grad for layer in group.layers)
 
     kept = tuple(group for group in wiring if not frozen(group))
     if not kept:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any, Unpack
 
 from torch import Tensor, nn
 
-from rekindle.consumers.wiring import Group, Wiring
 from rekindle.methods.call import Call
 from rekindle.methods.neurons import Judgement, NeuronOptions, NeuronRemedy
 from rekindle.methods.replacement import check_finite
 from rekindle.methods.statistics import Sums, sizes
+from rekindle.recording.wiring import Group, Wiring
 
 
 class ReDo(NeuronRemedy):
@@ -70,10 +71,17 @@ class ReDo(NeuronRemedy):
         return self._scores(self.wiring(model), self._sums)
 
     def judge(self, call: Call, wiring: Wiring) -> Judgement:
-        """The dormant neurons."""
+        """The dormant neurons; a network that has not run since the last call is skipped."""
+        self._sums.settle()
+        known = self._sums.values.keys()
+        unseen = [group for group in wiring if not self._shapes(replace(wiring, groups=(group,))).keys() <= known]
+        skipped = {group.name: "no activity was recorded since the last call" for group in unseen}
+        if len(unseen) < len(wiring) and call.batches is None:
+            wiring = replace(wiring, groups=tuple(group for group in wiring if group not in unseen))
         sums = self._sums.over(call, lambda: self._shapes(wiring))
         scores = self._scores(wiring, sums)
-        return Judgement({name: (s <= self.tau).nonzero().flatten() for name, s in scores.items()}, notes=sums.notes())
+        neurons = {name: (s <= self.tau).nonzero().flatten() for name, s in scores.items()}
+        return Judgement(neurons, skipped=skipped, notes=sums.notes())
 
     def replaced(self, neurons: Mapping[str, Tensor]) -> None:
         """Forget what was recorded about all of them."""

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 from typing import Unpack
 
 import torch
 from torch import Tensor, nn
 
 from rekindle.blocks.names import Layer
-from rekindle.consumers.wiring import Wiring
 from rekindle.isolation import isolated
 from rekindle.methods.call import Call
 from rekindle.methods.neurons import Handle, NeuronOptions
 from rekindle.methods.redo import ReDo
-from rekindle.methods.remedy import Observation
 from rekindle.methods.replacement import check_finite
 from rekindle.methods.statistics import Sums, sizes
-from rekindle.projection.method import Batch
+from rekindle.recording.wiring import Wiring
 
 
 class ReGraMa(ReDo):
@@ -44,20 +42,17 @@ class ReGraMa(ReDo):
     ) -> None:
         super().__init__(tau, period=period, sample=sample, **options)
 
-    def observe(self, model: nn.Module, batches: Iterable[Batch] | None = None) -> Observation:
-        """Record the gradients of every backward pass until the result is removed."""
+    def watchers(self, model: nn.Module, wiring: Wiring) -> Iterator[Handle]:
+        """Record the gradients of every backward pass."""
+        for maker in (maker for group in wiring for maker in group.makers):
 
-        def hook(maker: Layer) -> Handle:
-            def note(weight: Tensor) -> None:
+            def note(weight: Tensor, maker: Layer = maker) -> None:
                 number = self._passes[maker.name] = self._passes.get(maker.name, -1) + 1
                 if number % self.sample == 0:
                     assert weight.grad is not None
                     self._add(maker, weight.grad)
 
-            handle: Handle = maker.weight.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
-            return handle
-
-        return Observation(hook(maker) for group in self.wiring(model, batches) for maker in group.makers)
+            yield maker.weight.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
 
     def measure(self, call: Call) -> None:
         """Take the gradients of the call's batches, where there are some."""
@@ -66,7 +61,7 @@ class ReGraMa(ReDo):
         if call.loss is None:
             raise ValueError("ReGraMa needs loss= beside batches=: it looks at gradients")
         self.forget()
-        makers = [maker for group in self.wiring(call.model) for maker in group.makers]
+        makers = [maker for group in self.wiring(call.model, call.batches) for maker in group.makers]
         weights = [maker.weight for maker in makers]
         with isolated(call.inner), torch.enable_grad():
             for batch in call.batches:

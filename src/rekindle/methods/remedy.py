@@ -234,6 +234,10 @@ class Observation:
             self.remove()
             raise
 
+    def hold(self, handles: Iterable[Any]) -> None:
+        """Take off these too, in the end."""
+        self._handles.extend(handles)
+
     def remove(self) -> None:
         """Take all hooks off."""
         with undone() as stack:

@@ -19,10 +19,11 @@ from torch.nn import Parameter
 
 from rekindle import initial, optimizers
 from rekindle.blocks.names import cleaner, unwrapped
-from rekindle.consumers.wiring import Group, Wiring
 from rekindle.optimizers import StateReset
 from rekindle.optimizers.rows import put_rows
 from rekindle.projection.receipt import BlockRecord, Receipt
+from rekindle.recording.neurons import STARTS
+from rekindle.recording.wiring import Group, Wiring
 
 
 def check_finite(parameters: Mapping[str, Tensor]) -> None:
@@ -132,7 +133,7 @@ class Replacement:
             if maker.bias is not None:
                 put_rows(maker.bias, 0, index, 0)
         for _, norm in group.norms:
-            for name, value in (("weight", 1), ("bias", 0), ("running_mean", 0), ("running_var", 1)):
+            for name, value in STARTS.items():
                 tensor = getattr(norm, name, None)
                 if isinstance(tensor, Tensor):
                     put_rows(tensor, 0, index, value)
@@ -151,7 +152,7 @@ class Replacement:
                 if maker.bias is not None:
                     places[self._clean(f"{maker.name}.bias")] = _Places(maker.bias, index)
             for name, norm in group.norms:
-                for part in ("weight", "bias"):
+                for part in STARTS:
                     tensor = getattr(norm, part, None)
                     if isinstance(tensor, Parameter):
                         places[self._clean(f"{name}.{part}")] = _Places(tensor, index)

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 
-from rekindle.consumers.wiring import Group, Wiring
 from rekindle.engine.arithmetic import to_float64
 from rekindle.methods.call import Call, replicas
 from rekindle.methods.neurons import Judgement, NeuronOptions, NeuronRemedy
 from rekindle.methods.statistics import others
 from rekindle.projection.method import Batch
+from rekindle.recording.graph import Graph
+from rekindle.recording.wiring import Group, Wiring
 
 _EXACT = 16  # intervals up to this have a bin each
 _PER_OCTAVE = 4  # above it, bins grow by 2^(1/4)
@@ -79,10 +80,10 @@ class SelfNormalizedReset(NeuronRemedy):
         self._calls = 0
         self._edges = upper_edges(longest)
 
-    def wiring(self, model: nn.Module, batches: Iterable[Batch] | None = None) -> Wiring:
+    def wiring(self, model: nn.Module, batches: Iterable[Batch] | None = None, graphs: Sequence[Graph] = ()) -> Wiring:
         """As for every neuron remedy; replicas are combined at the call, a single model is counted at once."""
         self._alone = replicas(model) is None
-        return super().wiring(model, batches)
+        return super().wiring(model, batches, graphs)
 
     def record(self, group: Group, activity: Tensor) -> None:
         """Who fired just now: 1 or 0 for each neuron."""

@@ -16,12 +16,12 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from rekindle.consumers.invariance import norms_behind, per_output
 from rekindle.initial import tensors_of
 from rekindle.methods.call import Call
 from rekindle.methods.remedy import FromStart
 from rekindle.methods.writing import overwrite
 from rekindle.projection.receipt import Receipt
+from rekindle.recording.invariance import norms_behind, per_output
 
 _FELT = 0.01  # share of ε in a denominator from which a note is written
 

@@ -24,7 +24,6 @@ from rekindle.blocks.finding import Conv, Found, find
 from rekindle.blocks.layouts import Block, Recipe
 from rekindle.blocks.names import is_sharded, locate, unwrapped
 from rekindle.blocks.state_dicts import find_in_state
-from rekindle.consumers.invariance import norms_behind
 from rekindle.engine.arithmetic import full_precision, to_host
 from rekindle.engine.isometry import polar
 from rekindle.extras import install
@@ -33,6 +32,7 @@ from rekindle.projection.measuring import Look, Reader, look, looks, references_
 from rekindle.projection.receipt import Measuring
 from rekindle.projection.targets import Scale, Targets, choose, describe, preset_layouts, terms
 from rekindle.recording import facts_of, record
+from rekindle.recording.invariance import norms_behind
 from rekindle.sharding.spread import Spread
 from rekindle.sharding.team import SOLO, opened
 

@@ -61,3 +61,38 @@ SHAPES = frozenset(
         *("new_empty", "new_full", "sym_size", "randint_like", "new_empty_strided", "bernoulli", "is_same_size"),
     }
 )
+# What keeps the neurons of a layer separate (`neurons`): norms by the axis along which they have a number per neuron.
+BATCH_NORMS = frozenset(
+    {
+        *("native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_no_training", "cudnn_batch_norm"),
+        *("_batch_norm_with_update", "_batch_norm_no_update", "batch_norm", "miopen_batch_norm"),
+    }
+)
+NORMS = {
+    **dict.fromkeys((*BATCH_NORMS, "native_group_norm"), "channel"),
+    **dict.fromkeys(("native_layer_norm", "_fused_rms_norm", "rms_norm", "layer_norm"), "last"),
+}
+FUNCTIONS = frozenset(
+    {
+        *("relu", "relu6", "gelu", "silu", "mish", "tanh", "sigmoid", "leaky_relu", "elu", "celu", "selu", "softplus"),
+        *("hardtanh", "hardswish", "hardsigmoid", "log_sigmoid_forward", "softshrink", "hardshrink", "threshold"),
+        *("abs", "pow", "square", "sqrt", "rsqrt", "exp", "expm1", "log", "log1p", "erf", "sin", "cos", "reciprocal"),
+        *("clamp", "clamp_min", "clamp_max", "sign", "sgn", "rrelu_with_noise", "logical_not", "isnan", "isfinite"),
+    }
+)
+TRANSPARENT = frozenset({"native_dropout", "dropout", "neg", "view_as_real", "bernoulli"})
+POOLS = {
+    **dict.fromkeys(("max_pool2d_with_indices", "avg_pool2d", "_adaptive_avg_pool2d", "adaptive_max_pool2d"), 2),
+    **dict.fromkeys(("max_pool3d_with_indices", "avg_pool3d", "_adaptive_avg_pool3d", "adaptive_max_pool3d"), 3),
+    **dict.fromkeys(("upsample_nearest2d", "upsample_bilinear2d", "upsample_bicubic2d", "max_pool2d"), 2),
+    **dict.fromkeys(("upsample_nearest1d", "upsample_linear1d", "avg_pool1d", "adaptive_avg_pool1d"), 1),
+    **dict.fromkeys(("upsample_nearest3d", "upsample_trilinear3d", "mkldnn_max_pool2d"), 3),
+    "reflection_pad2d": 2,
+    "replication_pad2d": 2,
+}
+ELEMENTWISE = frozenset(
+    {
+        *("add", "sub", "rsub", "mul", "div", "maximum", "minimum", "where", "addcmul", "addcdiv", "lerp", "atan2"),
+        *("gt", "lt", "ge", "le", "eq", "ne", "_prelu_kernel", "masked_fill", "logical_and", "logical_or"),
+    }
+)

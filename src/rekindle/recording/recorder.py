@@ -11,9 +11,10 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import is_dataclass
 from typing import Any
 
@@ -40,12 +41,14 @@ def record(
     batch: Any,
     call_model: Callable[[nn.Module, Any], Any] | None = None,
     *,
-    training: bool = False,
+    training: bool | Collection[nn.Module] = False,
+    recorder: Recorder | None = None,
 ) -> Graph:
     """Run the model once on one batch, noting everything; nothing of it is left behind.
 
     On the meta device, where there are no values, a check of them (`if mask.all():`) is answered by no.
-    `call_model(model, batch)` runs something else than `model(batch)`: a `training_step`, an agent's `get_value`.
+    `training` puts the model, or these of its modules, into training mode. `call_model(model, batch)` runs something
+    else than `model(batch)`: a `training_step`, an agent's `get_value`. `recorder` goes on with what it has.
 
     >>> graph = record(nn.Sequential(nn.Linear(2, 3), nn.ReLU()), torch.zeros(4, 2))
     >>> [operation.name for operation in graph.operations]
@@ -55,13 +58,16 @@ def record(
         if is_lazy(parameter):
             raise RecordingError(f"{name} has no shape yet (a lazy module): run the model on the batch once, first")
     device = next((parameter.device for parameter in model.parameters()), None)
-    recorder = Recorder(model)
+    first = recorder is None
+    recorder = Recorder(model) if recorder is None else recorder
     try:
-        with isolated(model, training=training), attributes_kept(model), torch.no_grad(), recorder:
+        with isolated(model, training=training), attributes_kept(model), torch.no_grad(), recorder, _quiet():
             runs = call if call_model is None else call_model
             # Tensors that a forward makes are where the weights are, if those are nowhere.
             with torch.device("meta") if device is not None and device.type == "meta" else nullcontext():
-                recorder.leave(runs(model, to_device(batch, device)))
+                result = runs(model, to_device(batch, device))
+                if first:
+                    recorder.leave(result)
     except RecordingError:
         raise
     except Exception as error:
@@ -72,6 +78,14 @@ def record(
             "model(batch), or model(**batch) for a dict, takes, on the device of the model"
         ) from error
     return recorder.graph
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without torch's warning that a compiled part meets the recorder's hooks twice."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*global hooks on modules")
+        yield
 
 
 def to_device(batch: Any, device: torch.device | None) -> Any:
@@ -124,12 +138,16 @@ class Recorder(TorchDispatchMode):
             for handle in self._handles:
                 handle.remove()
             self._stack.clear()
-            self._numbers.clear()
 
     def leave(self, result: Any) -> None:
         """Note what the caller of the pass gets."""
         for place, tensor in tensors_in(result):
             self.graph.returned[place] = self._number(tensor)
+
+    def link(self, call: ModuleCall, result: Any) -> None:
+        """What a module returned in another pass stands for what it returned in the recorded one."""
+        for (_, tensor), number in zip(tensors_in(result, deep=3), call.outputs, strict=False):
+            self._numbers[id(tensor)] = weakref.ref(tensor), number
 
     def _enter_module(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         given = tuple(self._number(t) for _, t in tensors_in(args, deep=3))

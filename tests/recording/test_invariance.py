@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rekindle.consumers.invariance import _chain, _traced, norms_behind
 from rekindle.lab.networks import network
+from rekindle.recording.invariance import _chain, _traced, norms_behind
 
 
 class Residual(nn.Module):

@@ -4,14 +4,19 @@ A neuron whose consuming columns are zero cannot reach the output, whatever its 
 column were missed, the output would move; if a foreign one were taken, other neurons would be cut.
 """
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from torch import nn
 
 import zoo_models
 from rekindle.blocks.names import as_layer
-from rekindle.consumers.wiring import WiringError, watch, wire
+from rekindle.recording import record
+from rekindle.recording.first_pass import FirstPass
+from rekindle.recording.wiring import Wiring, WiringError, watch, wire
 
 
 class Block(nn.Module):
@@ -119,6 +124,89 @@ class Transposed(nn.Module):
         return self.out(F.leaky_relu(self.up(F.relu(self.down(x)))))
 
 
+class Concatenated(nn.Module):
+    """Two layers side by side, and something of the input beside them."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.head = nn.Linear(8, 5), nn.Linear(8, 4), nn.Linear(5 + 8 + 4, 4)
+
+    def forward(self, x):
+        x = x[:, 0, 0]
+        return self.head(torch.cat([self.a(x).relu(), x, self.b(x).tanh()], 1))
+
+
+class TwoNames(nn.Module):
+    """As the authors of continual backpropagation write it: every layer an attribute and in a list."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.fc, self.head = nn.Conv2d(3, 5, 3), nn.Linear(5 * 9, 6), nn.Linear(6, 4)
+        self.layers = nn.ModuleList([self.conv, nn.ReLU(), self.fc, nn.ReLU(), self.head])
+
+    def forward(self, x):
+        x = F.max_pool2d(self.layers[1](self.layers[0](x)), 2).view(x.shape[0], -1)
+        return self.head(self.layers[3](self.layers[2](x)))
+
+
+class Siamese(nn.Module):
+    """One layer on two inputs: each neuron is read by two columns that lie apart."""
+
+    def __init__(self):
+        super().__init__()
+        self.shared, self.head = nn.Linear(8, 5), nn.Linear(10, 4)
+
+    def forward(self, x):
+        return self.head(torch.cat([self.shared(x[:, 0, 0]).relu(), self.shared(x[:, 1, 1]).relu()], -1))
+
+
+class ByData(nn.Module):
+    """Another path for another input: only what ran is wired, and nothing else is wrong."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.head = nn.Linear(8, 5), nn.Linear(8, 5), nn.Linear(5, 4)
+
+    def forward(self, x):
+        x = x[:, 0, 0]
+        return self.head(self.a(x).relu() if x.abs().sum() > 0 else self.b(x).relu())
+
+
+class Checkpointed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.head = nn.Sequential(nn.Linear(8, 5), nn.Tanh(), nn.Linear(5, 6)), nn.Linear(6, 4)
+
+    def forward(self, x):
+        kept = torch.utils.checkpoint.checkpoint(self.inner, x[:, 0, 0], use_reentrant=False)
+        return self.head(F.leaky_relu(kept))
+
+
+class OwnNorm(nn.Module):
+    """Batch renormalization as sb3-contrib's CrossQ has it: statistics of the batch, written out."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc, self.norm, self.head = nn.Linear(8, 5), Renorm(5), nn.Linear(5, 4)
+
+    def forward(self, x):
+        return self.head(self.norm(self.fc(x[:, 0, 0])).relu())
+
+
+class Renorm(nn.Module):
+    def __init__(self, size):
+        super().__init__()
+        self.scale, self.bias = nn.Parameter(torch.ones(size)), nn.Parameter(torch.zeros(size))
+        self.register_buffer("ra_mean", torch.zeros(size))
+        self.register_buffer("ra_var", torch.ones(size))
+
+    def forward(self, x):
+        mean, var = (x.mean(0), x.var(0)) if self.training else (self.ra_mean, self.ra_var)
+        if self.training:
+            self.ra_mean += 0.1 * (mean.detach() - self.ra_mean)
+        return self.scale * (x - mean[None]) / (var[None] + 1e-5).sqrt() + self.bias
+
+
 def image():
     return torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 
@@ -132,6 +220,12 @@ WIRED = {
     Branching: ["conv", "fc"],
     Encoder: ["layers.layers.0.linear1", "layers.layers.1.linear1"],
     Transposed: ["down", "up"],
+    Concatenated: ["a", "b"],
+    TwoNames: ["conv", "fc"],
+    Siamese: ["shared"],
+    ByData: ["a"],
+    Checkpointed: ["inner.0", "inner.2"],
+    OwnNorm: ["fc"],
 }
 
 
@@ -203,7 +297,7 @@ def change_incoming(group, neurons):
 def test_activity_is_read_after_the_nonlinearity():
     torch.manual_seed(0)
     model, x = ConvNet().eval(), image()
-    wiring = wire(model)
+    wiring = wire(model, [x])
     seen = {}
     handles = [watch(model, group, lambda a, n=group.name: seen.update({n: a})) for group in wiring]
     model(x)
@@ -223,25 +317,98 @@ def test_activity_is_read_after_the_nonlinearity():
 
 
 def test_norms_between_are_named():
-    assert [[name for name, _ in group.norms] for group in wire(ResNet())] == [["one.bn1"], ["two.bn1"]]
+    assert [[name for name, _ in group.norms] for group in wire(ResNet(), [image()])] == [["one.bn1"], ["two.bn1"]]
     model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.ReLU(), nn.Linear(4, 2))
-    assert wire(model).groups[0].norms == (("1", model[1]),)
+    assert wire(model, [torch.zeros(2, 3)]).groups[0].norms == (("1", model[1]),)
+
+
+def test_a_norm_that_is_written_out_is_a_norm_in_training_too():
+    model = OwnNorm().train()
+    graph = record(model, image(), training=True)
+    (group,) = wire(model, graphs=[graph])
+    assert [name for name, _ in group.norms] == ["norm"] and not group.late
+    assert torch.equal(model.norm.ra_mean, torch.zeros(5))
+
+
+def test_what_runs_in_one_of_several_passes_is_wired():
+    model = ByData()
+    graphs = [record(model, image()), record(model, torch.zeros(4, 3, 8, 8))]
+    refused = wire(Siamese(), [image()]).refused
+    assert "output" in refused["head"]
+    with pytest.raises(WiringError, match="reads several layers"):
+        wire(model, graphs=graphs)
+
+
+def test_columns_that_lie_apart_belong_to_one_neuron():
+    group = wire(Siamese(), [image()]).groups[0]
+    assert group.consumers[0].columns(torch.tensor([1, 4])).tolist() == [1, 6, 4, 9]
+    concatenated = wire(Concatenated(), [image()])
+    assert concatenated.groups[1].consumers[0].columns(torch.tensor([0])).tolist() == [13]
+
+
+def test_without_a_batch_it_says_what_to_give():
+    with pytest.raises(WiringError, match="give batches="):
+        wire(ConvNet())
+    with pytest.raises(WiringError, match="does not run on the example"):
+        wire(ConvNet(), [torch.zeros(2, 7)])
+
+
+def test_a_wiring_survives_a_checkpoint_and_new_parts_of_the_same_size():
+    model = ConvNet()
+    wiring = wire(model, [image()])
+    model.one = nn.Conv2d(3, 5, 3, padding=1)
+    again = Wiring.of_state(wiring.state(), model)
+    assert str(again) == str(wiring)
+    assert again.groups[0].makers[0].module is model.one
+    model.two = nn.Conv2d(5, 9, 3)
+    assert Wiring.of_state(wiring.state(), model) is None
+
+
+def test_the_first_training_pass_is_recorded_and_nothing_else_changes():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 2))
+    twin, graphs = copy.deepcopy(model), []
+    waiting = FirstPass(model, graphs.append)
+    with torch.no_grad():
+        model(torch.ones(5, 3))
+        twin(torch.ones(5, 3))
+    assert not graphs
+    for _ in range(2):
+        torch.manual_seed(1)
+        ours = model(torch.randn(5, 3))
+        torch.manual_seed(1)
+        assert torch.equal(ours, twin(torch.randn(5, 3)))
+    assert len(graphs) == 1 and not any(m._forward_pre_hooks for m in model.modules())
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), twin.state_dict().values(), strict=True))
+    waiting.remove()
+
+
+def test_networks_that_are_called_by_themselves_are_recorded_one_by_one():
+    class Agent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.actor = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+            self.critic = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1))
+            self.mu, self.std = nn.Linear(2, 1), nn.Linear(2, 1)
+
+    model, graphs = Agent(), []
+    FirstPass(model, graphs.append)
+    for _ in range(2):
+        model.critic(torch.zeros(1, 3))
+        latent = model.actor(torch.zeros(1, 3))
+        model.mu(latent), model.std(latent)
+    assert len(graphs) == 4
+    wiring = wire(model, graphs=graphs[-1:])
+    assert [group.name for group in wiring] == ["actor.0", "actor.2", "critic.0"]
+    assert [consumer.layer.name for consumer in wiring.groups[1].consumers] == ["mu", "std"]
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules() if m is not model)
 
 
 def test_residual_streams_are_refused_with_the_reason():
-    refused = wire(ResNet()).refused
+    refused = wire(ResNet(), [image()]).refused
     for name in ("stem", "one.conv2", "two.conv2", "two.shortcut"):
         assert "residual" in refused[name]
     assert "output" in refused["head"]
-
-
-class Concatenated(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b, self.head = nn.Linear(3, 4), nn.Linear(3, 4), nn.Linear(8, 2)
-
-    def forward(self, x):
-        return self.head(torch.cat([self.a(x).relu(), self.b(x).relu()], 1))
 
 
 class Shared(nn.Module):
@@ -275,20 +442,19 @@ def tied():
 
 
 @pytest.mark.parametrize(
-    ("make", "reason"),
+    ("make", "x", "reason"),
     [
-        (Concatenated, "concatenated"),
-        (Shared, "reads several layers"),
-        (Partial, "averaged along an unknown axis"),
-        (depthwise, "0: it feeds 2, a convolution in 4 groups; 2: it is a convolution in 4 groups"),
-        (tied, "shared"),
-        (lambda: nn.Sequential(nn.Linear(3, 4), nn.Softmax(-1), nn.Linear(4, 2)), "Softmax"),
-        (lambda: torch.nn.utils.parametrizations.weight_norm(nn.Linear(3, 4)), "parametrized"),
+        (Shared, torch.zeros(2, 3), "reads several layers"),
+        (Partial, image(), "along another axis"),
+        (depthwise, image(), "0: it feeds 2, a convolution in 4 groups; 2: it is a convolution in 4 groups"),
+        (tied, torch.zeros(2, 4), "shared"),
+        (lambda: nn.Sequential(nn.Linear(3, 4), nn.Softmax(-1), nn.Linear(4, 2)), torch.zeros(2, 3), "softmax"),
+        (lambda: torch.nn.utils.parametrizations.weight_norm(nn.Linear(3, 4)), torch.zeros(2, 3), "parametrized"),
     ],
 )
-def test_what_is_not_known_is_refused(make, reason):
+def test_what_is_not_known_is_refused(make, x, reason):
     with pytest.raises(WiringError, match=reason):
-        wire(make())
+        wire(make(), [x])
 
 
 def test_a_recurrent_network_is_refused_and_says_why():
@@ -301,7 +467,7 @@ def test_a_recurrent_network_is_refused_and_says_why():
             return self.head(self.lstm(x)[0])
 
     with pytest.raises(WiringError, match="lstm: its neurons feed back into its own gates"):
-        wire(Recurrent())
+        wire(Recurrent(), [torch.zeros(2, 1, 3)])
 
 
 def test_the_users_map_is_checked_and_taken():
@@ -330,7 +496,8 @@ def test_transformers_mlps_are_found(name):
     else:
         config = transformers.ViTConfig(image_size=8, patch_size=4, **small)
         model, layer = transformers.ViTForImageClassification(config), "vit.layers.1.mlp.fc1"
-    wiring = wire(model)
+    batch = torch.zeros(1, 3, 8, 8) if name == "vit" else {"input_ids": torch.zeros(1, 4, dtype=torch.long)}
+    wiring = wire(model, [batch])
     assert layer in [group.name for group in wiring]
     assert len(wiring) == 2
     if name == "llama":
@@ -340,7 +507,7 @@ def test_transformers_mlps_are_found(name):
 
 
 def test_targets_narrow_the_wiring():
-    wiring = wire(ConvNet()).only(lambda name: name == "two")
+    wiring = wire(ConvNet(), [image()]).only(lambda name: name == "two")
     assert [group.name for group in wiring] == ["two"]
     assert wiring.refused["one"] == "not among the targets"
 
@@ -366,7 +533,7 @@ class Remembers(nn.Module):
 
 def test_tracing_leaves_no_trace_on_the_model():
     model = Remembers()
-    with pytest.raises(WiringError, match="averaged"):  # the running mean over the batch
+    with pytest.raises(WiringError, match="meets mean"):  # which the next pass may read
         wire(model, [torch.zeros(2, 3)])
     assert model.calls == 0
     assert model.last is None
