@@ -7,8 +7,8 @@ arithmetic, `operations` the tables. `weights` says how a parameter enters an op
 parameter: how its matrices lie, into which parts its output is cut, whether it reaches the caller, whether it selects,
 whether it ran at all. `evidence` in blocks holds them.
 
-`wiring` says who consumes a neuron, from the same pass (`neurons` follows them); `first_pass` records a pass that
-training makes anyway; `invariance` finds layers that a normalization follows.
+`wiring` says who consumes a neuron, from the same pass (`neurons` follows them, `reading` is where they show);
+`first_pass` records a pass that training makes anyway; `invariance` finds layers that a normalization follows.
 
 May import everything up to `blocks`. Start reading at `recorder.record`.
 """

@@ -39,7 +39,7 @@ class FirstPass:
         self._recorder = Recorder(model)
         self._outer = called if called is not None and hasattr(called, "_orig_mod") else None
         for module in model.modules() if self._outer is None else (self._outer,):
-            hook = _Hook(self)
+            hook = _FirstPassHook(self)
             self._handles[id(module)] = module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
 
     def remove(self) -> None:
@@ -65,12 +65,13 @@ class FirstPass:
             handle = module.register_forward_hook(lambda _, __, result: self._left(handle, graph.calls[calls], result))
         self._listen(graph)
 
-    def _left(self, handle: RemovableHandle, call: ModuleCall, result: Any) -> None:
+    def _left(self, handle: RemovableHandle | None, call: ModuleCall, result: Any) -> None:
+        assert handle is not None
         handle.remove()
         self._recorder.link(call, result)
 
 
-class _Hook:
+class _FirstPassHook:
     """A hook of `FirstPass`. A copy of the model, or a file of it, gets one that does nothing."""
 
     def __init__(self, waiting: FirstPass | None = None) -> None:
@@ -81,4 +82,4 @@ class _Hook:
             self._waiting.come(module, args, kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Hook, ()
+        return _FirstPassHook, ()

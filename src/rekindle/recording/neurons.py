@@ -8,68 +8,25 @@ with that as the reason.
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from rekindle.blocks.names import Layer, as_layer
 from rekindle.recording import operations as kinds
-from rekindle.recording.graph import Graph, ModuleCall, Operation, Ref
+from rekindle.recording.graph import Graph, Operation, Ref
+from rekindle.recording.reading import Flow, line_along
 from rekindle.recording.shadows import reduced, reshaped, resized, varies
 from rekindle.recording.traces import axes_of, cat
 
-Order = Literal["channel", "last", "major", "minor"]
 _MET = "it is added to another stream (a residual connection)"
 # What a neuron has in a module between its layer and its consumers, and with what it starts.
 STARTS = {
     **dict.fromkeys(("weight", "scale", "gamma", "running_var", "ra_var"), 1.0),
     **dict.fromkeys(("bias", "beta", "running_mean", "ra_mean"), 0.0),
 }
-
-
-@dataclass(frozen=True)
-class Reading:
-    """Where neurons' activity can be read: the first input of a module, or its output."""
-
-    module: str
-    side: Literal["input", "output"]
-    order: Order
-
-    def per_neuron(self, value: Tensor, width: int) -> Tensor:
-        """The value with the neurons as its last axis; a view where strides allow, so that watching stays cheap.
-
-        >>> Reading("relu", "output", "channel").per_neuron(torch.zeros(2, 5, 3, 3), 5).shape
-        torch.Size([2, 3, 3, 5])
-        """
-        if self.order == "channel":
-            return value.movedim(1, -1)
-        if self.order == "major":
-            return value.reshape(value.shape[0], width, -1).movedim(1, -1)
-        return value.reshape(value.shape[0], -1, width) if self.order == "minor" else value
-
-
-@dataclass(frozen=True, eq=False)
-class Flow:
-    """Neurons in a value: the layers that make them, and which neuron is behind each element (-1 for none)."""
-
-    sources: frozenset[str]
-    width: int
-    shadow: Tensor
-    active: bool = False  # a nonlinearity has been passed
-
-    def same(self, other: Flow) -> bool:
-        """Whether the same neuron of this flow and the other stands at each place, after broadcasting."""
-        if self.width != other.width:
-            return False
-        if self.shadow is other.shadow:
-            return True
-        try:
-            return bool((self.shadow == other.shadow).all())
-        except RuntimeError:
-            return False
 
 
 @dataclass(eq=False)
@@ -196,7 +153,7 @@ class NeuronPaths:
         flows = self._content(number).flows
         read: Read = {}
         for flow in flows:
-            columns = _line(flow.shadow, axis)
+            columns = line_along(flow.shadow, axis)
             if groups != 1:
                 self._refuse((flow,), f"it feeds {layer.name}, a convolution in {groups} groups")
             elif columns is None:
@@ -326,7 +283,7 @@ class NeuronPaths:
             return f"{what} normalizes it together with others"
         (flow,) = content.flows
         axis = 1 if kinds.NORMS[operation.name] == "channel" else flow.shadow.dim() - 1
-        line = _line(flow.shadow, axis)
+        line = line_along(flow.shadow, axis)
         whole = line is not None and line.tolist() == list(range(flow.width))
         if line is None or not (whole or operation.name in kinds.BATCH_NORMS):
             return f"{what} normalizes it along another axis"
@@ -390,80 +347,12 @@ class NeuronPaths:
             return _MET
         return f"its neurons meet others in {name}" if not multiplies else "it is multiplied by other neurons"
 
-    # Where the activity is read
-
-    def reading_of(self, sources: frozenset[str], consumer: str, columns: tuple[int, ...]) -> Reading:
-        """The first module that shows these neurons after the last nonlinearity; else the consumer's input."""
-        calls = Counter(id(call.module) for call in self.graph.calls)
-        once = [c for c in self.graph.calls if calls[id(c.module)] == 1 and id(c.module) in self.names]
-        shown: dict[int, list[tuple[Literal["input", "output"], ModuleCall]]] = {}
-        for call in once:
-            for number in call.outputs[:1]:
-                shown.setdefault(number, []).insert(0, ("output", call))
-            for number in call.inputs[:1]:
-                shown.setdefault(number, []).append(("input", call))
-        values = self.readings.get(sources, [])
-        active = [v for v in values if v[1].active]
-        last = _after_the_last_function(self.graph, active) if active else values
-        for number, flow in last:
-            order = _order(flow)
-            for side, call in shown.get(number, ()) if order is not None else ():
-                if as_layer("", call.module) is not None and side == "output" and active:
-                    continue
-                return Reading(self.names[id(call.module)], side, order)
-        width = max(columns) + 1
-        return Reading(consumer, "input", order_of(columns, width) or "last")
-
 
 def _ends(graph: Graph) -> set[int]:
     """The values that the caller gets: of the pass, or of networks that are called one by one and feed no other one."""
     top = [call for call in graph.calls if call.depth == 0]
     read = {number for call in top for number in call.inputs}
     return set(graph.returned.values()) or {number for call in top for number in call.outputs} - read
-
-
-def _after_the_last_function(graph: Graph, values: list[tuple[int, Flow]]) -> list[tuple[int, Flow]]:
-    """Of the values that a flow is in, those from the last function on; pooling and moves come after it."""
-    makers = {o: operation.name for operation in graph.operations for o in operation.outputs}
-    quiet = {*kinds.MOVES, *kinds.RESHAPES, *kinds.SAME, *kinds.TRANSPARENT, *kinds.POOLS, *kinds.JOINS, *kinds.SUMS}
-    loud = [i for i, (number, _) in enumerate(values) if makers.get(number) not in quiet]
-    return values[loud[-1] :] if loud else values
-
-
-def _line(shadow: Tensor, axis: int) -> Tensor | None:
-    """The neurons along one axis, None if they differ along any other."""
-    if not 0 <= axis < shadow.dim() or any(varies(shadow, i) for i in range(shadow.dim()) if i != axis):
-        return None
-    for other in reversed([i for i in range(shadow.dim()) if i != axis]):
-        shadow = shadow.select(other, 0)
-    return shadow
-
-
-def _order(flow: Flow) -> Order | None:
-    """How neurons lie in a value, where a reading can take them apart."""
-    dims = flow.shadow.dim()
-    line = _line(flow.shadow, dims - 1) if dims else None
-    if line is not None:
-        order = order_of(tuple(line.tolist()), flow.width)
-        return order if order == "last" or dims == 2 else None
-    line = _line(flow.shadow, 1) if dims > 2 else None
-    return "channel" if line is not None and line.tolist() == list(range(flow.width)) else None
-
-
-def order_of(columns: tuple[int, ...], width: int) -> Order | None:
-    """How neurons lie along one axis: one after the other, each as one run, or in turns; None if otherwise.
-
-    >>> order_of((0, 1, 2), 3), order_of((0, 0, 1, 1), 2), order_of((0, 1, 0, 1), 2), order_of((1, 0), 2)
-    ('last', 'major', 'minor', None)
-    """
-    if columns == tuple(range(width)):
-        return "last"
-    spread, rest = divmod(len(columns), width)
-    if rest:
-        return None
-    if columns == tuple(i // spread for i in range(len(columns))):
-        return "major"
-    return "minor" if columns == tuple(range(width)) * spread else None
 
 
 def _owners(layers: dict[str, Layer], graph: Graph) -> dict[str, str]:

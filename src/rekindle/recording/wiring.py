@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from rekindle.blocks.names import PLAIN_CONVS, TRANSPOSED_CONVS, Layer, as_layer
 from rekindle.recording.graph import Graph
-from rekindle.recording.neurons import NeuronPaths, Order, Read, Reading, order_of
+from rekindle.recording.neurons import NeuronPaths, Read
+from rekindle.recording.reading import Order, Reading, find_reading, order_of
 from rekindle.recording.recorder import RecordingError, record
 
 
@@ -252,7 +253,7 @@ def _refuse_shared(
             if parameter is not None:
                 owners.setdefault(id(parameter), []).append(name)
     for name, layer in layers.items():
-        reason = None
+        reason = ""
         weight = layer.module._parameters.get("weight")
         if weight is None:
             reason = "its weight is parametrized"
@@ -261,11 +262,11 @@ def _refuse_shared(
         elif "its weight is changed" in refused.get(name, ""):
             reason = refused[name]
         uses = consumed.get(name, [])
-        if reason is not None:
+        if reason:
             refused[name] = reason
         elif len(uses) > 1:
             reason = f"it feeds {name}, which reads several layers"
-        for source in {s for read in uses for sources in read for s in sources} if reason is not None else ():
+        for source in {s for read in uses for sources in read for s in sources} if reason else ():
             refused.setdefault(source, reason if name in reason else f"it feeds {name}, but {reason}")
 
 
@@ -292,7 +293,7 @@ def _group(
     ran = next(paths for paths in passes if sources in paths.readings)
     norms = {n: m for paths in passes for source in union for n, m in paths.norms.get(source, {}).items()}
     late = any(paths.late & union for paths in passes)
-    reading = ran.reading_of(sources, first, columns[first])
+    reading = find_reading(ran.graph, ran.names, ran.readings[sources], first, columns[first])
     return Group(makers, tuple(consumers.values()), tuple(norms.items()), reading, late)
 
 
