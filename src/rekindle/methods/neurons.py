@@ -72,7 +72,8 @@ class NeuronRemedy(Remedy):
         if options:
             raise TypeError(f"{type(self).__name__} takes no {next(iter(options))!r}")
         self._wirings: PerModel[tuple[Wiring, dict[str, weakref.ref[Tensor]]]] = PerModel()
-        self._loaded: dict[str, Any] | None = None  # the wiring of an earlier run, as a checkpoint has it
+        self._kept: dict[str, Any] | None = None  # the wiring, as a checkpoint has it
+        self._loaded: dict[str, Any] | None = None  # that of an earlier run, for the first model that is asked about
 
     def apply(self, call: Call) -> Receipt:
         """Judge by the batches of the call or by what `observe` saw, and replace."""
@@ -113,11 +114,11 @@ class NeuronRemedy(Remedy):
 
     def state_dict(self) -> dict[str, Any]:
         """As for every remedy, with the wiring: a run that goes on may act before its first pass."""
-        return {**super().state_dict(), "wiring": self._loaded}
+        return {**super().state_dict(), "wiring": self._kept}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where `state_dict()` was taken."""
-        self._loaded = state["wiring"]
+        self._loaded = self._kept = state["wiring"]
         super().load_state_dict({key: value for key, value in state.items() if key != "wiring"})
 
     def wiring(self, model: nn.Module, batches: Iterable[Batch] | None = None, graphs: Sequence[Graph] = ()) -> Wiring:
@@ -140,7 +141,7 @@ class NeuronRemedy(Remedy):
                     if not found.groups:
                         raise WiringError(f"targets={globs} match no layer whose consumers are known\n{found}")
             found = _without_frozen(found)
-            self._loaded = found.state()
+            self._loaded, self._kept = None, found.state()
             return found, {maker.name: weakref.ref(maker.weight) for group in found for maker in group.makers}
 
         if graphs:
@@ -159,6 +160,7 @@ class NeuronRemedy(Remedy):
         """
         if batches is not None or self._consumers is not None or unwrapped(model) in self._wirings:
             return Observation(self.watchers(model, self.wiring(model, batches)))
+        self.refuse(model)
         watching: list[Handle] = []
 
         def recorded(graph: Graph) -> None:
