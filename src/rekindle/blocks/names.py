@@ -287,6 +287,8 @@ def is_sharded(parameter: Tensor) -> bool:
     >>> is_sharded(torch.zeros(2))
     False
     """
+    if type(parameter) is nn.Parameter and type(parameter.data) is Tensor:
+        return False
     # By name: importing torch.distributed.tensor costs a second that most users never need.
     return any(c.__name__ == "DTensor" for c in type(parameter).__mro__ + type(parameter.data).__mro__)
 

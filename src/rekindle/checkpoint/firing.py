@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from rekindle.blocks.finding import Block, Found
+from rekindle.blocks.finding import Block
 from rekindle.checkpoint import training_state
 from rekindle.checkpoint.assembling import OutputFiles, check_target
 from rekindle.checkpoint.journal import Journal, identify
@@ -27,6 +27,7 @@ from rekindle.checkpoint.staging import Staging, allocated, check_space
 from rekindle.engine.solving import Solver, solve
 from rekindle.files import State, kind_of, state_of
 from rekindle.optimizers import StateReset
+from rekindle.projection.entries import Entry
 from rekindle.projection.execution import check_finite, execute
 from rekindle.projection.planning import Plan
 from rekindle.projection.receipt import Meter, Receipt
@@ -138,11 +139,11 @@ class FileStore:
         self._source, self._output = source, output
         self._begun: set[str] = set()
 
-    def read(self, entry: Found) -> Tensor:
+    def read(self, entry: Entry) -> Tensor:
         """The weight as it is in the source."""
         return self._source.read(entry.key)
 
-    def write(self, entry: Found, block: Block, matrices: Tensor) -> Tensor | None:
+    def write(self, entry: Entry, block: Block, matrices: Tensor) -> Tensor | None:
         """Write one block to the staged file; the first write of a weight brings the rest of it along."""
         shape, dtype = self._output.meta(entry.key)[:2]
         if entry.key in self._begun:
@@ -291,7 +292,7 @@ def _check_unchanged(source: Checkpoint, before: Mapping[Path, State | None], or
         raise CheckpointError(f"{source.path}: changed while it was read; nothing was written: try again")
 
 
-def _biases(source: Checkpoint, entries: Iterable[Found]) -> Biases:
+def _biases(source: Checkpoint, entries: Iterable[Entry]) -> Biases:
     """The biases of these weights that the file has beside them, by the weights' names: key and entries."""
     found: Biases = {}
     names = set(source.names)
@@ -311,9 +312,9 @@ def _zeroed(journal: Journal, biases: Biases) -> Biases:
     return {name: bias for name, bias in biases.items() if name in changed}
 
 
-def batches(entries: Iterable[Found]) -> list[tuple[Found, ...]]:
+def batches(entries: Iterable[Entry]) -> list[tuple[Entry, ...]]:
     """Neighbouring entries in groups of about `BATCH` numbers."""
-    groups: list[list[Found]] = [[]]
+    groups: list[list[Entry]] = [[]]
     size = 0
     for entry in entries:
         count = torch.Size(entry.shape).numel()
@@ -336,7 +337,7 @@ def _planned(checkpoint: Checkpoint, plan: Plan | str | Path | None, config: Any
         return Plan.load(plan)
 
 
-def _check_finite(source: Checkpoint, entries: Iterable[Found]) -> None:
+def _check_finite(source: Checkpoint, entries: Iterable[Entry]) -> None:
     # A job of hours should not fail at its end because of the last tensor; the check costs one per cent of it.
     for entry in entries:
         try:

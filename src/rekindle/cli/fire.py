@@ -28,8 +28,8 @@ from rekindle.cli.terminal import (
 from rekindle.report.view import MOVED, how_far
 
 if TYPE_CHECKING:
-    from rekindle.blocks.finding import Found
     from rekindle.checkpoint import Checkpoint
+    from rekindle.projection.entries import Entry
     from rekindle.projection.planning import Plan
     from rekindle.projection.receipt import Receipt
     from rekindle.sharding.estimate import Estimate
@@ -114,7 +114,7 @@ def draw(checkpoint: Checkpoint, config: Any, asked: Mapping[str, Any]) -> Plan:
     return replace(drawn, entries=entries)
 
 
-def _measured(drawn: Plan, entry: Found, checkpoint: Checkpoint, advance: Callable[[float], None]) -> Found:
+def _measured(drawn: Plan, entry: Entry, checkpoint: Checkpoint, advance: Callable[[float], None]) -> Entry:
     from rekindle.projection.measuring import look
 
     if entry.reason is not None:

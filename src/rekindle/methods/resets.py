@@ -90,7 +90,7 @@ class FullReset(FromStart):
         """Matrices of layers with variance gain²/fan_in or as isometries, their biases zero, the rest as it starts."""
         conv = "taps" if self.start == "he" else "flat"
         chosen = chosen_weights(call.model, "all", conv=conv)[0]
-        weights = [w for w in chosen if w.name in names and not w.computed and w.found.role != "embedding"]
+        weights = [w for w in chosen if w.name in names and not w.computed and w.entry.role != "embedding"]
         replaced = {w.name for w in weights if w.whole}
         values = self.drawn(call, [name for name in names if name not in replaced])
         for weight in weights:

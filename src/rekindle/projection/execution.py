@@ -11,10 +11,11 @@ from typing import Unpack, get_args
 import torch
 from torch import Tensor
 
-from rekindle.blocks.finding import Block, Found
+from rekindle.blocks.finding import Block
 from rekindle.engine.arithmetic import full_precision, to_host
 from rekindle.engine.isometry import by_svd_again
 from rekindle.engine.solving import CONVERGING, Certificate, Solving, Source, solve
+from rekindle.projection.entries import Entry
 from rekindle.projection.measuring import measured, observed
 from rekindle.projection.planning import Plan
 from rekindle.projection.receipt import Measuring, Meter, PendingRecord, Receipt, records
@@ -26,6 +27,7 @@ Solved = tuple[Tensor, Certificate, int]
 Numbers = Sequence[tuple[int, int]]
 
 
+@full_precision()
 def execute(plan: Plan, store: Store, **options: Unpack[ExecutionOptions]) -> Receipt:
     """Carry out a plan on a store.
 
@@ -80,7 +82,6 @@ class PlanExecution:
         self._skipped: dict[str, str] = {}
         self._notes: dict[str, None] = {}
 
-    @full_precision()
     def run(self) -> Receipt:
         """Solve and write; the receipt."""
         ahead = [index for index, (entry, block) in enumerate(self._work) if (entry.name, block) in self._solved]
@@ -157,7 +158,7 @@ class PlanExecution:
         self._written[index] = PendingRecord(entry.name, block, certificate, scale, kept, seen, full, fallback)
 
 
-def label(entry: Found, block: Block) -> str:
+def label(entry: Entry, block: Block) -> str:
     """What a receipt calls a block that is skipped."""
     return f"{entry.name}[{block.part}]" if block.part else entry.name
 
@@ -172,7 +173,7 @@ DEFAULTS: Solving = {"solver": "auto", "tol": 1e-6, "steps": None, "complete": T
 
 def solved_blocks(
     store: Store,
-    work: Sequence[tuple[Found, Block]],
+    work: Sequence[tuple[Entry, Block]],
     solving: Solving,
     numbers: Mapping[tuple[str, Block], Numbers] | None = None,
 ) -> Iterator[tuple[int, Solved]]:
@@ -217,7 +218,7 @@ def blended(factors: Tensor, scale: Tensor, old: Tensor, strength: float) -> Ten
     return matrices if strength == 1 else matrices.add_(old.to(matrices.dtype), alpha=1 - strength)
 
 
-def _reader(store: Store, entry: Found, block: Block, turned: bool) -> Callable[[], Tensor]:
+def _reader(store: Store, entry: Entry, block: Block, turned: bool) -> Callable[[], Tensor]:
     """What the solver reads. A square block that lies transposed in memory is solved so: nothing has to be moved."""
 
     def read() -> Tensor:

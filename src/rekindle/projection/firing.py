@@ -105,7 +105,8 @@ def fire(
     check_model(model, optimizer)
     team, spreads = opened(model)
     # With copies (DDP) planning needs no communication; a plan of shards does.
-    apart = SOLO if distributed(model, copies=False)[1] else team
+    sharded = bool(spreads) and bool(distributed(model, copies=False)[1])
+    apart = SOLO if sharded else team
     with team.together():
         check_planning(planning)
         check_options(strength, measure)
@@ -113,7 +114,7 @@ def fire(
             raise ValueError("plan= already holds targets, scale and the like: pass either the plan or those")
     if plan is None:
         with apart.together():
-            plan = draft(model, **planning)
+            plan = draft(model, sharded=sharded, **planning)
     solving: Solving = {"solver": solver} if isinstance(solver, str) else solver
     with team.together():
         store = LiveStore(model, plan.selected, mirrors=mirrors, biases=biases)

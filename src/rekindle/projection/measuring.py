@@ -12,12 +12,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from rekindle.blocks.finding import Found
+from rekindle.blocks.entries import Found
 from rekindle.blocks.layouts import Block
 from rekindle.blocks.names import is_sharded
 from rekindle.engine.arithmetic import for_lapack, has_float64, to_float64
 from rekindle.measures.matrices import deviation_from_isometry, measure, squared_frobenius_error
 from rekindle.measures.spectra import gram, spectral_norm_estimate
+from rekindle.projection.entries import Entry
 from rekindle.projection.receipt import finite_mean, finite_sum
 from rekindle.projection.targets import Scale
 from rekindle.sharding.assembly import Assembly, Item, inside
@@ -69,7 +70,7 @@ def look(block: Block, weight: Tensor, scale: float | None, estimate: bool = Fal
     return torch.cat(squares).sqrt(), total, free
 
 
-def too_many(weights: Iterable[Found]) -> set[str]:
+def too_many(weights: Iterable[Entry]) -> set[str]:
     """The weights whose DfI is estimated: the large ones of a model whose Gram matrices would take longer than _EXACT.
 
     Of TinyLlama (1.1 B) they are 2 × 10¹² operations, half of each matrix: 10 s for two cores at the peak of float32.
@@ -141,7 +142,7 @@ def _deviation(apart: Tensor, diagonal: Tensor, ratio: Tensor) -> float:
 
 
 def looks(
-    team: Team, spreads: Mapping[str, Spread], weights: Iterable[Found], read: Reader, rule: Scale, measure: bool
+    team: Team, spreads: Mapping[str, Spread], weights: Iterable[Entry], read: Reader, rule: Scale, measure: bool
 ) -> dict[tuple[str, int], Look]:
     """What `look` returns for every chosen block of a sharded parameter, by (name, place of the block); collective."""
     chosen = [f for f in weights if f.refusal is None and f.key in spreads]
@@ -173,7 +174,7 @@ def looks(
     return found
 
 
-def references_of(f: Found, initial: Reader | None) -> tuple[tuple[float, ...], ...]:
+def references_of(f: Entry, initial: Reader | None) -> tuple[tuple[float, ...], ...]:
     """The norm of each matrix of a weight in the initial model, for the scale "reference"."""
     start = initial(f) if initial is not None else None
     if start is None:

@@ -28,6 +28,7 @@ from rekindle.engine.arithmetic import full_precision, to_host
 from rekindle.engine.isometry import polar
 from rekindle.extras import install
 from rekindle.measures.spectra import real
+from rekindle.projection.entries import Entry
 from rekindle.projection.measuring import Look, Reader, look, looks, references_of, too_many
 from rekindle.projection.receipt import Measuring
 from rekindle.projection.targets import Scale, Targets, choose, describe, preset_layouts, terms
@@ -53,19 +54,19 @@ class Plan:
     ['0.weight']
     """
 
-    entries: tuple[Found, ...]
+    entries: tuple[Entry, ...]
     scale: Scale
     targets: str = "auto"
     min_norm: float = MIN_NORM
     conv: str = "taps"
 
     @cached_property
-    def selected(self) -> tuple[Found, ...]:
+    def selected(self) -> tuple[Entry, ...]:
         """The entries that will be projected."""
         return tuple(entry for entry in self.entries if entry.refusal is None)
 
     @property
-    def skipped(self) -> tuple[Found, ...]:
+    def skipped(self) -> tuple[Entry, ...]:
         """The entries that are skipped."""
         return tuple(entry for entry in self.entries if entry.refusal is not None)
 
@@ -105,7 +106,7 @@ class Plan:
         return "\n".join([*lines, *tables.wrapped(foot, width, "")])
 
     def scale_values(
-        self, entry: Found, block: Block, *, norm: Tensor | None = None, nuclear: Tensor | None = None
+        self, entry: Entry, block: Block, *, norm: Tensor | None = None, nuclear: Tensor | None = None
     ) -> Tensor:
         """The scale of each matrix of one of the entry's blocks, given what its rule looks at.
 
@@ -138,7 +139,7 @@ class Plan:
         """The inverse of `to_dict`."""
         if data.get("rekindle_plan") != _VERSION:
             raise ValueError(f"not a rekindle plan of version {_VERSION}: {data.get('rekindle_plan')!r}")
-        entries = tuple(Found.from_dict(e) for e in data["entries"])
+        entries = tuple(Entry.from_dict(e) for e in data["entries"])
         return cls(entries, Scale.parse(data["scale"]), data["targets"], float(data["min_norm"]), data["conv"])
 
     def to_frame(self) -> pandas.DataFrame:
@@ -189,7 +190,7 @@ class Plan:
         return cls.from_dict(json.loads(Path(path).read_text()))
 
 
-def _cells(entry: Found) -> list[str]:
+def _cells(entry: Entry) -> list[str]:
     """Its row of the table: eight cells, or four if it is skipped: the reason takes the place of the numbers."""
     shape = "×".join(map(str, entry.shape)) or "-"
     if entry.refusal is not None:
@@ -237,6 +238,7 @@ class PlanOptions(Planning, total=False):
     allow_empty: bool
 
 
+@full_precision()
 def plan(model: nn.Module | Mapping[str, Tensor], **options: Unpack[PlanOptions]) -> Plan:
     """Decide, without changing anything, what becomes of every parameter of a model or state dict.
 
@@ -274,12 +276,11 @@ def plan(model: nn.Module | Mapping[str, Tensor], **options: Unpack[PlanOptions]
     return _plan(model, **options)
 
 
-def draft(model: nn.Module, **planning: Unpack[Planning]) -> Plan:
+def draft(model: nn.Module, *, sharded: bool = True, **planning: Unpack[Planning]) -> Plan:
     """The plan without measures, for who executes it at once; parametrized weights are tried when that is done."""
-    return _plan(model, measure="none", trial=False, **planning)
+    return _plan(model, measure="none", sharded=sharded, trial=False, **planning)
 
 
-@full_precision()
 def _plan(
     model: nn.Module | Mapping[str, Tensor],
     *,
@@ -301,7 +302,7 @@ def _plan(
     trial: bool = True,
 ) -> Plan:
     team, spreads = SOLO, dict[str, Spread]()
-    if isinstance(model, nn.Module):
+    if isinstance(model, nn.Module) and (sharded or trial):
         team, spreads = opened(model, "rekindle.plan(model.module)", writes=False, copies=False)
     if not sharded:
         team, spreads = SOLO, {}
@@ -338,7 +339,8 @@ def _plan(
             seen |= looks(team, spreads, chosen, read, rule, measures)
     initial = None if reference is None else _by_name(reference)
     entries = tuple(_planned(f, rule, initial, min_norm, seen) for f in chosen)
-    entries = tuple(replace(e, estimated=e.name in rough and e.dfi_now is not None) for e in entries)
+    if rough:
+        entries = tuple(replace(e, estimated=e.name in rough and e.dfi_now is not None) for e in entries)
     drafted = Plan(entries, rule, describe(targets, include, exclude), min_norm, conv)
     if isinstance(model, nn.Module) and trial:
         entries = tuple(_tried(drafted, e, f, model) for e, f in zip(entries, found, strict=True))
@@ -366,7 +368,7 @@ def _surely_larger(block: Block, weight: Tensor, least: float) -> bool:
 
 
 def _local_looks(
-    weights: Iterable[Found], read: Reader, rule: Scale, measure: bool, min_norm: float, rough: set[str]
+    weights: Iterable[Entry], read: Reader, rule: Scale, measure: bool, min_norm: float, rough: set[str]
 ) -> dict[tuple[str, int], Look]:
     """What `look` returns for every chosen block of a whole weight, by (name, place of the block).
 
@@ -438,12 +440,11 @@ def _computed(model: nn.Module, f: Found) -> tuple[nn.Module, str]:
 
 
 def _planned(
-    f: Found, rule: Scale, initial: Reader | None, min_norm: float, looks: Mapping[tuple[str, int], Look]
-) -> Found:
+    f: Entry, rule: Scale, initial: Reader | None, min_norm: float, looks: Mapping[tuple[str, int], Look]
+) -> Entry:
     """A chosen weight with what is planned for it, or the reason why it is skipped after all."""
-    f = replace(f, marks={}, classes=())
     if f.refusal is not None:
-        return f
+        return replace(f, marks={}, classes=())
     references = references_of(f, initial) if rule.rule == "reference" else ()
     left, kept = f.left, []
     for i, block in enumerate(f.blocks):
@@ -455,10 +456,12 @@ def _planned(
             kept.append((block, rule.known(block), dfi, free, small, references[i] if references else ()))
     if not kept:
         refusal = f"norm below min_norm ({min_norm:g}): a zero weight is taken as intended"
-        return replace(f, refusal=refusal, left=())
+        return replace(f, refusal=refusal, left=(), marks={}, classes=())
     blocks, scales, dfis, frees, smalls, norms_then = zip(*kept, strict=True)
     return replace(
         f,
+        marks={},
+        classes=(),
         blocks=blocks,
         scales=scales,
         dfi=dfis,
@@ -469,7 +472,7 @@ def _planned(
     )
 
 
-def _tried(drafted: Plan, entry: Found, f: Found, model: nn.Module) -> Found:
+def _tried(drafted: Plan, entry: Entry, f: Found, model: nn.Module) -> Entry:
     """A parametrised weight is planned only if its parametrisation can hold the projected value."""
     if not f.parametrized or entry.refusal is not None:
         return entry
@@ -488,5 +491,5 @@ def _tried(drafted: Plan, entry: Found, f: Found, model: nn.Module) -> Found:
     return entry if reason is None else replace(entry, refusal=reason, blocks=f.blocks)
 
 
-def _reasons(entries: tuple[Found, ...]) -> str:
+def _reasons(entries: tuple[Entry, ...]) -> str:
     return "; ".join(f"{e.name}: {e.refusal}" for e in entries if e.blocks)[:2000]

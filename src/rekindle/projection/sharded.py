@@ -15,10 +15,10 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from rekindle.blocks.finding import Found
 from rekindle.blocks.layouts import Block
 from rekindle.blocks.names import partition_of
 from rekindle.engine.solving import Solving
+from rekindle.projection.entries import Entry
 from rekindle.projection.execution import (
     DEFAULTS,
     Numbers,
@@ -66,11 +66,11 @@ class BoxStore:
     def __init__(self, boxes: dict[str, Tensor]) -> None:
         self._boxes = boxes
 
-    def read(self, entry: Found) -> Tensor:
+    def read(self, entry: Entry) -> Tensor:
         """The box."""
         return self._boxes[entry.key]
 
-    def write(self, entry: Found, block: Block, matrices: Tensor) -> None:
+    def write(self, entry: Entry, block: Block, matrices: Tensor) -> None:
         """Put the matrices of one block into the box."""
         block.write(self._boxes[entry.key], matrices)
 
@@ -184,13 +184,13 @@ class ShardedExecution:
         self._records.update(zip((lot.keys[place] for place in execution.places), done.records, strict=True))
         self._notes.extend(done.notes)
 
-    def _items(self, entries: Sequence[Found]) -> list[Item]:
+    def _items(self, entries: Sequence[Entry]) -> list[Item]:
         return [
             Item(e.name, self._tensors[e.name], self._spreads[e.name], tuple(block.layout for block in e.blocks))
             for e in entries
         ]
 
-    def _numbers(self, entry: Found, block: Block, matrices: Sequence[int] | None = None) -> Numbers:
+    def _numbers(self, entry: Entry, block: Block, matrices: Sequence[int] | None = None) -> Numbers:
         place = self._first[entry.name] + entry.blocks.index(block)
         return [(place, matrix) for matrix in (range(block.count) if matrices is None else matrices)]
 

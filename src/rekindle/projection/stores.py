@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from rekindle.blocks import parametrized
-from rekindle.blocks.finding import Block, Found, find
+from rekindle.blocks.finding import Block, find
 from rekindle.blocks.names import is_sharded, locate, partition_of
+from rekindle.projection.entries import Entry
 from rekindle.sharding.spread import Spread
 from rekindle.sharding.team import local
 
@@ -26,11 +27,11 @@ from rekindle.sharding.team import local
 class Store(Protocol):
     """What `execute` needs: a live model, shards and a checkpoint file all have it."""
 
-    def read(self, entry: Found) -> Tensor:
+    def read(self, entry: Entry) -> Tensor:
         """The whole weight of an entry, detached; may share memory with it."""
         ...
 
-    def write(self, entry: Found, block: Block, matrices: Tensor) -> Tensor | None:
+    def write(self, entry: Entry, block: Block, matrices: Tensor) -> Tensor | None:
         """Put the matrices of one block back, cast to the dtype in which the weight is stored.
 
         Returns the whole weight as it is now stored, or None if that is what `read` gives. A store whose `read` keeps
@@ -41,41 +42,42 @@ class Store(Protocol):
 
 @dataclass(frozen=True)
 class LiveWeight:
-    """Where a weight of a live model is read and written: the record of what was found, and the module that holds it.
+    """Where a weight of a live model is read and written: its entry in the plan, and the module that holds it.
 
-    The record itself (`Found`) knows no tensors, so that it can be saved and applied elsewhere.
+    The entry itself knows no tensors, so that it can be saved and applied elsewhere.
 
+    >>> from rekindle.projection.targets import choose
     >>> net = nn.Sequential(nn.Linear(3, 2))
-    >>> weight = LiveWeight.at(net, find(net)[0])
+    >>> weight = LiveWeight.at(net, choose(find(net), "all")[0])
     >>> weight.name, weight.tensor, weight.computed, tuple(weight.read().shape)
     ('0.weight', 'weight', False, (2, 3))
     """
 
-    found: Found
+    entry: Entry
     owner: nn.Module
     tensor: str
     computed: bool  # from other parameters, by a parametrisation
 
     @classmethod
-    def at(cls, model: nn.Module, found: Found, key: str = "") -> LiveWeight:
-        """The weight in this model; `key` is its name in `named_parameters()` where that differs from the record's."""
-        place = locate(model, key or found.key)
-        return cls(found, place.owner, place.tensor, place.computed)
+    def at(cls, model: nn.Module, entry: Entry, key: str = "") -> LiveWeight:
+        """The weight in this model; `key` is its name in `named_parameters()` where that differs from the entry's."""
+        place = locate(model, key or entry.key)
+        return cls(entry, place.owner, place.tensor, place.computed)
 
     @property
     def name(self) -> str:
         """The clean name."""
-        return self.found.name
+        return self.entry.name
 
     @property
     def blocks(self) -> tuple[Block, ...]:
         """The blocks to be changed."""
-        return self.found.blocks
+        return self.entry.blocks
 
     @property
     def whole(self) -> bool:
         """Whether these are all of its blocks."""
-        return not self.found.left
+        return not self.entry.left
 
     def read(self) -> Tensor:
         """Its present value."""
@@ -153,7 +155,7 @@ class LiveStore:
     def __init__(
         self,
         model: nn.Module,
-        entries: Iterable[Found],
+        entries: Iterable[Entry],
         *,
         mirrors: nn.Module | Iterable[nn.Module] = (),
         biases: Literal["keep", "zero"] = "keep",
@@ -188,11 +190,11 @@ class LiveStore:
                 if bias is not None:
                     _check_writable(f"the bias of {name}", bias)
 
-    def read(self, entry: Found) -> Tensor:
+    def read(self, entry: Entry) -> Tensor:
         """The weight's present value."""
         return self._weights[entry.name].read()
 
-    def write(self, entry: Found, block: Block, matrices: Tensor) -> Tensor:
+    def write(self, entry: Entry, block: Block, matrices: Tensor) -> Tensor:
         """Write one block to the model, then what the model now holds to the mirrors."""
         weight = self._weights[entry.name]
         weight.write(block, matrices)
@@ -210,7 +212,7 @@ class LiveStore:
         plain = {name: weight for name, weight in self._weights.items() if not weight.computed}
         return {name: getattr(weight.owner, weight.tensor) for name, weight in plain.items()}
 
-    def copy_to_mirrors(self, entry: Found, pieces: Iterable[tuple[slice, ...]]) -> None:
+    def copy_to_mirrors(self, entry: Entry, pieces: Iterable[tuple[slice, ...]]) -> None:
         """Give mirrors the parts of this rank's own shard that were written; a whole weight goes block by block."""
         weight = self._weights[entry.name]
         with torch.no_grad():
@@ -252,7 +254,7 @@ class LiveStore:
             shared |= {name: owner} if owner != name else {}
         return shared
 
-    def trial(self, entry: Found, value: Tensor) -> str | None:
+    def trial(self, entry: Entry, value: Tensor) -> str | None:
         """Why a parametrised weight, here or in a mirror, could not hold this value; None if it can."""
         each = (self._weights[entry.name], *self._copies[entry.name])
         reasons = [parametrized.trial(weight.owner, weight.tensor, value) for weight in each if weight.computed]
@@ -293,7 +295,7 @@ class LiveStore:
                 if bias is not None:
                     yield bias
 
-    def _mirrored(self, entry: Found) -> tuple[LiveWeight, ...]:
+    def _mirrored(self, entry: Entry) -> tuple[LiveWeight, ...]:
         copies = []
         for number, mirror in enumerate(self.mirrors):
             key = self._mirror_keys(number).get(entry.name)
@@ -332,7 +334,7 @@ def _zero(bias: Tensor, outputs: Any) -> None:
 
 
 def _checked(weight: LiveWeight, where: str) -> LiveWeight:
-    shape, entry = tuple(weight.read().shape), weight.found
+    shape, entry = tuple(weight.read().shape), weight.entry
     if shape != tuple(entry.shape):
         raise ValueError(f"{entry.name!r} has shape {shape} in {where}, the plan was made for {tuple(entry.shape)}")
     for parameter in weight.parameters().values():

@@ -18,7 +18,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Protocol, runtime_checkable
 
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from rekindle.blocks.finding import Found
 from rekindle.blocks.layouts import ROLES, Block, Recipe, matrices
+from rekindle.projection.entries import Entry
 
 _MEASURED = ("nearest", "norm", "reference")
 _SCHEMES = ("kaiming", "xavier", "lecun", "torch", "normal", "orthogonal")
@@ -256,7 +257,7 @@ def choose(
     include: Targets = (),
     exclude: Targets = (),
     allow_empty: bool = False,
-) -> list[Found]:
+) -> list[Entry]:
     """The same parameters with the blocks to project, or the `refusal` that says why not; an error if none is left.
 
     >>> from rekindle.blocks.finding import find
@@ -290,6 +291,8 @@ def terms(targets: Targets) -> list[Term]:
     """
     if isinstance(targets, str | type | Named) or callable(targets):
         return [targets]
+    if isinstance(targets, list | tuple):
+        return list(targets)
     if isinstance(targets, Report):
         names = tuple(dict.fromkeys(targets.layers_named()))
         if not names:
@@ -328,9 +331,9 @@ def preset_layouts(found: Sequence[Found], targets: Targets) -> dict[str, Recipe
     return {f.name: thirds for f in refused if len(f.shape) == 2 and f.shape[0] == 3 * f.shape[1]}
 
 
-def _chosen(f: Found, wanted: list[_Matcher], added: list[_Matcher], removed: list[_Matcher]) -> Found:
+def _chosen(f: Found, wanted: list[_Matcher], added: list[_Matcher], removed: list[_Matcher]) -> Entry:
     if f.refusal or not f.blocks:
-        return replace(f, refusal=f.refusal or "no matrix")
+        return _entry(f, refusal=f.refusal or "no matrix")
     blocks, reason = [], None
     for block in f.blocks:
         if any(m.accepts(f, block) for m in removed):
@@ -351,8 +354,13 @@ def _chosen(f: Found, wanted: list[_Matcher], added: list[_Matcher], removed: li
             continue
         blocks.append(block)
     if not blocks:
-        return replace(f, refusal=reason)
-    return replace(f, blocks=tuple(blocks), marks={}, left=tuple(b.part or b.role for b in f.blocks if b not in blocks))
+        return _entry(f, refusal=reason)
+    rest = tuple(block.part or block.role for block in f.blocks if block not in blocks)
+    return _entry(f, blocks=tuple(blocks), marks={}, left=rest)
+
+
+def _entry(f: Found, **decided: Any) -> Entry:
+    return Entry(**{**vars(f), **decided})
 
 
 def _matcher(term: Term, found: Sequence[Found], place: str) -> _Matcher:

@@ -137,7 +137,9 @@ class Marks:
             *(g for _, g in self._gradients if g is not None),
             *kept,
         ]
-        self._versions = {id(tensor): version_of(tensor) for tensor in self._all}
+        self._versions = {
+            id(t): version_of(t) if t.is_inference() or type(t) not in _PLAIN else t._version for t in self._all
+        }
         self._statistics = {
             id(buffer): buffer.detach().clone() for model in self._models for buffer in _statistics_of(model)
         }
@@ -208,6 +210,7 @@ class Marks:
 
 
 _MISSING = object()
+_PLAIN = (Tensor, Parameter)
 
 
 def _tensors_of(model: nn.Module) -> Iterator[Tensor]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
@@ -129,13 +129,16 @@ class Team:
         found = _KEPT.get(kind)
         raise (found(message) if found else RankError(f"{where}{kind}: {text}{more}")) from error
 
-    @contextmanager
-    def together(self) -> Iterator[None]:
+    def together(self) -> AbstractContextManager[None]:
         """Whatever is raised inside by any process is raised by all; inside there must be no communication.
 
         >>> with Team.solo().together():
         ...     pass
         """
+        return nullcontext() if self.size == 1 else self._together()
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
         error: Exception | None = None
         try:
             yield
