@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import rekindle
-from rekindle.blocks.finding import Found
+from rekindle.projection.entries import PlanEntry
 from rekindle.projection.planning import Plan, plan
 from rekindle.projection.targets import Scale
 from zoo_models import NAMES, build
@@ -223,7 +223,7 @@ def test_entries_know_their_scale() -> None:
     assert entry.scale is None
     assert entry.scales == pytest.approx((1.0, 0.5, 0.5))
     assert Scale.parse("paper").known(entry.blocks[1]) == 0.5
-    assert Found.from_dict(json.loads(json.dumps(entry.to_dict()))) == entry
+    assert PlanEntry.from_dict(json.loads(json.dumps(entry.to_dict()))) == entry
 
 
 def test_weights_before_a_normalisation_are_counted() -> None:

@@ -12,7 +12,7 @@ from rekindle.blocks.layouts import Block
 
 @dataclass(frozen=True)
 class Found:
-    """What a parameter is; what a plan decides about it is a `rekindle.projection.entries.Entry`.
+    """What a parameter is; what a plan decides about it is a `rekindle.projection.entries.PlanEntry`.
 
     `name` is the clean name (wrappers seen through; `layer.weight` for a parametrised weight), `key` the name in
     `named_parameters()`. `marks` map a kind ("head", "frozen", …) to the reason, in words, for which it is skipped by

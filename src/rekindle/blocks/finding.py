@@ -160,9 +160,13 @@ class _Finder:
             held = parametrized.originals(place.owner, place.tensor) if original else [parameter]
             if not any(p.requires_grad for p in held):
                 marks["frozen"] = "frozen"
-        blocks = tuple(replace(b, role=does) if b.role == "other" and not b.part else b for b in blocks)
-        return replace(
-            self._refused(place, key, weight, refusal),
+        if does != "other":
+            blocks = tuple(replace(b, role=does) if b.role == "other" and not b.part else b for b in blocks)
+        return self._refused(
+            place,
+            key,
+            weight,
+            refusal,
             role=does,
             blocks=() if refusal else blocks,
             marks=marks,
@@ -170,22 +174,20 @@ class _Finder:
             evidence=self.evidence.get(place.name, ""),
         )
 
-    def _refused(self, place: Location, key: str, parameter: Tensor, refusal: str | None, name: str = "") -> Found:
+    def _refused(self, place: Location, key: str, parameter: Tensor, refusal: str | None, **more: Any) -> Found:
         stored = self._storage.get(id(parameter))  # a parametrised weight is computed, not a parameter
         shape = () if stored is not None and stored.lazy else tuple(parameter.shape)
         owner = place.owner
-        return Found(
-            name or place.name,
-            key,
-            "other",
-            shape,
-            parameter.dtype,
-            (),
-            place.module,
-            type(owner).__name__,
-            refusal,
-            classes=type(owner).__mro__,
-        )
+        stated: dict[str, Any] = {
+            "name": place.name,
+            "key": key,
+            "role": "other",
+            "shape": shape,
+            "dtype": parameter.dtype,
+            "blocks": (),
+        }
+        stated |= {"module": place.module, "module_type": type(owner).__name__, "classes": type(owner).__mro__}
+        return Found(refusal=refusal, **{**stated, **more})
 
     def _blocks(self, place: Location, weight: Tensor) -> tuple[tuple[Block, ...], str, str | None]:
         """(blocks, role, refusal) of a usable tensor."""

@@ -27,7 +27,7 @@ from rekindle.checkpoint.staging import Staging, allocated, check_space
 from rekindle.engine.solving import Solver, solve
 from rekindle.files import State, kind_of, state_of
 from rekindle.optimizers import StateReset
-from rekindle.projection.entries import Entry
+from rekindle.projection.entries import PlanEntry
 from rekindle.projection.execution import check_finite, execute
 from rekindle.projection.planning import Plan
 from rekindle.projection.receipt import Meter, Receipt
@@ -139,11 +139,11 @@ class FileStore:
         self._source, self._output = source, output
         self._begun: set[str] = set()
 
-    def read(self, entry: Entry) -> Tensor:
+    def read(self, entry: PlanEntry) -> Tensor:
         """The weight as it is in the source."""
         return self._source.read(entry.key)
 
-    def write(self, entry: Entry, block: Block, matrices: Tensor) -> Tensor | None:
+    def write(self, entry: PlanEntry, block: Block, matrices: Tensor) -> Tensor | None:
         """Write one block to the staged file; the first write of a weight brings the rest of it along."""
         shape, dtype = self._output.meta(entry.key)[:2]
         if entry.key in self._begun:
@@ -292,7 +292,7 @@ def _check_unchanged(source: Checkpoint, before: Mapping[Path, State | None], or
         raise CheckpointError(f"{source.path}: changed while it was read; nothing was written: try again")
 
 
-def _biases(source: Checkpoint, entries: Iterable[Entry]) -> Biases:
+def _biases(source: Checkpoint, entries: Iterable[PlanEntry]) -> Biases:
     """The biases of these weights that the file has beside them, by the weights' names: key and entries."""
     found: Biases = {}
     names = set(source.names)
@@ -312,9 +312,9 @@ def _zeroed(journal: Journal, biases: Biases) -> Biases:
     return {name: bias for name, bias in biases.items() if name in changed}
 
 
-def batches(entries: Iterable[Entry]) -> list[tuple[Entry, ...]]:
+def batches(entries: Iterable[PlanEntry]) -> list[tuple[PlanEntry, ...]]:
     """Neighbouring entries in groups of about `BATCH` numbers."""
-    groups: list[list[Entry]] = [[]]
+    groups: list[list[PlanEntry]] = [[]]
     size = 0
     for entry in entries:
         count = torch.Size(entry.shape).numel()
@@ -337,7 +337,7 @@ def _planned(checkpoint: Checkpoint, plan: Plan | str | Path | None, config: Any
         return Plan.load(plan)
 
 
-def _check_finite(source: Checkpoint, entries: Iterable[Entry]) -> None:
+def _check_finite(source: Checkpoint, entries: Iterable[PlanEntry]) -> None:
     # A job of hours should not fail at its end because of the last tensor; the check costs one per cent of it.
     for entry in entries:
         try:

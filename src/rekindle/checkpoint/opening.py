@@ -23,7 +23,7 @@ from rekindle.checkpoint.folders import (
 )
 from rekindle.checkpoint.parts import CheckpointError, FilePart, TensorMeta, clearly
 from rekindle.checkpoint.safetensors_files import SafetensorsPart
-from rekindle.projection.entries import Entry
+from rekindle.projection.entries import PlanEntry
 from rekindle.projection.planning import Plan
 from rekindle.projection.planning import plan as make_plan
 from rekindle.projection.receipt import Measuring
@@ -146,14 +146,14 @@ class Checkpoint:
         """The folder's config if it names a model."""
         return self.config if self.config is not None and "model_type" in self.config else None
 
-    def _unless_shared(self, entry: Entry) -> Entry:
+    def _unless_shared(self, entry: PlanEntry) -> PlanEntry:
         other = self.shared.get(entry.key)
         if other is None or entry.reason is not None:
             return entry
         why = f"shares memory with {other}, which would change with it; save them as separate tensors"
         return replace(entry, blocks=(), refusal=why, scales=(), references=())
 
-    def _tied_entries(self, drafted: Plan) -> Iterator[Entry]:
+    def _tied_entries(self, drafted: Plan) -> Iterator[PlanEntry]:
         known = {entry.name: entry for entry in drafted.entries}
         for name, owner in self.tied.items():
             if name in self._owner and name not in known and owner in known:
@@ -310,8 +310,8 @@ def match_plan(plan: Plan, checkpoint: Checkpoint) -> Plan:
     return replace(plan, entries=tuple(entries))
 
 
-def _ways(first: Entry, checkpoint: Checkpoint) -> list[Callable[[Entry], str]]:
-    ways: list[Callable[[Entry], str]] = [_key, lambda entry: entry.name]
+def _ways(first: PlanEntry, checkpoint: Checkpoint) -> list[Callable[[PlanEntry], str]]:
+    ways: list[Callable[[PlanEntry], str]] = [_key, lambda entry: entry.name]
     for name in checkpoint.names:
         if name.endswith(f".{first.name}"):
             ways.append(_with_prefix(name.removesuffix(first.name)))
@@ -320,20 +320,20 @@ def _ways(first: Entry, checkpoint: Checkpoint) -> list[Callable[[Entry], str]]:
     return ways
 
 
-def _key(entry: Entry) -> str:
+def _key(entry: PlanEntry) -> str:
     # The key of a parametrised weight is one of its originals, which is another tensor, maybe of the same shape.
     return entry.name if entry.parametrized else entry.key
 
 
-def _with_prefix(prefix: str) -> Callable[[Entry], str]:
+def _with_prefix(prefix: str) -> Callable[[PlanEntry], str]:
     return lambda entry: prefix + entry.name
 
 
-def _without_prefix(prefix: str) -> Callable[[Entry], str]:
+def _without_prefix(prefix: str) -> Callable[[PlanEntry], str]:
     return lambda entry: entry.name.removeprefix(prefix)
 
 
-def _check_twice(entries: list[Entry], checkpoint: Checkpoint) -> None:
+def _check_twice(entries: list[PlanEntry], checkpoint: Checkpoint) -> None:
     seen: dict[str, str] = {}
     for entry in entries:
         if entry.reason is not None:

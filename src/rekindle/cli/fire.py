@@ -29,7 +29,7 @@ from rekindle.report.view import MOVED, how_far
 
 if TYPE_CHECKING:
     from rekindle.checkpoint import Checkpoint
-    from rekindle.projection.entries import Entry
+    from rekindle.projection.entries import PlanEntry
     from rekindle.projection.planning import Plan
     from rekindle.projection.receipt import Receipt
     from rekindle.sharding.estimate import Estimate
@@ -114,7 +114,7 @@ def draw(checkpoint: Checkpoint, config: Any, asked: Mapping[str, Any]) -> Plan:
     return replace(drawn, entries=entries)
 
 
-def _measured(drawn: Plan, entry: Entry, checkpoint: Checkpoint, advance: Callable[[float], None]) -> Entry:
+def _measured(drawn: Plan, entry: PlanEntry, checkpoint: Checkpoint, advance: Callable[[float], None]) -> PlanEntry:
     from rekindle.projection.measuring import look
 
     if entry.reason is not None:

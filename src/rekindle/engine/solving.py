@@ -187,7 +187,9 @@ def _solve_chunk(
         count, rows, columns = sources[i].shape
         part = slice(top, top + count)
         top += count
-        yield i, q[part] if rows <= columns else q[part].mT, None if checked is None else checked[part]
+        alone = len(members) == 1
+        own = checked if checked is None or alone else checked[part]
+        yield i, q[part] if rows <= columns else q[part].mT, own
 
 
 @full_precision()

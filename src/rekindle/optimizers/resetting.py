@@ -324,7 +324,7 @@ def _holds(value: Tensor, start: float) -> bool:
     """Whether nothing would change: a receipt names what differs. A GPU is not asked: the host would wait for it."""
     if value.device.type != "cpu" or not value.numel():
         return False
-    return bool(value.flatten()[0] == start) and bool((value == start).all())
+    return value.flatten()[0].item() == start and bool((value == start).all())
 
 
 def _drop_history(optimizer: Optimizer, changed: bool, policy: str, label: str) -> StateReset:

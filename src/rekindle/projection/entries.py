@@ -13,7 +13,7 @@ from rekindle.blocks.layouts import Block
 
 
 @dataclass(frozen=True)
-class Entry(Found):
+class PlanEntry(Found):
     """A parameter as it was found, and what becomes of it.
 
     A request (`rekindle.projection.targets.choose`) leaves the blocks that it means, names the others in `left`, and
@@ -53,7 +53,7 @@ class Entry(Found):
         return row
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Entry:
+    def from_dict(cls, data: Mapping[str, Any]) -> PlanEntry:
         """The inverse of `to_dict`."""
         row: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}
         row["blocks"] = tuple(Block.from_dict(b) for b in data["blocks"])

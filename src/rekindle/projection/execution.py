@@ -15,7 +15,7 @@ from rekindle.blocks.finding import Block
 from rekindle.engine.arithmetic import full_precision, to_host
 from rekindle.engine.isometry import by_svd_again
 from rekindle.engine.solving import CONVERGING, Certificate, Solving, Source, solve
-from rekindle.projection.entries import Entry
+from rekindle.projection.entries import PlanEntry
 from rekindle.projection.measuring import measured, observed
 from rekindle.projection.planning import Plan
 from rekindle.projection.receipt import Measuring, Meter, PendingRecord, Receipt, records
@@ -155,10 +155,12 @@ class PlanExecution:
         asked = self.measure != "none" and not (exact and converged)
         seen = observed(now, there, converged) if asked else None
         full = measured(old, now, there) if self.measure == "full" else None
-        self._written[index] = PendingRecord(entry.name, block, certificate, scale, kept, seen, full, fallback)
+        self._written[index] = PendingRecord(
+            entry.name, block, certificate, scale, kept if some else None, seen, full, fallback
+        )
 
 
-def label(entry: Entry, block: Block) -> str:
+def label(entry: PlanEntry, block: Block) -> str:
     """What a receipt calls a block that is skipped."""
     return f"{entry.name}[{block.part}]" if block.part else entry.name
 
@@ -173,7 +175,7 @@ DEFAULTS: Solving = {"solver": "auto", "tol": 1e-6, "steps": None, "complete": T
 
 def solved_blocks(
     store: Store,
-    work: Sequence[tuple[Entry, Block]],
+    work: Sequence[tuple[PlanEntry, Block]],
     solving: Solving,
     numbers: Mapping[tuple[str, Block], Numbers] | None = None,
 ) -> Iterator[tuple[int, Solved]]:
@@ -218,7 +220,7 @@ def blended(factors: Tensor, scale: Tensor, old: Tensor, strength: float) -> Ten
     return matrices if strength == 1 else matrices.add_(old.to(matrices.dtype), alpha=1 - strength)
 
 
-def _reader(store: Store, entry: Entry, block: Block, turned: bool) -> Callable[[], Tensor]:
+def _reader(store: Store, entry: PlanEntry, block: Block, turned: bool) -> Callable[[], Tensor]:
     """What the solver reads. A square block that lies transposed in memory is solved so: nothing has to be moved."""
 
     def read() -> Tensor:

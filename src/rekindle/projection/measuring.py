@@ -18,7 +18,7 @@ from rekindle.blocks.names import is_sharded
 from rekindle.engine.arithmetic import for_lapack, has_float64, to_float64
 from rekindle.measures.matrices import deviation_from_isometry, measure, squared_frobenius_error
 from rekindle.measures.spectra import gram, spectral_norm_estimate
-from rekindle.projection.entries import Entry
+from rekindle.projection.entries import PlanEntry
 from rekindle.projection.receipt import finite_mean, finite_sum
 from rekindle.projection.targets import Scale
 from rekindle.sharding.assembly import Assembly, Item, inside
@@ -70,7 +70,7 @@ def look(block: Block, weight: Tensor, scale: float | None, estimate: bool = Fal
     return torch.cat(squares).sqrt(), total, free
 
 
-def too_many(weights: Iterable[Entry]) -> set[str]:
+def too_many(weights: Iterable[PlanEntry]) -> set[str]:
     """The weights whose DfI is estimated: the large ones of a model whose Gram matrices would take longer than _EXACT.
 
     Of TinyLlama (1.1 B) they are 2 × 10¹² operations, half of each matrix: 10 s for two cores at the peak of float32.
@@ -142,7 +142,7 @@ def _deviation(apart: Tensor, diagonal: Tensor, ratio: Tensor) -> float:
 
 
 def looks(
-    team: Team, spreads: Mapping[str, Spread], weights: Iterable[Entry], read: Reader, rule: Scale, measure: bool
+    team: Team, spreads: Mapping[str, Spread], weights: Iterable[PlanEntry], read: Reader, rule: Scale, measure: bool
 ) -> dict[tuple[str, int], Look]:
     """What `look` returns for every chosen block of a sharded parameter, by (name, place of the block); collective."""
     chosen = [f for f in weights if f.refusal is None and f.key in spreads]
@@ -174,7 +174,7 @@ def looks(
     return found
 
 
-def references_of(f: Entry, initial: Reader | None) -> tuple[tuple[float, ...], ...]:
+def references_of(f: PlanEntry, initial: Reader | None) -> tuple[tuple[float, ...], ...]:
     """The norm of each matrix of a weight in the initial model, for the scale "reference"."""
     start = initial(f) if initial is not None else None
     if start is None:
@@ -211,12 +211,12 @@ def measured(before: Tensor, stored: Tensor, scale: Tensor) -> dict[str, Any]:
     for key in _SPECTRAL:
         for when, found in (("before", first), ("after", last)):
             value = getattr(found, key)
-            values[f"{key}_{when}"] = value.tolist() if key == "spectrum" else finite_mean(value.double())
+            values[f"{key}_{when}"] = value.tolist() if key == "spectrum" else finite_mean(value.tolist())
     return {
-        "dfi_before": finite_sum(first.dfi),
-        "dfi_after": finite_sum(last.dfi),
-        "dfi_free_before": finite_mean(first.dfi_scale_free),
-        "dfi_free_after": finite_mean(last.dfi_scale_free),
+        "dfi_before": finite_sum(first.dfi.tolist()),
+        "dfi_after": finite_sum(last.dfi.tolist()),
+        "dfi_free_before": finite_mean(first.dfi_scale_free.tolist()),
+        "dfi_free_after": finite_mean(last.dfi_scale_free.tolist()),
         "sfe": float(squared_frobenius_error(before.double(), stored.double()).sum()),
         "norm_before": float(first.norm.square().sum().sqrt()),
         "norm_after": float(last.norm.square().sum().sqrt()),

@@ -28,7 +28,7 @@ from rekindle.engine.arithmetic import full_precision, to_host
 from rekindle.engine.isometry import polar
 from rekindle.extras import install
 from rekindle.measures.spectra import real
-from rekindle.projection.entries import Entry
+from rekindle.projection.entries import PlanEntry
 from rekindle.projection.measuring import Look, Reader, look, looks, references_of, too_many
 from rekindle.projection.receipt import Measuring
 from rekindle.projection.targets import Scale, Targets, choose, describe, preset_layouts, terms
@@ -54,19 +54,19 @@ class Plan:
     ['0.weight']
     """
 
-    entries: tuple[Entry, ...]
+    entries: tuple[PlanEntry, ...]
     scale: Scale
     targets: str = "auto"
     min_norm: float = MIN_NORM
     conv: str = "taps"
 
     @cached_property
-    def selected(self) -> tuple[Entry, ...]:
+    def selected(self) -> tuple[PlanEntry, ...]:
         """The entries that will be projected."""
         return tuple(entry for entry in self.entries if entry.refusal is None)
 
     @property
-    def skipped(self) -> tuple[Entry, ...]:
+    def skipped(self) -> tuple[PlanEntry, ...]:
         """The entries that are skipped."""
         return tuple(entry for entry in self.entries if entry.refusal is not None)
 
@@ -106,7 +106,7 @@ class Plan:
         return "\n".join([*lines, *tables.wrapped(foot, width, "")])
 
     def scale_values(
-        self, entry: Entry, block: Block, *, norm: Tensor | None = None, nuclear: Tensor | None = None
+        self, entry: PlanEntry, block: Block, *, norm: Tensor | None = None, nuclear: Tensor | None = None
     ) -> Tensor:
         """The scale of each matrix of one of the entry's blocks, given what its rule looks at.
 
@@ -139,7 +139,7 @@ class Plan:
         """The inverse of `to_dict`."""
         if data.get("rekindle_plan") != _VERSION:
             raise ValueError(f"not a rekindle plan of version {_VERSION}: {data.get('rekindle_plan')!r}")
-        entries = tuple(Entry.from_dict(e) for e in data["entries"])
+        entries = tuple(PlanEntry.from_dict(e) for e in data["entries"])
         return cls(entries, Scale.parse(data["scale"]), data["targets"], float(data["min_norm"]), data["conv"])
 
     def to_frame(self) -> pandas.DataFrame:
@@ -190,7 +190,7 @@ class Plan:
         return cls.from_dict(json.loads(Path(path).read_text()))
 
 
-def _cells(entry: Entry) -> list[str]:
+def _cells(entry: PlanEntry) -> list[str]:
     """Its row of the table: eight cells, or four if it is skipped: the reason takes the place of the numbers."""
     shape = "×".join(map(str, entry.shape)) or "-"
     if entry.refusal is not None:
@@ -368,7 +368,7 @@ def _surely_larger(block: Block, weight: Tensor, least: float) -> bool:
 
 
 def _local_looks(
-    weights: Iterable[Entry], read: Reader, rule: Scale, measure: bool, min_norm: float, rough: set[str]
+    weights: Iterable[PlanEntry], read: Reader, rule: Scale, measure: bool, min_norm: float, rough: set[str]
 ) -> dict[tuple[str, int], Look]:
     """What `look` returns for every chosen block of a whole weight, by (name, place of the block).
 
@@ -440,11 +440,11 @@ def _computed(model: nn.Module, f: Found) -> tuple[nn.Module, str]:
 
 
 def _planned(
-    f: Entry, rule: Scale, initial: Reader | None, min_norm: float, looks: Mapping[tuple[str, int], Look]
-) -> Entry:
+    f: PlanEntry, rule: Scale, initial: Reader | None, min_norm: float, looks: Mapping[tuple[str, int], Look]
+) -> PlanEntry:
     """A chosen weight with what is planned for it, or the reason why it is skipped after all."""
     if f.refusal is not None:
-        return replace(f, marks={}, classes=())
+        return f
     references = references_of(f, initial) if rule.rule == "reference" else ()
     left, kept = f.left, []
     for i, block in enumerate(f.blocks):
@@ -456,12 +456,10 @@ def _planned(
             kept.append((block, rule.known(block), dfi, free, small, references[i] if references else ()))
     if not kept:
         refusal = f"norm below min_norm ({min_norm:g}): a zero weight is taken as intended"
-        return replace(f, refusal=refusal, left=(), marks={}, classes=())
+        return replace(f, refusal=refusal, left=())
     blocks, scales, dfis, frees, smalls, norms_then = zip(*kept, strict=True)
     return replace(
         f,
-        marks={},
-        classes=(),
         blocks=blocks,
         scales=scales,
         dfi=dfis,
@@ -472,7 +470,7 @@ def _planned(
     )
 
 
-def _tried(drafted: Plan, entry: Entry, f: Found, model: nn.Module) -> Entry:
+def _tried(drafted: Plan, entry: PlanEntry, f: Found, model: nn.Module) -> PlanEntry:
     """A parametrised weight is planned only if its parametrisation can hold the projected value."""
     if not f.parametrized or entry.refusal is not None:
         return entry
@@ -491,5 +489,5 @@ def _tried(drafted: Plan, entry: Entry, f: Found, model: nn.Module) -> Entry:
     return entry if reason is None else replace(entry, refusal=reason, blocks=f.blocks)
 
 
-def _reasons(entries: tuple[Entry, ...]) -> str:
+def _reasons(entries: tuple[PlanEntry, ...]) -> str:
     return "; ".join(f"{e.name}: {e.refusal}" for e in entries if e.blocks)[:2000]

@@ -314,7 +314,7 @@ class PendingRecord:
     It is not a `BlockRecord` yet because its numbers are tensors, some of them on the device; `records` fetches those
     of all blocks together.
 
-    kept: which matrices were not changed; the record is of the others.
+    kept: which matrices were not changed, where there are some; the record is of the others.
     seen: what `measuring.observed` found of those stored. full: what
     `measuring.measured` found, in full measuring.
     """
@@ -323,7 +323,7 @@ class PendingRecord:
     block: Block
     certificate: Certificate
     scale: Tensor
-    kept: Tensor
+    kept: Tensor | None = None
     seen: Tensor | None = None
     full: Mapping[str, Any] | None = None
     fallback: int = 0
@@ -343,64 +343,81 @@ def _record(written: PendingRecord, seen: Tensor | None, strength: float, measur
     DfI(W, s) = ‖WWᵀ‖²_F/s⁴ − 2‖W‖²_F/s² + k and SFE = ‖W‖²_F − 2s·tr(QᵀW) + s²‖Q‖²_F. A DfI that is lost in the
     rounding of these terms (W was an isometry already) is given as unmeasured.
     """
-    block, changed = written.block, ~written.kept
-    certificate, scale = written.certificate[changed], written.scale[changed]
-    seen = None if seen is None else seen[:, changed]
+    block, certificate, scale = written.block, written.certificate, written.scale
+    if written.kept is not None:
+        changed = ~written.kept
+        certificate, scale = certificate[changed], scale[changed]
+        seen = None if seen is None else seen[:, changed]
+    # Numbers of Python, of double precision: a tensor of one number costs a microsecond with every operation.
+    scales, residuals = scale.tolist(), certificate.residual.tolist()
     k = min(block.out, block.in_)
-    known: dict[str, Any] = {
+    fields_of: dict[str, Any] = {
         "name": written.name,
         "role": block.role,
         "part": block.part,
-        "count": len(scale),
+        "count": len(scales),
         "out": block.out,
         "in_": block.in_,
-        "scale": float(scale.double().mean()),
-        "residual": float(certificate.residual.max()),
-        "steps": int(certificate.steps.max()),
-        "completed": int(certificate.completed.sum()),
-        "converged": bool(certificate.converged.all()),
+        "scale": math.fsum(scales) / len(scales),
+        "residual": max(residuals),
+        "steps": max(certificate.steps.tolist()),
+        "completed": sum(certificate.completed.tolist()),
+        "converged": all(certificate.converged.tolist()),
         "fallback": written.fallback,
     }
     if measuring == "none":
-        return BlockRecord(**known)
-    norm, energy, s = certificate.norm.double(), certificate.gram_norm.double().square(), scale.double()
-    factor_norm = certificate.factor_norm.double()
-    per_dimension, norm_after = (certificate.residual.double(), factor_norm * s) if seen is None else seen[:2]
-    known["residual_stored"] = float(per_dimension.max())
-    known["dfi_after"] = finite_sum(per_dimension * k)
-    known["norm_before"] = float(norm.square().sum().sqrt())
-    known["spectral_before"] = float(certificate.spectral_norm.max())
+        return BlockRecord(**fields_of)
+    norms, spectra = certificate.norm.tolist(), certificate.spectral_norm.tolist()
+    energies = [value * value for value in certificate.gram_norm.tolist()]
+    factors, squares = certificate.factor_norm.tolist(), [norm * norm for norm in norms]
+    stored, after = residuals, [factor * s for factor, s in zip(factors, scales, strict=True)]
+    if seen is not None:
+        stored, after = seen[0].tolist(), seen[1].tolist()
     rounding = torch.finfo(certificate.residual.dtype).eps  # of the products that these numbers come from
-    free = k * energy / norm.pow(4) - 1
-    known["dfi_free_before"] = finite_mean(free.masked_fill(free < 2 * rounding, torch.nan))
-    known["norm_after"] = float(norm_after.square().sum().sqrt())
-    if written.full is None:
-        terms = energy / s.pow(4), 2 * norm.square() / s.square()
-        deviation, sizes = terms[0] - terms[1] + k, terms[0] + terms[1] + k
-        known["dfi_before"] = finite_sum(deviation.masked_fill(deviation < rounding * sizes, torch.nan))
-        error = norm.square() - 2 * s * certificate.nuclear.double() + s.square() * factor_norm.square()
-        known["sfe"] = float((strength**2 * error).clamp_min(0).sum())
-        if known["converged"]:
-            known["spectral_after"] = float(((1 - strength) * certificate.spectral_norm.double() + strength * s).max())
-        elif seen is not None:
-            known["spectral_after"] = float(seen[2].max())
+    free = [_ratio(k * energy, square * square) - 1 for energy, square in zip(energies, squares, strict=True)]
+    fields_of |= {
+        "residual_stored": max(stored),
+        "dfi_after": finite_sum(k * value for value in stored),
+        "norm_before": math.sqrt(math.fsum(squares)),
+        "norm_after": math.sqrt(math.fsum(value * value for value in after)),
+        "spectral_before": max(spectra),
+        "dfi_free_before": finite_mean(math.nan if value < 2 * rounding else value for value in free),
+    }
+    if written.full is not None:
+        fields_of |= written.full
     else:
-        known.update(written.full)
-    total = known["norm_before"] ** 2
-    known["sfe_relative"] = known["sfe"] / total if total else None
-    return BlockRecord(**known)
+        deviations, errors = [], []
+        nuclear = certificate.nuclear.tolist()
+        for square, energy, tr, q, s in zip(squares, energies, nuclear, factors, scales, strict=True):
+            terms = _ratio(energy, s * s * s * s), 2 * _ratio(square, s * s)
+            deviation = terms[0] - terms[1] + k
+            deviations.append(math.nan if deviation < rounding * (terms[0] + terms[1] + k) else deviation)
+            errors.append(max(0.0, strength**2 * (square - 2 * s * tr + s * s * q * q)))
+        fields_of |= {"dfi_before": finite_sum(deviations), "sfe": math.fsum(errors)}
+        if fields_of["converged"]:
+            ends = zip(spectra, scales, strict=True)
+            fields_of["spectral_after"] = max((1 - strength) * value + strength * s for value, s in ends)
+        elif seen is not None:
+            fields_of["spectral_after"] = float(seen[2].max())
+    total = fields_of["norm_before"] ** 2
+    fields_of["sfe_relative"] = fields_of["sfe"] / total if total else None
+    return BlockRecord(**fields_of)
 
 
-def finite_sum(value: Tensor) -> float | None:
+def _ratio(value: float, divisor: float) -> float:
+    return value / divisor if divisor else math.nan
+
+
+def finite_sum(values: Iterable[float]) -> float | None:
     """The sum of what is finite, None if nothing is."""
-    known = value[value.isfinite()]
-    return float(known.sum()) if known.numel() else None
+    finite = [value for value in values if math.isfinite(value)]
+    return math.fsum(finite) if finite else None
 
 
-def finite_mean(value: Tensor) -> float | None:
+def finite_mean(values: Iterable[float]) -> float | None:
     """The mean of what is finite, None if nothing is."""
-    known = value[value.isfinite()]
-    return float(known.mean()) if known.numel() else None
+    finite = [value for value in values if math.isfinite(value)]
+    return math.fsum(finite) / len(finite) if finite else None
 
 
 class Meter:

@@ -18,7 +18,7 @@ from torch import Tensor
 from rekindle.blocks.layouts import Block
 from rekindle.blocks.names import partition_of
 from rekindle.engine.solving import Solving
-from rekindle.projection.entries import Entry
+from rekindle.projection.entries import PlanEntry
 from rekindle.projection.execution import (
     DEFAULTS,
     Numbers,
@@ -66,11 +66,11 @@ class BoxStore:
     def __init__(self, boxes: dict[str, Tensor]) -> None:
         self._boxes = boxes
 
-    def read(self, entry: Entry) -> Tensor:
+    def read(self, entry: PlanEntry) -> Tensor:
         """The box."""
         return self._boxes[entry.key]
 
-    def write(self, entry: Entry, block: Block, matrices: Tensor) -> None:
+    def write(self, entry: PlanEntry, block: Block, matrices: Tensor) -> None:
         """Put the matrices of one block into the box."""
         block.write(self._boxes[entry.key], matrices)
 
@@ -184,13 +184,13 @@ class ShardedExecution:
         self._records.update(zip((lot.keys[place] for place in execution.places), done.records, strict=True))
         self._notes.extend(done.notes)
 
-    def _items(self, entries: Sequence[Entry]) -> list[Item]:
+    def _items(self, entries: Sequence[PlanEntry]) -> list[Item]:
         return [
             Item(e.name, self._tensors[e.name], self._spreads[e.name], tuple(block.layout for block in e.blocks))
             for e in entries
         ]
 
-    def _numbers(self, entry: Entry, block: Block, matrices: Sequence[int] | None = None) -> Numbers:
+    def _numbers(self, entry: PlanEntry, block: Block, matrices: Sequence[int] | None = None) -> Numbers:
         place = self._first[entry.name] + entry.blocks.index(block)
         return [(place, matrix) for matrix in (range(block.count) if matrices is None else matrices)]
 
@@ -239,7 +239,7 @@ class ShardedExecution:
             raise ValueError(f"{entry.name!r} is {entry.dtype} and cannot hold a scale of {float(scale.max()):.3g}")
         gram.copy_(change).mul_(self.strength * float(scale))
         gram.diagonal().add_(1 - self.strength)
-        written = PendingRecord(entry.name, block, certificate, scale, kept=torch.zeros(1, dtype=torch.bool))
+        written = PendingRecord(entry.name, block, certificate, scale)
         made = records([written], self.strength, self.measure)[0]
         return (self._first[entry.name] + part.block, part.numbers), made
 

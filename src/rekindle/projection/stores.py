@@ -19,7 +19,7 @@ from torch.nn import Parameter
 from rekindle.blocks import parametrized
 from rekindle.blocks.finding import Block, find
 from rekindle.blocks.names import is_sharded, locate, partition_of
-from rekindle.projection.entries import Entry
+from rekindle.projection.entries import PlanEntry
 from rekindle.sharding.spread import Spread
 from rekindle.sharding.team import local
 
@@ -27,11 +27,11 @@ from rekindle.sharding.team import local
 class Store(Protocol):
     """What `execute` needs: a live model, shards and a checkpoint file all have it."""
 
-    def read(self, entry: Entry) -> Tensor:
+    def read(self, entry: PlanEntry) -> Tensor:
         """The whole weight of an entry, detached; may share memory with it."""
         ...
 
-    def write(self, entry: Entry, block: Block, matrices: Tensor) -> Tensor | None:
+    def write(self, entry: PlanEntry, block: Block, matrices: Tensor) -> Tensor | None:
         """Put the matrices of one block back, cast to the dtype in which the weight is stored.
 
         Returns the whole weight as it is now stored, or None if that is what `read` gives. A store whose `read` keeps
@@ -53,13 +53,13 @@ class LiveWeight:
     ('0.weight', 'weight', False, (2, 3))
     """
 
-    entry: Entry
+    entry: PlanEntry
     owner: nn.Module
     tensor: str
     computed: bool  # from other parameters, by a parametrisation
 
     @classmethod
-    def at(cls, model: nn.Module, entry: Entry, key: str = "") -> LiveWeight:
+    def at(cls, model: nn.Module, entry: PlanEntry, key: str = "") -> LiveWeight:
         """The weight in this model; `key` is its name in `named_parameters()` where that differs from the entry's."""
         place = locate(model, key or entry.key)
         return cls(entry, place.owner, place.tensor, place.computed)
@@ -155,7 +155,7 @@ class LiveStore:
     def __init__(
         self,
         model: nn.Module,
-        entries: Iterable[Entry],
+        entries: Iterable[PlanEntry],
         *,
         mirrors: nn.Module | Iterable[nn.Module] = (),
         biases: Literal["keep", "zero"] = "keep",
@@ -190,11 +190,11 @@ class LiveStore:
                 if bias is not None:
                     _check_writable(f"the bias of {name}", bias)
 
-    def read(self, entry: Entry) -> Tensor:
+    def read(self, entry: PlanEntry) -> Tensor:
         """The weight's present value."""
         return self._weights[entry.name].read()
 
-    def write(self, entry: Entry, block: Block, matrices: Tensor) -> Tensor:
+    def write(self, entry: PlanEntry, block: Block, matrices: Tensor) -> Tensor:
         """Write one block to the model, then what the model now holds to the mirrors."""
         weight = self._weights[entry.name]
         weight.write(block, matrices)
@@ -212,7 +212,7 @@ class LiveStore:
         plain = {name: weight for name, weight in self._weights.items() if not weight.computed}
         return {name: getattr(weight.owner, weight.tensor) for name, weight in plain.items()}
 
-    def copy_to_mirrors(self, entry: Entry, pieces: Iterable[tuple[slice, ...]]) -> None:
+    def copy_to_mirrors(self, entry: PlanEntry, pieces: Iterable[tuple[slice, ...]]) -> None:
         """Give mirrors the parts of this rank's own shard that were written; a whole weight goes block by block."""
         weight = self._weights[entry.name]
         with torch.no_grad():
@@ -254,7 +254,7 @@ class LiveStore:
             shared |= {name: owner} if owner != name else {}
         return shared
 
-    def trial(self, entry: Entry, value: Tensor) -> str | None:
+    def trial(self, entry: PlanEntry, value: Tensor) -> str | None:
         """Why a parametrised weight, here or in a mirror, could not hold this value; None if it can."""
         each = (self._weights[entry.name], *self._copies[entry.name])
         reasons = [parametrized.trial(weight.owner, weight.tensor, value) for weight in each if weight.computed]
@@ -295,7 +295,7 @@ class LiveStore:
                 if bias is not None:
                     yield bias
 
-    def _mirrored(self, entry: Entry) -> tuple[LiveWeight, ...]:
+    def _mirrored(self, entry: PlanEntry) -> tuple[LiveWeight, ...]:
         copies = []
         for number, mirror in enumerate(self.mirrors):
             key = self._mirror_keys(number).get(entry.name)

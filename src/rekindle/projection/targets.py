@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from rekindle.blocks.finding import Found
 from rekindle.blocks.layouts import ROLES, Block, Recipe, matrices
-from rekindle.projection.entries import Entry
+from rekindle.projection.entries import PlanEntry
 
 _MEASURED = ("nearest", "norm", "reference")
 _SCHEMES = ("kaiming", "xavier", "lecun", "torch", "normal", "orthogonal")
@@ -257,7 +257,7 @@ def choose(
     include: Targets = (),
     exclude: Targets = (),
     allow_empty: bool = False,
-) -> list[Entry]:
+) -> list[PlanEntry]:
     """The same parameters with the blocks to project, or the `refusal` that says why not; an error if none is left.
 
     >>> from rekindle.blocks.finding import find
@@ -331,7 +331,7 @@ def preset_layouts(found: Sequence[Found], targets: Targets) -> dict[str, Recipe
     return {f.name: thirds for f in refused if len(f.shape) == 2 and f.shape[0] == 3 * f.shape[1]}
 
 
-def _chosen(f: Found, wanted: list[_Matcher], added: list[_Matcher], removed: list[_Matcher]) -> Entry:
+def _chosen(f: Found, wanted: list[_Matcher], added: list[_Matcher], removed: list[_Matcher]) -> PlanEntry:
     if f.refusal or not f.blocks:
         return _entry(f, refusal=f.refusal or "no matrix")
     blocks, reason = [], None
@@ -356,11 +356,12 @@ def _chosen(f: Found, wanted: list[_Matcher], added: list[_Matcher], removed: li
     if not blocks:
         return _entry(f, refusal=reason)
     rest = tuple(block.part or block.role for block in f.blocks if block not in blocks)
-    return _entry(f, blocks=tuple(blocks), marks={}, left=rest)
+    return _entry(f, blocks=tuple(blocks), left=rest)
 
 
-def _entry(f: Found, **decided: Any) -> Entry:
-    return Entry(**{**vars(f), **decided})
+def _entry(f: Found, **decided: Any) -> PlanEntry:
+    """What was found with what is decided: marks and classes, which the decision rests on, are used up."""
+    return PlanEntry(**{**vars(f), "marks": {}, "classes": (), **decided})
 
 
 def _matcher(term: Term, found: Sequence[Found], place: str) -> _Matcher:
