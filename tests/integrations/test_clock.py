@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from torch import nn
 import rekindle
 from integrations.trained import adam, batches, loop, network, same, train
 from rekindle import methods
-from rekindle.integrations import Application
+from rekindle.integrations import Application, attaching
 from rekindle.triggers import DormancyAbove, Plateau, RankBelow
 
 
@@ -352,7 +353,7 @@ def test_batches_may_be_a_function_and_are_tried_when_training_starts() -> None:
         rekindle.attach(model, optimizer, methods.ReDo(), at=3, batches=lambda: [{"pixels": torch.zeros(2, 6)}])
     with pytest.raises(ValueError, match="return an empty list"):
         rekindle.attach(model, optimizer, methods.ReDo(), at=3, batches=lambda: [1 / 0])
-    with pytest.raises(TypeError, match="batches is a list"):
+    with pytest.raises(TypeError, match="function that returns batches, or an iterable of batches"):
         rekindle.attach(model, optimizer, methods.ReDo(), at=3, batches=3)
 
 
@@ -387,6 +388,18 @@ def test_a_trigger_says_what_it_needs() -> None:
         train(model, optimizer, batches(4), remedy)
     with pytest.warns(UserWarning, match="never applied"), rekindle.attach(model, optimizer, "fire") as remedy:
         train(model, optimizer, batches(4), remedy)
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_a_loop_that_forgets_something_hears_of_it_at_the_end(closed: bool) -> None:
+    """With a `with` block when it ends, without one at the exit of the interpreter."""
+    for options, called, said in (({}, True, "never applied"), ({"every": 5}, False, "step() was never called in 12")):
+        model = network()
+        optimizer = adam(model)
+        remedy = rekindle.attach(model, optimizer, "fire", **options)  # type: ignore[arg-type]
+        train(model, optimizer, batches(4), remedy if called else None)
+        with pytest.warns(UserWarning, match=re.escape(said)):
+            remedy.finish() if closed else attaching._report_open()
 
 
 def test_a_trigger_and_a_verdict_mean_the_worst_layer() -> None:
@@ -479,6 +492,7 @@ def test_a_target_network_of_an_agent_gets_new_neurons() -> None:
     start = copy.deepcopy(made.q_net_target.state_dict())
     made.learn(104, callback=callback)
     assert callback.receipts and callback.receipts[0].mirrors == 1
+    assert callback.firings[-1].step == 104  # in environment steps, as everything in SB3
     assert any(not torch.equal(value, start[name]) for name, value in made.q_net_target.state_dict().items())
 
 
@@ -516,3 +530,7 @@ def test_lightning_counts_the_clock_optimizer_and_warns_of_averages(tmp_path: Pa
 
     with pytest.warns(UserWarning, match="StochasticWeightAveraging averages the weights"):
         trainer(tmp_path, RekindleCallback("fire", at=3), StochasticWeightAveraging(1e-2)).fit(Classifier(), loader())
+    other = Classifier()  # a mirror, but not the average
+    callback = RekindleCallback("fire", at=3, mirrors=other)
+    with pytest.warns(UserWarning, match="StochasticWeightAveraging averages the weights"):
+        trainer(tmp_path, callback, StochasticWeightAveraging(1e-2)).fit(Classifier(), loader())

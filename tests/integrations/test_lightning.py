@@ -305,7 +305,9 @@ def test_an_average_of_weights_follows(tmp_path: Path) -> None:
                 seen["equal"] = [torch.equal(average[i].weight, module.net[i].weight) for i in (0, 2, 4)]
 
     module = Classifier()
-    trainer(tmp_path, averaging, callback, Look()).fit(module, loader())
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*averages the weights")
+        trainer(tmp_path, averaging, callback, Look()).fit(module, loader())
     assert seen["equal"] == [True, True, False]
 
 

@@ -244,6 +244,10 @@ class Application:
         """What changes when the method acts: the model first, then what follows it."""
         return (*(() if self.what.model is None else (self.what.model,)), *self.what.mirrors.modules())
 
+    def trainer_step(self, step: int) -> int:
+        """The number under which the trainer knows an optimizer step."""
+        return step
+
     def change(self) -> Receipt:
         """Apply the method to the model; a trainer's callback adds what else follows."""
         return self.what.event()
@@ -289,7 +293,7 @@ class Application:
         if self.schedule is not None:
             self.schedule.close()
         self.send()
-        self._report_silence()
+        self.report_silence()
 
     # What a user calls
 
@@ -397,7 +401,7 @@ class Application:
     def _add_up(self) -> None:
         step, total = self._tally.last, self._tally.take()
         if total is not None:
-            self._keep(Firing(step, total[1]), total[0])
+            self._keep(Firing(self.trainer_step(step), total[1]), total[0])
 
     def _keep(self, firing: Firing, receipt: Receipt) -> None:
         """Receipts, firings, summaries for checkpoints, and the log."""
@@ -408,10 +412,12 @@ class Application:
         if ranks.first():
             self._unsent.append((firing.step, numbers))
 
-    def _report_silence(self) -> None:
+    def report_silence(self) -> None:
+        """Warn of what was asked for and never came."""
         self.when.finish(self.name, bool(self.firings))
         silent = not self.when.timed and not self.when.bounded and not self.firings
-        if silent and list(self.what.parts) == ["event"] and self._ended is not None and self._ended["count"]:
+        clock = self._ended if self.clock is None else self.clock.state_dict()
+        if silent and list(self.what.parts) == ["event"] and clock is not None and clock["count"]:
             warnings.warn(
                 f"{self.name} was never applied: there is no at=, every= or when=, and boundary() was not called",
                 stacklevel=3,

@@ -16,9 +16,11 @@
 
 from __future__ import annotations
 
+import atexit
 import difflib
 import inspect
 import warnings
+import weakref
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
@@ -55,6 +57,7 @@ class Attachment(Application):
         self.bind(model, optimizer, log=log)
         self.when.considered, self.when.epoch = 0, 0
         self._order = _Order(clock_among(unwrap(optimizer), options.get("clock")))
+        _OPEN.add(self)
         if "event" in self.what.parts:
             self._passes.listen()
 
@@ -116,6 +119,15 @@ class Attachment(Application):
         self._stop_waiting()
         super().finish()
 
+    def report_silence(self) -> None:
+        """Warn of what was asked for and never came; of a loop without `step()` too."""
+        _OPEN.discard(self)
+        steps = self._ended["count"] if self._ended is not None else self.clock.count if self.clock is not None else 0
+        if self.when.timed and "event" in self.what.parts and steps and not self._calls:
+            warnings.warn(f"{self.name}: remedy.step() was never called in {steps} optimizer steps", stacklevel=3)
+            return
+        super().report_silence()
+
     def __enter__(self) -> Attachment:
         return self
 
@@ -149,11 +161,22 @@ class Attachment(Application):
         self._next_closure.clear()
 
 
+_OPEN: weakref.WeakSet[Attachment] = weakref.WeakSet()
+
+
+@atexit.register
+def _report_open() -> None:
+    """What a loop without a `with` block would not hear."""
+    for remedy in list(_OPEN):
+        remedy.report_silence()
+
+
 class _Order:
     """Notices `remedy.step()` between the backward pass and `optimizer.step()`, in the first updates."""
 
     def __init__(self, optimizer: Any) -> None:
         self._events: list[str] = []
+        self._warned = False
         self._handles: list[Any] = []
         leaves = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad and p.is_leaf]
         if hasattr(optimizer, "register_step_post_hook") and leaves:
@@ -181,7 +204,8 @@ class _Order:
         self._handles = []
 
     def _updated(self, *_: Any) -> None:
-        if self._events[-2:] == ["backward", "call"]:
+        if self._events[-2:] == ["backward", "call"] and not self._warned:
+            self._warned = True
             warnings.warn(
                 "remedy.step() is called between backward() and optimizer.step(): call it after optimizer.step(), "
                 "else it is one step late",

@@ -10,10 +10,13 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+from torch import nn
+
 from rekindle.extras import require
 from rekindle.integrations import ranks
 from rekindle.integrations.application import Application
 
+_AVERAGES = ("WeightAveraging", "StochasticWeightAveraging")
 _Callback: Any = require("lightning.pytorch", "lightning", "RekindleCallback for Lightning").Callback
 
 
@@ -27,7 +30,7 @@ class RekindleCallback(Application, _Callback):  # type: ignore[misc]
     @property
     def state_key(self) -> str:
         """Under which name the state is in a checkpoint."""
-        return str(self._generate_state_key(name=self.name))
+        return f"{type(self).__qualname__}{ ({'name': self.name})!r}"
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Bind to the module and its optimizers."""
@@ -73,14 +76,18 @@ class RekindleCallback(Application, _Callback):  # type: ignore[misc]
 
     def _warn_of_averages(self, trainer: Any) -> None:
         """An average of the weights that does not follow would bring the old ones back."""
-        kinds = {"WeightAveraging", "EMAWeightAveraging", "StochasticWeightAveraging"}
-        averages = [c for c in trainer.callbacks if kinds & {kind.__name__ for kind in type(c).__mro__}]
-        if averages and not self.what.mirrors and "event" in self.what.parts:
-            warnings.warn(
-                f"{type(averages[0]).__name__} averages the weights and does not follow what {self.name} changes: give "
-                "its model as mirrors= (a function that returns it, since it is made when training starts)",
-                stacklevel=2,
-            )
+        followed = {id(part) for mirror in self.what.mirrors.modules() for part in (mirror, *mirror.children())}
+        for other in trainer.callbacks:
+            if not any(kind.__name__ in _AVERAGES for kind in type(other).__mro__):
+                continue
+            held = [value for value in vars(other).values() if isinstance(value, nn.Module)]
+            parts = {id(part) for module in held for part in (module, *module.children())}
+            if not followed & parts and self.what.parts.keys() & {"event", "step"}:
+                warnings.warn(
+                    f"{type(other).__name__} averages the weights and does not follow what {self.name} changes: give "
+                    "its model as mirrors= (a function that returns it, since it is made when training starts)",
+                    stacklevel=2,
+                )
 
     def _gather(self, trainer: Any) -> None:
         """Only what is new: Lightning keeps the last value of every metric, and each value must count once."""

@@ -7,6 +7,7 @@ that makes it, so the places whose outputs got a backward pass are learned in th
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -64,8 +65,8 @@ class Passes:
             if module._compiled_call_impl is not None:  # `module.compile()`: its hooks are not called
                 self._removes.append(self._surround(module, module._compiled_call_impl))
         _watch_compiled()
-        _LISTENERS.append(self)
-        self._removes.append(lambda: _LISTENERS.remove(self))
+        _LISTENERS.add(self)
+        self._removes.append(lambda: _LISTENERS.discard(self))
 
     def wait(self) -> None:
         """The next pass of training in the mode that the model has now begins a step."""
@@ -160,7 +161,7 @@ class _Hook:
         return _Hook, ()
 
 
-_LISTENERS: list[Passes] = []
+_LISTENERS: weakref.WeakSet[Passes] = weakref.WeakSet()
 
 
 def _watch_compiled() -> None:
@@ -172,7 +173,7 @@ def _watch_compiled() -> None:
     plain = kind.__call__
 
     def call(self: Any, *args: Any, **more: Any) -> Any:
-        for passes in _LISTENERS:
+        for passes in list(_LISTENERS):
             if passes.sees(self._orig_mod):
                 return passes.around(self._orig_mod, plain, self, *args, **more)
         return plain(self, *args, **more)

@@ -292,6 +292,10 @@ class RekindleCallback(Application, _callbacks.BaseCallback):  # type: ignore[mi
         """The networks and their targets."""
         return (*super().written(), *targets(self.model).values())
 
+    def trainer_step(self, step: int) -> int:
+        """Environment steps, in which everything is counted here."""
+        return int(self.num_timesteps)
+
     def change(self) -> Receipt:
         """Apply the method; targets, temperature and replay follow."""
         if self._stored is not None and self._off_policy:
