@@ -110,9 +110,9 @@ def lock(path: Path, mode: int = 0o666) -> BinaryIO | None:
             raise OSError(errno.ELOOP, "is a symbolic link: remove it", str(path)) from None
         file = os.fdopen(handle, "r+b")
         mine, named = os.fstat(handle), None
-        if not stat.S_ISREG(mine.st_mode):
+        if not stat.S_ISREG(mine.st_mode) or mine.st_nlink > 1:  # a second name may be a file of the user's
             file.close()
-            raise OSError(errno.EINVAL, "is not a regular file: remove it", str(path))
+            raise OSError(errno.EINVAL, "is not a plain file with one name: remove it", str(path))
         try:
             _take(handle)
         except OSError:

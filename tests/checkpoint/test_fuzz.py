@@ -271,6 +271,10 @@ def test_broken_dcp_folders_are_refused(tmp_path: Path) -> None:
     change(lambda m: m.state_dict_metadata["model.0.weight"].chunks.clear())
     change(lambda m: setattr(m.state_dict_metadata["model.0.weight"], "size", (5, 5)))
     change(lambda m: setattr(m.state_dict_metadata["model.0.weight"].properties, "dtype", "float32"))
+    change(lambda m: m.planner_data.update({"model.0.weight": ("model", "0,weight")}))
+    change(lambda m: m.storage_data.update(dict.fromkeys(m.storage_data, first(m))))  # two chunks in one place
+    path.write_bytes(good.replace(b"torch.strided", b"torch.stryded"))
+    refused(tmp_path / "in", "no layout")
     path.write_bytes(good[: len(good) // 2])
     refused(tmp_path / "in")
     path.write_bytes(good)

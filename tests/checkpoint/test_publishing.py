@@ -228,6 +228,15 @@ def test_a_snapshot_of_the_hub_cache_is_copied_as_files(tmp_path: Path) -> None:
         fire_file(snapshot, in_place=True)
 
 
+def test_a_journal_that_is_another_name_of_a_file_is_refused(tmp_path: Path) -> None:
+    save_file(small_model().state_dict(), tmp_path / "in")
+    (tmp_path / "precious").write_text("precious")
+    os.link(tmp_path / "precious", tmp_path / ".out.rekindle-journal")
+    with pytest.raises(CheckpointError, match="one name"):
+        fire_file(tmp_path / "in", tmp_path / "out")
+    assert (tmp_path / "precious").read_text() == "precious"
+
+
 def test_a_lock_on_a_file_that_was_removed_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, real, taken = tmp_path / "lock", files._take, []
 

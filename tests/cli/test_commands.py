@@ -318,3 +318,22 @@ def test_doctor_says_how_to_get_what_is_missing(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(doctor, "_version", lambda name: None if name == "pandas" else "1")
     assert 'pip install "torch-rekindle[report]"' in run("doctor").stdout
+
+
+def test_force_never_replaces_the_input(checkpoint: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    copy = folder / "model.safetensors"
+    copy.write_bytes(before := checkpoint.read_bytes())
+    for words in (
+        ("inspect", checkpoint, "--html", checkpoint),
+        ("plan", checkpoint, "-o", checkpoint),
+        ("compare", copy, checkpoint, "--html", checkpoint),
+        ("fire", folder, "-o", tmp_path / "out", "--html", copy),
+        ("fire", checkpoint, "-o", tmp_path / "out.html", "--html", tmp_path / "out.html"),
+    ):
+        assert "the input" in (line := one_line(run(*words, "--force"))) or "both" in line
+    assert checkpoint.read_bytes() == copy.read_bytes() == before
+    page = folder / "report.html"
+    page.write_text("old")
+    assert run("inspect", folder, "--html", page, "--force").exit_code == 0

@@ -156,12 +156,18 @@ class Window(io.RawIOBase):
         """The present place."""
         return self._at
 
+    def read(self, size: int | None = -1) -> bytes:
+        """So many bytes, or all that are left."""
+        left = max(0, self._length - self._at)
+        self._file.seek(self._start + self._at)
+        data = self._file.read(left if size is None or size < 0 else min(size, left))
+        self._at += len(data)
+        return data
+
     def readinto(self, buffer: Any) -> int:
         """Fill a buffer."""
-        self._file.seek(self._start + self._at)
-        data = self._file.read(max(0, min(len(buffer), self._length - self._at)))
+        data = self.read(len(buffer))
         buffer[: len(data)] = data
-        self._at += len(data)
         return len(data)
 
     def write(self, data: Any) -> int:

@@ -44,8 +44,20 @@ class _Fields:
 
 
 def _parts(*values: Any) -> Any:
-    """A value that is not needed: a path, a layout, a memory format."""
+    """A value that is not needed: a path."""
     return values
+
+
+def _layout(name: str) -> str:
+    if name not in ("torch.strided", "torch.sparse_coo"):
+        raise CheckpointError(f".metadata: {name!r:.100} is no layout of this format")
+    return name
+
+
+def _memory_format(number: int) -> int:
+    if number not in range(4):
+        raise CheckpointError(f".metadata: {number!r:.100} is no memory format")
+    return number
 
 
 _TUPLES = {"TensorProperties": ("dtype", "layout", "requires_grad", "memory_format", "pin_memory")}
@@ -57,8 +69,8 @@ _CLASSES: dict[tuple[str, str], Any] = {
         for name in (*_RECORDS, "MetadataIndex", "StorageMeta")
     },
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): type("_StorageInfo", (_Fields,), {}),
-    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"): _parts,
-    ("torch.serialization", "_get_layout"): _parts,
+    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"): _memory_format,
+    ("torch.serialization", "_get_layout"): _layout,
     ("torch", "Size"): lambda sides=(): tuple(sides),
     ("collections", "OrderedDict"): dict,
     **{(module, name): _parts for module in ("pathlib", "pathlib._local") for name in _PATHS},
@@ -241,8 +253,11 @@ class DcpPart:
                 continue
             self._tensors[key] = _stored(path, key, entry, places)
         _check_apart(path, self._used())
-        paths = found.planner_data if isinstance(found.planner_data, dict) else {}
-        return {key: tuple(paths[key]) if key in paths else (key,) for key in table}
+        listed = found.planner_data if isinstance(found.planner_data, dict) else {}
+        paths = {key: tuple(listed[key]) if key in listed else (key,) for key in table}
+        if any(".".join(map(str, parts)) != key for key, parts in paths.items()):
+            raise CheckpointError(f"{path}: a key is not the path to its value")
+        return paths
 
 
 class DcpStates:

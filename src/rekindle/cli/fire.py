@@ -74,7 +74,7 @@ def plan(
       rekindle plan ./my-model --ranks 64
     """
     if output is not None:
-        refuse_existing(output, force)
+        refuse_existing(output, force, path, config)
     from rekindle.checkpoint import open_checkpoint
 
     asked = options.planning(targets, include, exclude, heads, scale, conv, split_heads)
@@ -187,7 +187,9 @@ def fire(
 
     target = _target(path, output, in_place)
     if html is not None:
-        refuse_existing(html, force)
+        refuse_existing(html, force, path, plan, config)
+        if html.absolute() == target.absolute():
+            raise ValueError(f"{html} is the name of both the output and the page")
     asked = options.planning(targets, include, exclude, heads, scale, conv, split_heads)
     planned, described_by = options.loaded_plan(plan), options.architecture(config, model)
     facts: dict[str, Any] = {}

@@ -87,7 +87,7 @@ def inspect(
       rekindle inspect last.ckpt --reference first.ckpt --fail-on act
     """
     if html is not None:
-        refuse_existing(html, force)
+        refuse_existing(html, force, path, reference, plan, config)
     if (data or loss) and not model:
         raise ValueError("--data and --loss need --model FILE.py:NAME, the model that runs on the batches")
     if loss and not data:
@@ -250,7 +250,7 @@ def compare(
     from rekindle.cli.weights import changes, examine, more_signs
 
     if html is not None:
-        refuse_existing(html, force)
+        refuse_existing(html, force, first, second, plan, config)
     described_by, planned = options.architecture(config, model), options.loaded_plan(plan)
     answered = answers(first, model, data), answers(second, model, data)
     healths, spectra = [], []

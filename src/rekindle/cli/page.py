@@ -100,7 +100,7 @@ def report(
 
       rekindle report plan.json receipt.json
     """
-    refuse_existing(output, force)
+    refuse_existing(output, force, *results)
     data: dict[str, Any] = {}
     for path in results:
         for key, value in _read(path).items():

@@ -42,7 +42,7 @@ def polar(
     from rekindle.engine.isometry import polar as polar_factor
 
     if output is not None:
-        refuse_existing(output, force)
+        refuse_existing(output, force, file)
     matrices = _read(file)
     factor, certificate = polar_factor(matrices, solver=solver, tol=tol, certificate=True)
     if output is not None:

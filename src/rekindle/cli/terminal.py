@@ -244,8 +244,8 @@ def progress(what: str, total: float, quiet: bool = False) -> Iterator[Callable[
         bar.stop()
 
 
-def refuse_existing(path: Path, force: bool) -> None:
-    """Before any work: refuse an output that exists, or whose folder does not.
+def refuse_existing(path: Path, force: bool, *inputs: Path | None) -> None:
+    """Before any work: refuse an output that exists, or whose folder does not, and always one that is an input.
 
     >>> refuse_existing(Path("/no/such/folder/x.html"), force=False)
     Traceback (most recent call last):
@@ -258,3 +258,15 @@ def refuse_existing(path: Path, force: bool) -> None:
         raise ValueError(f"{path} is a {kind}: give the name of a file")
     if kind and not force:
         raise ValueError(f"{path} is there already; --force overwrites it")
+    for source in inputs if kind else ():
+        if source is not None and source.exists() and (path.samefile(source) or _belongs_to(path, source)):
+            raise ValueError(f"{path} is the input or a part of it: choose another name")
+
+
+def _belongs_to(path: Path, folder: Path) -> bool:
+    """Whether a file is one of those that make a folder a checkpoint."""
+    if not folder.is_dir() or folder.resolve() not in path.resolve().parents:
+        return False
+    from rekindle.checkpoint.folders import is_replaceable
+
+    return is_replaceable(path.name)
