@@ -247,7 +247,9 @@ def test_the_budget_is_kept_within_a_fifth(monkeypatch: pytest.MonkeyPatch, held
     clock = Clock()
     monkeypatch.setattr(advising, "perf_counter", clock)
     judged = data(held_out)
-    advice = advise(net(), data(), loss=clock.loss, held_out=judged, candidates=[FIRE()], budget=100, workers=1)
+    advice = advise(
+        net(), data(), loss=clock.loss, held_out=judged, candidates=[FIRE()], epochs=None, budget=100, workers=1
+    )
     assert 80 < clock() < 120 and advice.steps == advice.horizon
 
 

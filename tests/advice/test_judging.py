@@ -10,7 +10,7 @@ import torch
 from rekindle.advice import judging
 from rekindle.advice.candidates import Candidate
 from rekindle.advice.trials import Trace
-from rekindle.methods import FIRE
+from rekindle.methods import FIRE, FullReset
 
 
 def traces(*curves: list[float]) -> list[Trace]:
@@ -86,3 +86,44 @@ def test_where_doing_nothing_diverges_something_is_done() -> None:
     rows = [judging.Row("fire", "", 1.0, 2.0, difference=-math.inf), judging.Row("nothing", "", 1.0, math.inf)]
     assert judging.decide(rows, ["nothing", "fire"], 9, 9) == ("apply", "fire")
     assert judging.sentence("apply", rows[0], rows, 9, 9) == "Apply fire: doing nothing diverges."
+
+
+def rows_of(levels: dict[str, tuple[float, ...]], resets: str = "he-reset") -> list[judging.Row]:
+    """Rows of curves that begin at 3 and lie at these levels."""
+    curves = {name: traces(*([3.0, *([level] * 99)] for level in each)) for name, each in levels.items()}
+    made = {name: Candidate(name, FullReset("he") if name == resets else None) for name in levels}
+    return [judging.row(made[name], t, curves["nothing"], [], 100, 0.01) for name, t in curves.items()]
+
+
+def test_a_better_start_is_not_called_a_repair() -> None:
+    """A reset that learns no better than the network as it is shows that nothing was lost."""
+    fine = {"nothing": (2.0, 2.1, 2.05), "fire": (1.0, 1.1, 1.05), "he-reset": (2.1, 2.3, 2.2)}
+    tired = {**fine, "he-reset": (1.3, 1.4, 1.35)}
+    for levels, lost in ((fine, False), (tired, True)):
+        rows = rows_of(levels)
+        assert judging.lost(rows) is lost
+        answer, name = judging.decide(rows, list(levels), 100, 100)
+        said = judging.sentence(answer, next(row for row in rows if row.name == name), rows, 100, 100)
+        assert (answer, name) == ("apply", "fire") and "(48.8%) lower" in said
+        assert ("not a repair" in said) is not lost
+
+
+def test_a_sentence_never_contradicts_its_table() -> None:
+    """Below 2% the answer names the best remedy, its gain and the rule."""
+    rows = rows_of({"nothing": (2.0, 2.1), "fire": (1.98, 2.08)})
+    assert rows[1].difference_interval[1] < 0
+    said = judging.sentence("do nothing", rows[0], rows, 100, 100)
+    assert "the best remedy, fire" in said and "(1.0%) lower" in said and "below 2%" in said
+    worse = rows_of({"nothing": (2.0, 2.1), "fire": (2.2, 2.3)})
+    assert judging.sentence("do nothing", worse[0], worse, 100, 100).endswith(
+        "learns better than the network as it is."
+    )
+
+
+def test_equal_runs_and_short_horizons_decide_nothing() -> None:
+    same = traces([2.0] * 20, [2.0] * 20)
+    assert "all seeds gave the same run" in judging.unlearned([], same, "loss")
+    short = [judging.Row("fire", "", level=2.9, learned=0.03), judging.Row("nothing", "", level=3.0, learned=0.01)]
+    assert "too short" in judging.unlearned(short, [], "loss")
+    enough = [*short, judging.Row("he-reset", "", level=2.0, learned=0.3)]
+    assert judging.unlearned(enough, [], "loss") == ""

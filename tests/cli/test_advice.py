@@ -68,7 +68,7 @@ def test_a_setting_is_learned_up_to_a_boundary_and_asked_there() -> None:
     found = json.loads(result.stdout)
     assert found["source"]["text"].startswith("digits, seed 0: the network after 2 of 3 tasks")
     names = [row["name"] for row in found["advice"]["rows"]]
-    assert {"nothing", "fire", "fire-nearest", "full-reset"} <= set(names)
+    assert {"nothing", "fire", "lr:3", "he-reset"} <= set(names)
     result = run("probe", "digits", *small, "--boundary", 1, "--steps", 20, "--seeds", 2)
     assert result.exit_code == 0 and "steps" in result.stdout
     assert "boundaries 1 to 2" in one_line(run("probe", "digits", *small, "--boundary", 7))
@@ -92,7 +92,7 @@ def test_copies_of_an_agent_play(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     path.write_text(AGENT)
     for what in (["dqn-cartpole-quick", *short], [path]):
-        result = run("advise", *what, *few, "--otherwise", "fire-nearest", "--html", tmp_path / "page.html", "--force")
+        result = run("advise", *what, *few, "--otherwise", "fire", "--html", tmp_path / "page.html", "--force")
         assert result.exit_code == 0, result.output
         found = json.loads(result.stdout)["advice"]
         assert found["measure"] == "return" and found["steps"] == 40

@@ -93,6 +93,7 @@ class Advised(Remedy):
             optimizer=optimizer,
             candidates=self._candidates,
             otherwise=self.otherwise,
+            epochs=None,
             steps=self.steps,
             budget=self.budget,
             seeds=self.seeds,

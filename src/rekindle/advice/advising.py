@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import re
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice
@@ -28,6 +27,7 @@ from rekindle.advice.judging import (
     Row,
     decide,
     levels,
+    lost,
     ranked,
     risen,
     row,
@@ -35,10 +35,12 @@ from rekindle.advice.judging import (
     typical_spread,
     unlearned,
 )
+from rekindle.advice.progress import Progress
 from rekindle.advice.tasks import default_loss, instead
 from rekindle.advice.trials import JUDGED, SHOWN, Judge, Question, Rate, Trace, shown, spread_out
 from rekindle.blocks.names import unwrapped
 from rekindle.isolation import Batch, Loss, check_asked, check_loss, gradients_kept, random_states_kept
+from rekindle.methods.learning_rate import LearningRate, Rewarm
 from rekindle.methods.remedy import moments
 from rekindle.projection.method import Method
 from rekindle.projection.receipt import Receipt
@@ -52,7 +54,10 @@ _LOOKS = 16  # at the clock, and at held-out data, per horizon
 
 @dataclass(frozen=True)
 class Advice:
-    """What was found. `choice` is the method to apply, None for doing nothing; prints as a table."""
+    """What was found. `choice` is the method to apply, None for doing nothing; prints as a table.
+
+    `passes` is the horizon in passes over the new data; `price` what all trials cost, in trainings of that length.
+    """
 
     answer: Answer
     sentence: str
@@ -64,6 +69,8 @@ class Advice:
     seconds: float
     judged_on: str = "the new data"
     measure: Measure = "loss"
+    passes: float | None = None
+    price: float = math.nan
     candidates: tuple[Candidate, ...] = field(repr=False, default=())
     tried_with: tuple[Sequence[Batch], Loss | None] = field(repr=False, compare=False, default=((), None))
 
@@ -75,20 +82,28 @@ class Advice:
         return next(one.name for one in self.candidates if one.method is self.choice)
 
     @property
+    def lost(self) -> bool | None:
+        """Whether plasticity was lost: a reset learns better than the network as it is. None where none was tried."""
+        return None if self.measure == "return" else lost(self.rows)
+
+    @property
     def call(self) -> str:
         """The exact call to make."""
         return next(each.call for each in self.rows if each.name == self.chosen)
 
-    def apply(self, model: nn.Module, optimizer: Any = None, **arguments: Any) -> Receipt:
+    def apply(self, model: nn.Module, optimizer: Any = None, *, scheduler: Any = None, **arguments: Any) -> Receipt:
         """Do it: apply the chosen method to the model itself, with the batches and the loss that it was tried with.
 
-        Doing nothing gives an empty receipt. A method that acts while training is not applied but attached.
+        Doing nothing gives an empty receipt. Another learning rate is set in the optimizer and in the `scheduler`. A
+        method that acts while training is not applied but attached.
         """
         if self.choice is None:
             return Receipt(NOTHING)
+        if isinstance(self.choice, LearningRate):
+            return LearningRate(self.choice.factor, scheduler=scheduler)(model, optimizer)
         act = moments(self.choice).get("event")
-        if act is None or getattr(act, "watches", False):
-            raise ValueError(f"{self.chosen} acts while you train: rekindle.attach(model, optimizer, advice.choice)")
+        if act is None or getattr(act, "watches", False) or isinstance(act, Rewarm):
+            raise ValueError(f"{self.chosen} acts while you train: {self.call}")
         batches, loss = self.tried_with
         other, arguments["loss"] = arguments.pop("batches", None), arguments.get("loss") or loss
         with random_states_kept():  # a loader draws its order from the global states
@@ -101,14 +116,15 @@ class Advice:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON and for the page."""
-        about = ("answer", "sentence", "chosen", "call", "steps", "horizon", "seeds", "judged_on", "measure", "seconds")
+        about = [*("answer", "sentence", "chosen", "lost", "call", "steps", "horizon", "passes", "price", "seeds")]
+        about += ["judged_on", "measure", "seconds"]
         return {**{name: getattr(self, name) for name in about}, "rows": [asdict(row) for row in self.rows]}
 
     def __str__(self) -> str:
         short = any(each.error is None and each.share < 1 for each in self.rows)
         old = any(not math.isnan(each.old_end) for each in self.rows)
         at_once = any(not math.isnan(each.rise) for each in self.rows)
-        heads = ["candidate", self.measure, "− nothing", "95 % interval", "ranks"]
+        heads = ["candidate", self.measure, "− nothing", "95% interval", "ranks"]
         heads += ["expected"] * short + ["right after"] * at_once
         heads += ["old: right after", "old: at the end"] * old + ["drift"] * at_once
         lines = []
@@ -134,11 +150,13 @@ class Advice:
             lines.append(line)
         shown = table(heads, lines, terminal_width(), left=(0, 1))
         reached = f"{self.steps} of {self.horizon} steps" if self.steps < self.horizon else f"{self.steps} steps"
+        if self.passes is not None:
+            reached += f" (the horizon = {self.passes:.1f} passes over your data)"
         at_first = "; right after, old: change of the loss; drift: of the function (KL)" if at_once else ""
         notes = [
-            f"{reached}, {self.seeds} seeds, {self.seconds:.0f} s; {self.measure}: on {self.judged_on}, mean over the "
-            "last quarter of the steps;",
-            f"ranks: at a quarter, a half and the whole{at_first}; [95 % intervals]",
+            f"{reached}, {self.seeds} seeds, {self.seconds:.0f} s, as much training as {self.price:.1f} horizons;",
+            f"{self.measure}: on {self.judged_on}, mean over the last quarter of the steps;",
+            f"ranks: at a quarter, a half and the whole{at_first}; [95% intervals]",
         ]
         notes += ["expected: the curve's line in log(step) at the whole horizon ± the error of the fit"] * short
         return "\n".join([self.sentence, self.call, "", *shown, "", *notes])
@@ -155,19 +173,21 @@ def _around(value: float, interval: Interval, sign: str = "+") -> str:
 @instead(batches="new_batches", seconds="budget")
 def advise(
     model: nn.Module,
-    new_batches: Iterable[Batch],
+    new_batches: Iterable[Batch] | None = None,
     *,
+    tasks: Iterable[Iterable[Batch]] | None = None,
     loss: Loss | None = None,
     old_batches: Iterable[Batch] | None = None,
     held_out: Iterable[Batch] | None = None,
     optimizer: Any = None,
-    candidates: Mapping[str, Method | None] | Iterable[Method] | None = None,
+    candidates: Mapping[str, Method | str | None] | Iterable[Method | str] | None = None,
     layers: bool = False,
     otherwise: str | None = None,
     judge: Judge | None = None,
     schedule: Rate | None = None,
     clip: float | None = None,
     budget: float | str = "2m",
+    epochs: float | None = 1.0,
     steps: int | None = None,
     seeds: int | Sequence[int] = 3,
     copy: Callable[[], nn.Module] | None = None,
@@ -178,19 +198,23 @@ def advise(
     """Try remedies on copies of the model and say which to apply, if any. The model itself is not changed.
 
     new_batches, old_batches: what is to be learned now, and (optional) what should not be forgotten.
+    tasks: several lists of batches instead of new_batches, learned one after the other with the remedy at the
+        beginning of each; candidates are judged on the last, so that a remedy that stops helping is seen.
     held_out: batches of the new data that the model has never seen and that are not trained on: candidates are then
         judged by the loss on these (what generalises) instead of the loss while learning (what fits). `judge(model,
         batch)` is another number to judge them by, less is better: the share of wrong answers, where that counts.
     loss: `loss(model, batch)`; without it cross entropy of (inputs, labels), or the model's own `.loss`.
     schedule, clip: as training will be: the factor of the learning rate by the share of the training that has passed
         (0 to 1; `lambda share: min(1, share / 0.1)` is a warm-up), and the largest norm of the gradients.
-    candidates: methods, or a mapping of names to methods; without it those of `candidates_for(model)`.
+    candidates: methods or names ("fire", "lr:3", "he-reset"), or a mapping of names to methods; without it those of
+        `candidates_for(model)`: doing nothing, other learning rates, FIRE, a reset, and what fits the model.
     layers: also FIRE on each group of layers alone, by kind (convolutions, queries and keys, MLPs, …) and by depth.
     otherwise: the candidate that is chosen where trials cannot tell, if they did not show that it does harm; without
-        it that is doing nothing. "fire-nearest" did best over the laboratory's settings.
-    budget: seconds, or a text such as "90s", "2m", "1h". `steps` is the horizon: how long training will go on; without
-        it the longest that the budget allows; 20 at least. A budget that ends before a quarter of it gives "cannot
-        tell".
+        it that is doing nothing.
+    epochs, steps: the horizon, how long training will go on: passes over the new batches, or steps; 20 steps at least.
+        `epochs=None` without steps: as long as the budget allows.
+    budget: seconds at most, or a text such as "90s", "2m", "1h". One that ends before a quarter of the horizon gives
+        "cannot tell".
     seeds: how many, or which; at least three for a useful interval.
     copy: a function that returns a copy of the model, for models that cannot be deep-copied.
     workers, on: how many processes (as many as cores without it), and "ray" for Ray. Each candidate has one copy of
@@ -206,27 +230,39 @@ def advise(
     (True, [...])
     """
     began = perf_counter()
-    check_asked("advise", model, new_batches)
+    check_asked("advise", model, [] if tasks is not None else new_batches)
     refuse_shards(model, "advise()", "batches")
     check_loss(loss)
     seconds = seconds_of(budget)
     chosen = list(range(seeds)) if isinstance(seeds, int) else list(seeds)
     if steps is not None and steps < 1:
         raise ValueError(f"steps={steps}: give the steps that training will go on")
+    if epochs is not None and not epochs > 0:
+        raise ValueError(f"epochs={epochs}: give the passes over the data that training will go on")
+    if (new_batches is None) == (tasks is None):
+        raise ValueError("give new_batches, what is to be learned next, or tasks, several of these")
     with random_states_kept(), gradients_kept(model):  # a loader draws its order from the global states
-        new, old, judged = ([] if given is None else list(given) for given in (new_batches, old_batches, held_out))
+        old, judged = ([] if given is None else list(given) for given in (old_batches, held_out))
+        learned = [list(task) for task in ([new_batches] if tasks is None else tasks) if task is not None]
+        new = [batch for task in learned for batch in task]
         if judge is not None and not judged:
             raise ValueError("judge= looks at held-out batches: give held_out= too")
         if not new or not chosen:
             raise ValueError("advise needs at least one batch of new data and one seed")
-        question = Question(model, optimizer, new, old, loss or default_loss, copy, judged, schedule, clip, judge)
+        if not all(learned):
+            raise ValueError("tasks holds an empty list: every task needs batches")
+        question = Question(
+            *(model, optimizer, learned[0], old, loss or default_loss, copy, judged, schedule, clip, judge),
+            later=learned[1:],
+        )
         tried = to_try(unwrapped(model), new, candidates, layers)
         return compared(
             question,
             tried,
             chosen,
             until=(began, seconds),
-            steps=steps,
+            steps=round(epochs * len(new)) if steps is None and epochs is not None else steps,
+            batches=len(new),
             otherwise=otherwise,
             workers=workers,
             on=on,
@@ -256,6 +292,7 @@ def compared(
     on: str | None,
     progress: bool | None,
     judged_on: str,
+    batches: int | None = None,
     measure: Measure = "loss",
     tried_with: tuple[Sequence[Batch], Loss | None] = ((), None),
 ) -> Advice:
@@ -276,6 +313,12 @@ def compared(
     rows.sort(key=lambda each: (each.error is not None, -each.share, each.level))
     waiting = unlearned([each for each in rows if each.name in race.running], nothing, measure)
     answer, name = decide(rows, race.running, race.steps, horizon, otherwise or NOTHING, waiting=bool(waiting))
+    if (
+        waiting
+        and measure != "return"
+        and all(each.difference_interval[0] > 0 for each in rows if each.name != NOTHING)
+    ):
+        answer, name = decide(rows, race.running, race.steps, horizon)  # harm is seen before anything is learned
     if measure == "return":
         rows = [risen(each) for each in rows]
     method = next(one.method for one in tried if one.name == name)
@@ -291,6 +334,8 @@ def compared(
     return Advice(
         *(answer, said, method, tuple(rows), race.steps, horizon, len(seeds), perf_counter() - until[0], judged_on),
         measure=measure,
+        passes=horizon / batches if batches else None,
+        price=sum(trace.steps for traces in race.traces.values() for trace in traces) / horizon,
         candidates=tuple(tried),
         tried_with=tried_with,
     )
@@ -325,7 +370,7 @@ class _Race:
         self._first_steps, self._otherwise = first_steps, otherwise
         self._where, self._seconds, self._end = where, seconds, began + seconds
         self._seeds = len(seeds)
-        self._shown = sys.stderr.isatty() if progress is None else progress
+        self._progress = Progress(progress)
         self.names = [candidate.name for candidate in candidates]
         self.traces: dict[str, list[Trace]] = {}
         self.running = list(self.names)
@@ -356,8 +401,7 @@ class _Race:
                 break
             if share < 1 and not self._in_time(horizon):
                 self._drop()
-        if self._shown:
-            sys.stderr.write("\r\x1b[K")
+        self._progress.close()
         # If no horizon was given, it is what was reached: fewer candidates were dropped than expected.
         return horizon if steps is not None else max(self.steps, _LEAST)
 
@@ -428,8 +472,5 @@ class _Race:
         self._where.drop([self.names.index(name) * self._seeds + s for name in out for s in range(self._seeds)])
 
     def _say(self, horizon: int) -> None:
-        if self._shown:
-            left = max(self._end - perf_counter(), 0)
-            text = f"advise: {len(self.running)} candidates, step {self.steps} of {horizon}, at most {left:.0f} s left"
-            sys.stderr.write(f"\r{text}\x1b[K")
-            sys.stderr.flush()
+        text = f"advise: {len(self.running)} candidates, step {self.steps} of {horizon}"
+        self._progress.show(text, self.steps / horizon)

@@ -12,8 +12,10 @@ from torch import nn
 
 from rekindle import methods
 from rekindle.isolation import Batch
-from rekindle.methods import DASH, FIRE, Compose, FullReset, HeadReset, ReDo, ShrinkPerturb, StartNorm
+from rekindle.methods import DASH, FIRE, Compose, FullReset, LearningRate, ReDo, ShrinkPerturb, StartNorm
 from rekindle.methods.caching import PerModel
+from rekindle.methods.learning_rate import Rewarm
+from rekindle.methods.naming import named
 from rekindle.methods.remedy import moments
 from rekindle.methods.start_norm import scale_invariant
 from rekindle.projection.method import Method
@@ -45,6 +47,28 @@ class Candidate:
         """
         if self.method is None:
             return "pass  # do nothing"
+        if isinstance(self.method, LearningRate):
+            return f"for group in optimizer.param_groups: group['lr'] *= {self.method.factor:g}"
+        if isinstance(self.method, Rewarm):
+            return (
+                f"rekindle.attach(model, optimizer, rekindle.methods.{self.method!r}, at=1), which acts while you train"
+            )
+        if type(self.method) is FIRE and not self.method.recalibrate and _expression(self.method):
+            options = "".join(f", {name}={value!r}" for name, value in self.method.settings().items() if value)
+            return f"rekindle.fire(model, optimizer{options})"
+        return self._applied()
+
+    @property
+    def resets(self) -> bool:
+        """Whether nothing of what was learned is left: it shows what a new network would do.
+
+        >>> from rekindle.methods import HeadReset
+        >>> Candidate("reset", FullReset("he")).resets, Candidate("head", HeadReset()).resets
+        (True, False)
+        """
+        return type(self.method) is FullReset
+
+    def _applied(self) -> str:
         parts = moments(self.method)
         event, kinds = parts.get("event"), [*parts]
         said = []
@@ -61,8 +85,9 @@ class Candidate:
     def written(self) -> str:
         """The method as it is written in Python; "method" where no text makes it again.
 
-        >>> Candidate("both", Compose([FIRE(scale="nearest"), HeadReset()])).written[:61]
-        'rekindle.methods.Compose([rekindle.methods.FIRE(recalibrate=F'
+        >>> from rekindle.methods import HeadReset
+        >>> Candidate("both", Compose([FIRE(scale="nearest"), HeadReset()])).written
+        "rekindle.methods.Compose([rekindle.methods.FIRE(scale='nearest'), rekindle.methods.HeadReset()])"
         >>> Candidate("new", FullReset(fresh=lambda: nn.Linear(1, 1))).written
         'method'
         """
@@ -91,7 +116,7 @@ def _made_with(method: Any) -> dict[str, Any]:
 def to_try(
     model: nn.Module,
     batches: Sequence[Batch],
-    given: Mapping[str, Method | None] | Iterable[Method] | None,
+    given: Mapping[str, Method | str | None] | Iterable[Method | str] | None,
     layers: bool,
 ) -> list[Candidate]:
     """The candidates that were given, or those that make sense for the model; with `layers` also groups of layers."""
@@ -101,41 +126,30 @@ def to_try(
 
 
 def candidates_for(model: nn.Module, batches: Sequence[Batch] = ()) -> list[Candidate]:
-    """Nothing, FIRE at two scales and on the groups of layers that the model has, and the other remedies that fit it.
+    """What people choose among: nothing, the learning rate, FIRE, a reset, shrink-and-perturb, and what fits the model.
 
-    With batches ReDo is among them only where neurons are dormant on these.
+    With batches the remedies for dormant neurons are among them only where neurons are dormant on these.
 
     >>> net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4, 2))
-    >>> [candidate.name for candidate in candidates_for(net)]
-    ['nothing', 'fire', 'fire-nearest', 'fire-half', 'shrink-perturb', 'head-reset', 'full-reset', 'redo']
+    >>> " ".join(candidate.name for candidate in candidates_for(net))
+    'nothing lr:0.33 lr:3 rewarm fire fire-start he-reset shrink-perturb fire-zero-biases redo'
     """
-    found: list[tuple[str, Method | None]] = [(NOTHING, None)]
+    names = ["lr:0.33", "lr:3", "rewarm"]
     try:
-        projected = [entry for entry in plan(model, measure="none").entries if entry.reason is None]
+        projected = any(entry.reason is None for entry in plan(model, measure="none").entries)
     except ValueError:
-        projected = []  # nothing that FIRE could project
-    if projected:
-        found += [
-            ("fire", FIRE()),
-            ("fire-nearest", FIRE(scale="nearest")),
-            ("fire-half", FIRE(strength=0.5)),
-        ]
-        roles = {block.role for entry in projected for block in entry.blocks}
-        for group, members in _GROUPS.items():
-            if roles & members and roles - members:
-                found += [(f"fire-{group}", FIRE(targets=group)), (f"fire-nearest-{group}", _nearest(group))]
+        projected = False  # nothing that FIRE could project
+    names += ["fire", "fire-start"] * projected + ["he-reset"]
+    found = [Candidate(NOTHING), *(Candidate(name, named(name)) for name in names)]
+    found.append(Candidate("shrink-perturb", ShrinkPerturb(0.8, "fresh")))
     if any(isinstance(module, _NORMS) for module in model.modules()):
-        found.append(("dash", DASH()))
+        found.append(Candidate("dash", DASH()))
     if scale_invariant(model):
-        found.append(("start-norm", StartNorm()))
-    found += [
-        ("shrink-perturb", ShrinkPerturb(0.8, "fresh")),
-        ("head-reset", HeadReset()),
-        ("full-reset", FullReset()),
-    ]
+        found.append(Candidate("start-norm", StartNorm()))
     if not batches or _dormant(model, batches[:_LOOKED_AT]):
-        found.append(("redo", ReDo()))
-    return [Candidate(*one) for one in found]
+        found += [Candidate("fire-zero-biases", named("fire-zero-biases"))] * projected
+        found.append(Candidate("redo", ReDo()))
+    return found
 
 
 def layer_groups(model: nn.Module) -> list[Candidate]:
@@ -166,31 +180,34 @@ def _kind(role: str) -> str:
     return next((kind for kind, roles in known.items() if role in roles), "others")
 
 
-def given_candidates(given: Mapping[str, Method | None] | Iterable[Method]) -> list[Candidate]:
-    """The user's own, with doing nothing (whatever its name was) as the first.
+def given_candidates(given: Mapping[str, Method | str | None] | Iterable[Method | str]) -> list[Candidate]:
+    """The user's own, with doing nothing (whatever its name was) as the first. A list may hold names.
 
-    >>> [one.name for one in given_candidates([FIRE(), FIRE(scale="nearest")])]
-    ['nothing', 'fire', 'fire-2']
+    >>> [one.name for one in given_candidates([FIRE(), FIRE(scale="nearest"), "lr:3"])]
+    ['nothing', 'fire', 'fire-2', 'lr:3']
     """
     if callable(given) or isinstance(given, str) or not isinstance(given, Iterable):
         raise TypeError(
-            f"candidates is a list of methods, or a dict from names to methods, got {given!r}: put it in []"
+            f"candidates is a list of methods or names, or a dict from names to methods, got {given!r}: put it in []"
         )
     if isinstance(given, Mapping):
-        named = [Candidate(name, method) for name, method in given.items()]
+        listed = [Candidate(name, named(m) if isinstance(m, str) else m) for name, m in given.items()]
     else:
-        named, taken = [], Counter[str]()
+        listed, taken = [], Counter[str]()
         for method in given:
-            name: Any = getattr(method, "name", type(method).__name__)
+            if method in (None, NOTHING):
+                continue
+            name: Any = method if isinstance(method, str) else getattr(method, "name", type(method).__name__)
             taken[name] += 1
-            named.append(Candidate(name if taken[name] == 1 else f"{name}-{taken[name]}", method))
-    for one in named:
+            made = named(method) if isinstance(method, str) else method
+            listed.append(Candidate(name if taken[name] == 1 else f"{name}-{taken[name]}", made))
+    for one in listed:
         if isinstance(one.method, type) or (one.method is not None and not callable(one.method)):
             right = f"{one.method.__name__}()" if isinstance(one.method, type) else "rekindle.methods.FIRE()"
             raise TypeError(
                 f"candidate {one.name!r} is {one.method!r}: give a method such as {right}, or None for nothing"
             )
-    acting = [one for one in named if one.method is not None]
+    acting = [one for one in listed if one.method is not None]
     for name, count in Counter(one.name for one in acting).items():
         if name == NOTHING:
             raise ValueError(f"{name!r} is the name of doing nothing: call the method otherwise")
@@ -200,7 +217,7 @@ def given_candidates(given: Mapping[str, Method | None] | Iterable[Method]) -> l
 
 
 def acting_at_once(
-    given: Mapping[str, Method | None] | Iterable[Method] | None,
+    given: Mapping[str, Method | str | None] | Iterable[Method | str] | None,
 ) -> Mapping[str, Method | None] | None:
     """The same by name, for who applies a remedy at once: an error for one that acts at every step.
 
@@ -209,13 +226,13 @@ def acting_at_once(
     """
     if given is None:
         return None
-    named = given_candidates(given)
-    for one in named:
+    listed = given_candidates(given)
+    for one in listed:
         if one.method is not None and moments(one.method).keys() - {"event"}:
             raise ValueError(
                 f"candidate {one.name!r} acts at every step: attach it instead, this applies remedies at once"
             )
-    return {one.name: one.method for one in named}
+    return {one.name: one.method for one in listed}
 
 
 def _dormant(model: nn.Module, batches: Sequence[Batch]) -> bool:
@@ -227,7 +244,3 @@ def _dormant(model: nn.Module, batches: Sequence[Batch]) -> bool:
     except Exception:  # a loss may call the model otherwise than by its first input
         return False
     return any(bool((score <= found.tau).any()) for score in scores.values())
-
-
-def _nearest(group: str) -> FIRE:
-    return FIRE(targets=group, scale="nearest")

@@ -22,7 +22,7 @@ Measure = Literal["loss", "judged", "return"]
 Trials of agents have −return in place of a loss, until `risen`.
 """
 HORIZONS = (0.25, 0.5, 1.0)
-LEARNED = 0.2  # of the level at the beginning: until a candidate is better by this, nobody has learned anything
+LEARNED = 0.2  # of the level at the beginning: until a candidate is better by this, none has learned (probe's gain)
 SMALL = 0.02  # of the loss: gains below this are no reason to act
 _WORDS = {"loss": "loss", "judged": "judged value"}
 _NONE: Interval = (math.nan, math.nan)
@@ -37,7 +37,8 @@ class Row:
     level − that of nothing over the same steps, pairwise; `expected` the level extrapolated to the whole horizon by a
     line in log(step), with the standard error of that fit. `rise` is the change of the loss on the new data right
     after the remedy, `old_rise` and `old_end` the change on the old data right after it and at the end; `drift` how
-    far the function moved (KL divergence of class scores). `curve` is [step, loss], the mean over seeds.
+    far the function moved (KL divergence of class scores). `curve` is [step, loss], the mean over seeds. `learned` is
+    the share of its first loss by which the candidate came down, `resets` whether nothing of the old network is left.
     """
 
     name: str
@@ -59,16 +60,18 @@ class Row:
     drift_interval: Interval = _NONE
     ranks: tuple[int, ...] = ()
     curve: tuple[tuple[int, float], ...] = ()
+    learned: float = math.nan
+    resets: bool = False
     error: str | None = None
 
 
 def levels(traces: Sequence[Trace], steps: int | None = None) -> list[float]:
-    """Per seed the mean loss over the last quarter of the first `steps` steps."""
+    """Per seed the mean loss over the last quarter of the first `steps` steps (of the last task, if of several)."""
     found = []
     for trace in traces:
         end = steps or trace.steps
         curve = [(step, loss) for step, loss in trace.curve() if step <= end] or trace.curve()[:1]
-        last = [loss for step, loss in curve if step > 0.75 * end] or [curve[-1][1]]
+        last = [loss for step, loss in curve if step > (1 - 0.25 / trace.tasks) * end] or [curve[-1][1]]
         found.append(sum(last) / len(last))
     return found
 
@@ -81,8 +84,8 @@ def expected(traces: Sequence[Trace], horizon: int) -> tuple[float, float]:
     level = sum(levels(traces)) / len(traces)
     taken = traces[0].steps
     seen = [(math.log(step), loss) for step, loss in mean_curve(traces) if step > taken / 2]
-    if taken >= horizon:
-        return level, 0.0
+    if taken >= horizon or traces[0].tasks > 1:
+        return level, 0.0 if taken >= horizon else math.nan
     if len(seen) < 4 or not all(math.isfinite(loss) for _, loss in seen):
         return level, math.nan  # too few points for a line
     count = len(seen)
@@ -123,7 +126,7 @@ def row(
     """What the trials of a candidate show, next to those of doing nothing; `typical` is that of `typical_spread`."""
     error = next((trace.error for trace in traces if trace.error), None)
     if error:
-        return Row(candidate.name, call or candidate.call, error=error)
+        return Row(candidate.name, call or candidate.call, resets=candidate.resets, error=error)
     taken = traces[0].steps
     level, interval = mean_interval(levels(traces))
     difference, around = 0.0, (0.0, 0.0)
@@ -156,28 +159,50 @@ def row(
         drift_interval,
         tuple(ranks),
         tuple(_thinned(curve, stride)),
+        _learned(traces),
+        candidate.resets,
     )
 
 
 def unlearned(rows: Sequence[Row], nothing: Sequence[Trace], measure: Measure) -> str:
-    """Why it is too early to decide: nobody has learned anything; empty where somebody has, or that is not known.
-
-    Only returns have a beginning.
+    """Why it is too early to decide: no candidate has learned, or seeds do not differ; empty where that is not so.
 
     >>> unlearned([Row("fire", "", level=-21.0)], [Trace(begun=-20.0)], "return")
     'no candidate has learned anything yet, the return began at 20'
     >>> unlearned([Row("fire", "", level=-30.0)], [Trace(begun=-20.0)], "return")
     ''
+    >>> unlearned([Row("fire", "", level=2.0, learned=0.03)], [], "loss")
+    'no candidate has lowered its loss by 20% (3% at most), so the horizon is too short'
     """
-    if measure != "return" or any(trace.losses and not math.isfinite(trace.losses[-1]) for trace in nothing):
+    tried = [each for each in rows if each.error is None]
+    if measure != "return":
+        if len(nothing) > 1 and len({tuple(trace.losses) for trace in nothing}) == 1 and nothing[0].losses:
+            return "all seeds gave the same run, so there is no interval: give several batches"
+        known = [each.learned for each in tried if not math.isnan(each.learned)]
+        if not known or max(known) >= LEARNED or not all(math.isfinite(each.level) for each in tried):
+            return ""
+        most = f"{LEARNED:.0%} ({max(known):.0%} at most)"
+        return f"no candidate has lowered its loss by {most}, so the horizon is too short"
+    if any(trace.losses and not math.isfinite(trace.losses[-1]) for trace in nothing):
         return ""
-    known = [trace.begun for trace in nothing if not math.isnan(trace.begun)]
-    if not known:
+    begins = [trace.begun for trace in nothing if not math.isnan(trace.begun)]
+    if not begins:
         return "no episode of doing nothing has ended"
-    begun = sum(known) / len(known)
-    if any(each.level < begun - LEARNED * abs(begun) for each in rows if each.error is None):
+    begun = sum(begins) / len(begins)
+    if any(each.level < begun - LEARNED * abs(begun) for each in tried):
         return ""
     return f"no candidate has learned anything yet, the return began at {0.0 - begun:.3g}"
+
+
+def lost(rows: Sequence[Row]) -> bool | None:
+    """Whether a reset learns better than the network as it is: the test of lost plasticity. None where none was tried.
+
+    >>> better = Row("he-reset", "", difference_interval=(-0.4, -0.1), resets=True)
+    >>> lost([better]), lost([replace(better, difference_interval=(-0.1, 0.2))]), lost([])
+    (True, False, None)
+    """
+    resets = [each for each in rows if each.resets and each.error is None]
+    return any(each.difference_interval[1] < 0 for each in resets) if resets else None
 
 
 def decide(
@@ -191,7 +216,7 @@ def decide(
     """The answer, and the name of the candidate that it means.
 
     Below a quarter of the horizon nothing is decided: the order of candidates still changes there. Nor is it where
-    everybody is still `waiting` to learn anything. Where trials cannot tell, `otherwise` is meant, unless it was seen
+    no candidate has learned yet (`waiting`). Where trials cannot tell, `otherwise` is meant, unless it was seen
     to be worse than doing nothing at a time when something had been learned.
     """
     alive = [each for each in rows if each.error is None and each.name in running]
@@ -255,34 +280,68 @@ def sentence(
     measure: Measure = "loss",
     waiting: str = "",
 ) -> str:
-    """The answer as a sentence; `waiting` is that of `unlearned`."""
+    """The answer as a sentence; `rows` as they are shown, `waiting` is that of `unlearned`."""
+    side, what, sign = ("higher", "return", 1) if measure == "return" else ("lower", _WORDS[measure], -1)
     if answer == "apply" and not math.isfinite(chosen.difference):
         return f"Apply {chosen.name}: doing nothing diverges."
+    others = [each for each in rows if each.error is None and each.name != NOTHING]
+    best = max(others, key=lambda each: sign * each.difference) if others else None
+    nothing = next((each.level for each in rows if each.name == NOTHING), math.nan)
+    gone = None if measure == "return" else lost(rows)
     if answer == "apply":
         low, high = sorted(map(abs, chosen.difference_interval))
-        side, what = ("higher", "return") if measure == "return" else ("lower", _WORDS[measure])
-        said = f"Apply {chosen.name}: its {what} is {abs(chosen.difference):.3g} {side} than doing nothing "
-        said += f"[{low:.3g}, {high:.3g}]"
+        said = f"Apply {chosen.name}: its {what} is {abs(chosen.difference):.3g}{_share(chosen, nothing)} {side} than "
+        said += f"doing nothing [{low:.3g}, {high:.3g}]"
         if chosen.old_end > 0:
             said += f", and the loss on the old data ends {chosen.old_end:.3g} higher than before"
+        if gone is False:
+            said += ". Nothing was lost, since a reset learns no better: this is a better start, not a repair"
         return f"{said}."
     if answer == "do not":
         return "Do not: every remedy that was tried learns worse than the network as it is."
     if answer == "do nothing":
+        if best is not None and sign * best.difference > 0:
+            low, high = sorted(map(abs, best.difference_interval)) if _signed(best) else best.difference_interval
+            return (
+                f"Do nothing: the best remedy, {best.name}, has a {what} that is {abs(best.difference):.3g}"
+                f"{_share(best, nothing)} {side} [{low:.3g}, {high:.3g}], and a gain below {SMALL:.0%} is no reason "
+                "to act."
+            )
         return "Do nothing: no remedy learns better than the network as it is."
-    if all(each.error is not None for each in rows if each.name != NOTHING):
+    if not others:
         return "Cannot tell: no candidate could be tried (the table says why)."
     if steps < round(HORIZONS[0] * horizon):
         reason = f"a quarter of the horizon is {round(HORIZONS[0] * horizon)} steps, and earlier orders mislead"
     elif waiting:
         reason = waiting
+    elif best is not None and sign * best.difference > 0:
+        reason = f"{best.name} may be better, but its interval includes no gain"
     else:
-        sign = -1 if measure == "return" else 1
-        wide = [each for each in rows if each.error is None and sign * each.difference < 0]
-        best = min(wide, key=lambda each: sign * each.difference) if wide else None
-        reason = f"{best.name} may be better, but its interval includes no gain" if best else "nothing stands out"
+        reason = "nothing stands out"
     said = f"Cannot tell with this budget ({steps} of {horizon} steps): {reason}. Give more time or seeds."
     return said if chosen.name == NOTHING else f"{said} Until then {chosen.name}, as you asked."
+
+
+def _signed(row: Row) -> bool:
+    """Whether the interval lies on one side of zero."""
+    low, high = row.difference_interval
+    return low * high > 0
+
+
+def _share(row: Row, nothing: float) -> str:
+    """The difference as a percentage of doing nothing."""
+    return f" ({abs(row.difference / nothing):.1%})" if nothing and math.isfinite(nothing) else ""
+
+
+def _learned(traces: Sequence[Trace]) -> float:
+    """The share of the first loss by which the last quarter of the training losses is lower, the mean over seeds."""
+    shares = []
+    for trace in traces:
+        last = trace.losses[-max(len(trace.losses) // 4, 1) :]
+        if not trace.losses or not 0 < trace.losses[0] < math.inf:
+            return math.nan
+        shares.append(1 - sum(last) / len(last) / trace.losses[0])
+    return sum(shares) / len(shares)
 
 
 def ranked(traces: Mapping[str, Sequence[Trace]], names: Sequence[str], horizon: int) -> dict[str, int]:

@@ -26,7 +26,7 @@ from rekindle.advice.trials import shown
 from rekindle.blocks.names import is_sharded, unwrapped
 from rekindle.isolation import Batch, Loss, check_loss, random_states_kept
 from rekindle.methods.call import Call, replicas
-from rekindle.methods.remedy import Remedy
+from rekindle.methods.remedy import Remedy, moments
 from rekindle.monitoring.guard import Guard
 from rekindle.monitoring.monitor import Monitor
 from rekindle.monitoring.schedules import Schedule
@@ -169,7 +169,9 @@ class Inquiry:
         """The candidates by name."""
         if self.candidates is not None:
             return given_candidates(self.candidates)
-        return candidates_for(model, list(_now(self.batches))[:4])
+        # A keeper applies at once: what also acts at later steps is for `attach`.
+        tried = candidates_for(model, list(_now(self.batches))[:4])
+        return [one for one in tried if one.method is None or moments(one.method).keys() == {"event"}]
 
     def ask(self, model: nn.Module, optimizer: Any, seconds: float, clock: Callable[[], float]) -> Reply:
         """Probe; if plasticity is lost and there is enough time, call `advise` too. The batches must have been read."""
@@ -204,6 +206,7 @@ class Inquiry:
                 old_batches=list(_now(self.old_batches)),
                 optimizer=optimizer,
                 candidates=candidates,
+                epochs=None,
                 steps=self.steps,
                 budget=seconds,
                 seeds=self.seeds,

@@ -17,7 +17,6 @@ the loss curve below it. A young network often scores above 1; one that has lost
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -30,6 +29,7 @@ from torch.func import functional_call
 
 from rekindle import initial
 from rekindle.advice.intervals import Interval, mean_interval
+from rekindle.advice.progress import Progress
 from rekindle.advice.tasks import Prepared, Task, instead, prepare
 from rekindle.advice.trials import optimizers_like
 from rekindle.blocks.names import cleaner, unwrapped
@@ -158,7 +158,7 @@ def probe(
     check_loss(loss)
     allowed = (30.0 if steps is None else float("inf")) if seconds is None else seconds
     model = unwrapped(model)
-    bar = _Progress(progress, 2 * len(chosen))
+    bar = Progress(progress)
     # A module that is kept in evaluation mode (a frozen BatchNorm) stays so; a model that is in it as a whole trains.
     trained = [module for module in model.modules() if module.training] if model.training else True
     with attributes_kept(model), isolated(model, training=trained):
@@ -181,7 +181,8 @@ def probe(
                 else:
                     learner.run(taken, now + share)
                 learned[who].append(learner.losses)
-                bar.tick(f"probe: seed {number + 1} of {len(chosen)}, {who}")
+                done = sum(map(len, learned.values())) / (2 * len(chosen))
+                bar.show(f"probe: seed {number + 1} of {len(chosen)}, {who}", done)
     bar.close()
     taken = min(len(curve) for curves in learned.values() for curve in curves)
     return _result(str(task), learned, taken, levels, gain, perf_counter() - began)
@@ -355,24 +356,3 @@ def _mean_curve(curves: Sequence[Sequence[float]]) -> list[float]:
 
 def _first_below(curve: Sequence[float], level: float) -> int | None:
     return next((step + 1 for step, loss in enumerate(curve) if loss <= level), None)
-
-
-class _Progress:
-    """One updating line on a terminal; silent elsewhere unless requested."""
-
-    def __init__(self, wanted: bool | None, total: int) -> None:
-        self._shown = sys.stderr.isatty() if wanted is None else wanted
-        self._total, self._done, self._began = total, 0, perf_counter()
-
-    def tick(self, text: str) -> None:
-        self._done += 1
-        if self._shown:
-            passed = perf_counter() - self._began
-            left = passed / self._done * (self._total - self._done)
-            sys.stderr.write(f"\r{text}, about {left:.0f} s left\x1b[K")
-            sys.stderr.flush()
-
-    def close(self) -> None:
-        if self._shown:
-            sys.stderr.write("\r\x1b[K")
-            sys.stderr.flush()

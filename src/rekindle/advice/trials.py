@@ -21,6 +21,7 @@ from rekindle.advice.tasks import output
 from rekindle.blocks.names import unwrapped
 from rekindle.engine.arithmetic import to_float64
 from rekindle.isolation import Loss, explained, forked_rng, isolated
+from rekindle.methods.learning_rate import LearningRate
 from rekindle.methods.remedy import Moment, Remedy, moments
 from rekindle.optimizers import unwrap
 from rekindle.projection.recalibration import recalibrate
@@ -52,6 +53,7 @@ class Question:
     schedule: Rate | None = None
     clip: float | None = None
     judge: Judge | None = None
+    later: Sequence[list[Any]] = ()
 
     @property
     def device(self) -> str:
@@ -89,6 +91,7 @@ class Trace:
     old_end: float = math.nan
     begun: float = math.nan
     error: str | None = None
+    tasks: int = 1
 
     @property
     def steps(self) -> int:
@@ -104,8 +107,8 @@ class Trial:
     """One candidate with one seed: the remedy is applied when the trial is made."""
 
     def __init__(self, question: Question, candidate: Candidate, seed: int) -> None:
-        self.trace = Trace()
-        self._question = question
+        self.trace = Trace(tasks=1 + len(question.later))
+        self._question, self._task = question, 0
         self._parts: dict[Moment, Any] = {}
         self._draws = torch.Generator().manual_seed(seed)
         self._order = torch.Generator().manual_seed(seed)
@@ -115,7 +118,6 @@ class Trial:
         self._optimizers = optimizers_like(
             question.optimizer, twins(unwrapped(question.model), self._model), state=True
         )
-        self._rates = [[_base(group) for group in each.param_groups] for each in self._optimizers]
         # A module kept in evaluation mode (a frozen BatchNorm) stays so; a model that is in it as a whole trains.
         every = not self._model.training
         self._training = [module for module in self._model.modules() if every or module.training]
@@ -134,6 +136,7 @@ class Trial:
         except Exception as error:
             self._refuse(error)
             return
+        self._rates = [[_base(group) for group in each.param_groups] for each in self._optimizers]
         after, old_after = self._losses(question.new), self._losses(question.old)
         self.trace.rises = [a - b for a, b in zip(after, at_first, strict=True)]
         self.trace.old_rises = [a - b for a, b in zip(old_after, old, strict=True)]
@@ -146,6 +149,7 @@ class Trial:
             with forked_rng(self._noise, self._model):
                 for _ in range(steps):
                     self._set_rate((self.trace.steps + 0.5) / horizon)
+                    self._begin_task(int(self.trace.steps * self.trace.tasks / horizon))
                     loss = self._step()
                     if self.trace.error is not None:
                         return self.trace
@@ -171,14 +175,28 @@ class Trial:
                 for group, rate in zip(optimizer.param_groups, rates, strict=True):
                     group["lr"] = factor * rate
 
+    def _begin_task(self, task: int) -> None:
+        """Go on to a later task, with the remedy at its beginning; a learning rate is set once."""
+        if not self._task < task < self.trace.tasks:
+            return
+        self._task, self._queue = task, []
+        if "event" in self._parts and self._period is None and not isinstance(self._parts["event"], LearningRate):
+            try:
+                self._apply("event")
+            except KeyboardInterrupt:
+                raise
+            except Exception as error:
+                self._refuse(error)
+
     def _step(self) -> float:
+        batches = self._question.later[self._task - 1] if self._task else self._question.new
         if not self._queue:
-            self._queue = torch.randperm(len(self._question.new), generator=self._order).tolist()
+            self._queue = torch.randperm(len(batches), generator=self._order).tolist()
         for module in self._training:
             module.training = True
         for optimizer in self._optimizers:
             optimizer.zero_grad()
-        batch = self._question.new[self._queue.pop()]
+        batch = batches[self._queue.pop()]
         with explained(self._model, batch):
             plain = self._question.loss(self._model, batch)
         try:

@@ -144,7 +144,7 @@ def advise(
     layers: Annotated[bool, typer.Option("--layers", help="Also FIRE on each group of layers alone.")] = False,
     otherwise: Annotated[
         str | None,
-        typer.Option(help="The candidate to choose where trials cannot tell: fire-nearest.", show_default="nothing"),
+        typer.Option(help="The candidate to choose where trials cannot tell: fire.", show_default="nothing"),
     ] = None,
     boundary: Boundary = None,
     seed: LabSeed = 0,

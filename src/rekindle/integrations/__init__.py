@@ -11,7 +11,7 @@ import everything up to `advice`; knows nothing of checkpoints, the command line
 """
 
 from rekindle.integrations.application import Application
-from rekindle.integrations.arguments import named
+from rekindle.methods.naming import named
 from rekindle.monitoring.sinks import receipt_numbers as flat
 
 __all__ = ["Application", "flat", "named"]

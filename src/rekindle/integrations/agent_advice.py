@@ -38,6 +38,7 @@ from rekindle.integrations.agent_networks import (
 )
 from rekindle.integrations.sb3 import RekindleCallback
 from rekindle.isolation import random_states_kept
+from rekindle.methods.learning_rate import LearningRate, Rewarm
 from rekindle.methods.remedy import moments
 from rekindle.projection.method import Method
 
@@ -96,6 +97,10 @@ def advise_agent(
         seen = observations(agent)
         batches = [] if seen is None else [seen["critic"]]
         tried = to_try(trained(agent)[0], batches, candidates, layers)
+        rates = [one.name for one in tried if isinstance(one.method, LearningRate | Rewarm)]
+        if candidates is not None and rates:
+            raise ValueError(f"candidate {rates[0]!r}: SB3 sets the rate at every update, change agent.lr_schedule")
+        tried = [one for one in tried if one.name not in rates]
         question = AgentQuestion(agent, make_env, steps, prepare, restart, copies)
         if question.checked():
             workers = 1  # what has processes of its own cannot be made in a forked one

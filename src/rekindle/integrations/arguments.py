@@ -9,40 +9,22 @@ from collections.abc import Iterable, Iterator, Mapping
 from numbers import Integral
 from typing import Any, Literal
 
-from rekindle import methods
 from rekindle.isolation import check_batches
+from rekindle.methods.naming import named
 from rekindle.methods.remedy import Moment, moments
 from rekindle.monitoring.guard import Guard
 from rekindle.monitoring.monitor import Monitor
 from rekindle.monitoring.triggers import Trigger
-from rekindle.projection.method import Method
 
 Watching = Monitor | int | Mapping[str, Any] | None
 Period = int | Literal["epoch"] | None
-
-
-def named(name: str) -> Method:
-    """A method by its name, with its default options.
-
-    >>> named("fire")
-    FIRE(recalibrate=False)
-    """
-    known: dict[str, Any] = {}
-    for each in methods.__all__:
-        found: Any = getattr(methods, each)
-        if isinstance(found, type) and isinstance(getattr(found, "name", None), str):
-            known[str(getattr(found, "name", ""))] = found
-    if name not in known:
-        raise ValueError(f"no method is called {name!r}; there are {', '.join(sorted(known))}")
-    method: Method = known[name]()
-    return method
 
 
 def acting(method: Any) -> Any:
     """A method, or the one of this name.
 
     >>> acting("fire")
-    FIRE(recalibrate=False)
+    FIRE()
     """
     if isinstance(method, type):
         raise TypeError(f"method is an object, got the class itself: write {method.__name__}(...)")

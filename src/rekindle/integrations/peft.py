@@ -61,7 +61,7 @@ class MergedAdapter(Remedy):
     """FIRE on the merged weights of LoRA layers; options are those of `rekindle.fire`.
 
     >>> MergedAdapter(scale="nearest")
-    MergedAdapter(into='adapter', optimizer_state='fresh', scale='nearest')
+    MergedAdapter(scale='nearest')
     """
 
     name = "fire-merged"

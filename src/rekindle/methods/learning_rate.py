@@ -54,7 +54,10 @@ class LearningRate(Remedy):
         if self._scheduler is not None:
             self._scheduler.base_lrs = [rate * self.factor for rate in self._scheduler.base_lrs]
         changes = dict.fromkeys(f"{rate:g} → {rate * self.factor:g}" for rate in rates)
-        return Receipt(self.name, notes=(f"learning rate {', '.join(changes)}",))
+        notes = [f"learning rate {', '.join(changes)}"]
+        if self._scheduler is None and any("initial_lr" in group for group in groups):
+            notes.append("a scheduler may set its own rate again: give LearningRate(…, scheduler=scheduler)")
+        return Receipt(self.name, notes=tuple(notes))
 
 
 class Rewarm(Remedy):

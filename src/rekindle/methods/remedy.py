@@ -13,6 +13,7 @@ in here. The class attributes say what a trainer must do for it, so that no trai
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -172,7 +173,16 @@ class Remedy:
         """After `load_state_dict`: write what the state holds and a trainer's checkpoint may not; most have nothing."""
 
     def __repr__(self) -> str:
-        inside = ", ".join(f"{key}={value!r}" for key, value in self.settings().items())
+        """As one would write it: without the options that have their default.
+
+        >>> from rekindle.methods import FullReset
+        >>> FullReset("he")
+        FullReset(start='he')
+        """
+        makers = [vars(kind)["__init__"] for kind in reversed(type(self).__mro__) if "__init__" in vars(kind)]
+        usual = {name: one.default for made in makers for name, one in inspect.signature(made).parameters.items()}
+        given = {name: value for name, value in self.settings().items() if usual.get(name, usual) != value}
+        inside = ", ".join(f"{name}={value!r}" for name, value in given.items() if name != "recalibrate" or value)
         return f"{type(self).__name__}({inside})"
 
 
