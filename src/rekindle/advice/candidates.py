@@ -110,7 +110,7 @@ def _expression(method: Any) -> str | None:
 
 def _made_with(method: Any) -> dict[str, Any]:
     """Its attributes but for generators, caches and buffers."""
-    passing = torch.Generator | PerModel | torch.Tensor
+    passing = (torch.Generator, PerModel, torch.Tensor)
     return {name: value for name, value in vars(method).items() if not isinstance(value, passing)}
 
 
