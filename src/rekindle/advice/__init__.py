@@ -2,7 +2,8 @@
 
 May import everything up to `methods`. `probing` is the verb `probe`, `advising` the verb `advise`, `advised` a method
 that applies the advice, `keeping` the Keeper for long runs; `tasks` says what a probe learns, `candidates` what is
-tried, `trials` tries it, `executors` says where, `judging` decides with `intervals`. Start reading at `probing.probe`.
+tried, `trials` tries it, `executors` says where, `judging` decides with `intervals`, `progress` says how far
+it is. Start reading at `probing.probe`.
 """
 
 from rekindle.advice.advised import Advised
