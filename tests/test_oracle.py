@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-import nets_of_cuts  # noqa: F401  (registers its nets)
+import importlib
+from pathlib import Path
+
 import pytest
 from cases import CASES
-from corpus import doubts, judged
+from corpus import doubts, judged, shown
 from corpus import truth_of as run_of
 
 import rekindle
 from oracle import Truth, mistakes
 from zoo_models import NAMES, batch, build
+
+for path in sorted((Path(__file__).parent / "support").glob("nets_of_*.py")):
+    importlib.import_module(path.stem)  # registers its nets
 
 HEADS = {"mlp": "layers.4.weight", "resnet": "fc.weight", "nanogpt": "wte.weight", "llama": "lm_head.weight"}
 
@@ -74,6 +79,6 @@ def test_a_hand_written_net_is_planned_as_it_runs(name: str) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_with_an_example_every_hand_written_net_is_planned_as_it_runs(name: str) -> None:
-    wrong, plan, _ = judged(CASES[name], example=CASES[name].example())
+    wrong, plan, _ = judged(CASES[name], example=shown(CASES[name]))
     assert wrong == []
-    assert plan.selected
+    assert plan.selected or CASES[name].skipped

@@ -16,7 +16,9 @@ CASES: dict[str, Case] = {}
 class Case:
     """A net, an example and the truth: names of weights (`.weight` may be left out), sizes of parts in rows.
 
-    `idle` never run. `run` calls the model as its user does; by default its forward, with the example.
+    `idle` never run, `skipped` must not be projected (what is used is not the weight itself); `sizes` are (count, out,
+    in) of weights that are no Linear's. `run` calls the model as its user does; by default its forward, with the
+    example.
     """
 
     name: str
@@ -26,6 +28,8 @@ class Case:
     cuts: dict[str, tuple[int, ...]]
     routers: tuple[str, ...]
     idle: tuple[str, ...]
+    skipped: tuple[str, ...]
+    sizes: dict[str, tuple[int, int, int]]
     run: Callable[[nn.Module, Any], Any]
 
     def build(self) -> nn.Module:
@@ -42,14 +46,18 @@ def case(
     cuts: dict[str, tuple[int, ...]] | None = None,
     routers: str = "",
     idle: str = "",
+    skipped: str = "",
+    sizes: dict[str, tuple[int, int, int]] | None = None,
     run: Callable[[nn.Module, Any], Any] | None = None,
 ) -> Callable[[Any], Any]:
     """Register a class or a function that makes a net."""
 
     def keep(make: Any) -> Any:
-        names = [tuple(text.split()) for text in (heads, routers, idle)]
-        CASES[make.__name__] = Case(
-            make.__name__, make, example, names[0], dict(cuts or {}), names[1], names[2], run or call
+        name = make.__name__
+        assert name not in CASES, name
+        ends, selects, unused, left = (tuple(text.split()) for text in (heads, routers, idle, skipped))
+        CASES[name] = Case(
+            name, make, example, ends, dict(cuts or {}), selects, unused, left, dict(sizes or {}), run or call
         )
         return make
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from cases import Case
+from cases import Case, call
 from torch import Tensor
 
 import rekindle
 from oracle import Mistake, Truth, mistakes
+from rekindle.recording import facts_of, record
 
 
 def traced(example: Any) -> Any:
@@ -40,7 +41,7 @@ def doubts(case: Case, truth: Truth) -> list[str]:
 
     wrong = []
     heads = {full(name) for name in case.heads}
-    if heads != truth.heads:
+    if truth.heads - heads or heads - truth.near:  # what is read again inside is near an output
         wrong.append(f"heads {sorted(truth.heads)}, not {sorted(heads)}")
     if {full(name) for name in case.routers} - truth.routers:
         wrong.append(f"routers {sorted(truth.routers)}, not {case.routers}")
@@ -66,6 +67,21 @@ def judged(case: Case, **options: Any) -> tuple[list[Any], rekindle.Plan, Truth]
         plan = rekindle.plan(model, measure="none", allow_empty=True, **options)
     wrong += mistakes(plan.entries, truth, example="example" in options)
     idle = {n for name in case.idle for n in (name, f"{name}.weight")}
+    left = {n for name in case.skipped for n in (name, f"{name}.weight")}
     if "example" in options:
         wrong += [Mistake("idle", e.name, "never runs and is projected") for e in plan.selected if e.name in idle]
+        named = {n for e in plan.selected for n in (e.name, *e.also)}
+        wrong += [Mistake("skip", name, "is not projected") for name in case.sizes if name not in named]
+    wrong += [
+        Mistake("change", e.name, "is projected, but is not what is used") for e in plan.selected if e.name in left
+    ]
+    for entry in plan.selected:
+        size = tuple((b.count, b.out, b.in_) for b in entry.blocks)
+        if entry.name in case.sizes and size != (case.sizes[entry.name],):
+            wrong.append(Mistake("layout", entry.name, f"{size}, not {case.sizes[entry.name]}"))
     return wrong, plan, truth
+
+
+def shown(case: Case) -> Any:
+    """What shows a plan how the net is used: its example, or the facts of a pass that its user would run."""
+    return case.example() if case.run is call else facts_of(record(case.build(), case.example(), case.run))

@@ -54,6 +54,8 @@ class Truth:
         finally:
             for parameter in frozen:
                 parameter.requires_grad_(False)
+        for name in truth.routers & truth.parts.keys():  # which of its rows arrive somewhere is up to the data
+            del truth.parts[name]
         truth.whole -= truth.parts.keys()
         return truth
 
@@ -263,6 +265,7 @@ def _halves(graph: Graph, product: Node, region: dict[Node, list[Place]], glu: N
 def routers(graph: Graph, parameters: dict[str, Tensor], stacks: set[int]) -> set[str]:
     """Matrices with as many outputs as some stack has members, whose scores are selected and multiply other values."""
     chosen = set()
+    ends = graph.products.get  # a product with a parameter
     for product, weights in graph.products.items():
         names = {n for group in weights.values() for n in group}
         if not any(min(parameters[n].shape[:2]) in stacks or parameters[n].shape[0] in stacks for n in names):
@@ -271,7 +274,8 @@ def routers(graph: Graph, parameters: dict[str, Tensor], stacks: set[int]) -> se
         readers = [r.name() for r, _ in places]
         scored = any(SCORES.fullmatch(name) for name in readers)
         picked = any(name.startswith(("Topk", "Gather", "Sort", "Max")) for name in readers)
-        weighs = any(JOIN.fullmatch(r.name()) and _kind(graph, r, i) is not None for r, i in places)
+        meets = [(r, i) for r, i in places if JOIN.fullmatch(r.name()) or (PRODUCT.fullmatch(r.name()) and not ends(r))]
+        weighs = any(_kind(graph, r, i) is not None for r, i in meets)
         if scored and picked and weighs:
             chosen |= names
     return chosen

@@ -64,7 +64,7 @@ def resized(shadow: Tensor, shape: tuple[int, ...]) -> Tensor | None:
     if shadow.dim() == len(shape):
         for axis, size in enumerate(shape):
             if shadow.shape[axis] != size and shadow.shape[axis] != 1:
-                if shadow.is_meta or varies(shadow, axis):
+                if shadow.is_meta or not shadow.shape[axis] or varies(shadow, axis):
                     return None
                 shadow = shadow.narrow(axis, 0, 1)
     elif shadow.dim() > len(shape):
