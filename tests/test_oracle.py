@@ -19,11 +19,6 @@ for path in sorted((Path(__file__).parent / "support").glob("nets_of_*.py")):
 
 HEADS = {"mlp": "layers.4.weight", "resnet": "fc.weight", "nanogpt": "wte.weight", "llama": "lm_head.weight"}
 
-# What the source alone does not show: these need an example.
-ONLY_A_RUN_SHOWS = {
-    *("UnsafeChunk", "HorizontalSplit", "ListOfIndices", "Lambda", "Helper", "PlainClass", "ByLoop", "CutInsideABlock"),
-}
-
 
 def truth_of(name: str) -> tuple[Truth, rekindle.Plan]:
     model, inputs = build(name).eval(), batch(name)
@@ -72,7 +67,7 @@ def test_the_oracle_sees_what_is_true_by_construction(name: str) -> None:
     assert doubts(CASES[name], run_of(CASES[name])) == []
 
 
-@pytest.mark.parametrize("name", sorted(CASES.keys() - ONLY_A_RUN_SHOWS))
+@pytest.mark.parametrize("name", CASES)
 def test_a_hand_written_net_is_planned_as_it_runs(name: str) -> None:
     assert judged(CASES[name])[0] == []
 

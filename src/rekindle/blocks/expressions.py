@@ -12,11 +12,14 @@ from typing import Any
 from torch import nn
 
 from rekindle.blocks.containers import Containers
+from rekindle.blocks.functions import may_cut
 from rekindle.blocks.names import has_matrices
-from rekindle.blocks.syntax import argument_names, glob_of, integer, is_bounded, is_outputs
+from rekindle.blocks.syntax import argument_names, glob_of, integer, is_outputs, is_window, leaves_out
 from rekindle.blocks.values import EMPTY, INPUT, OWN, Cut, Value, at, base
 
-SPLITS = {"chunk", "split", "unbind", "tensor_split", "split_with_sizes", "hsplit", "dsplit"}
+SPLITS = {"chunk", "split", "unbind", "tensor_split", "split_with_sizes", "hsplit", "dsplit", "vsplit"}
+SPLITS |= {f"unsafe_{name}" for name in ("chunk", "split", "split_with_sizes")}
+_AXES = {"glu": -1, "hsplit": 1, "dsplit": 2}  # of those that have none among their arguments
 _VIEWS = {"view", "reshape", "unflatten", "rearrange", "permute", "unfold"}
 _SCORES = {"softmax", "log_softmax", "topk", "sigmoid", "argmax", "logsigmoid", "one_hot", "gumbel_softmax"}
 _TURNS = {"transpose", "movedim", "moveaxis", "swapaxes", "swapdims"}
@@ -152,15 +155,26 @@ class Expressions(Containers):
             return self._part(value, ast.unparse(index))
         if not value.direct or not self._on_features(index, value):
             return value
-        return self._slice(value, ast.unparse(index))
+        return self._slice(value, ast.unparse(index), is_window(index))
 
-    def _slice(self, value: Value, text: str) -> Value:
-        key = ("slice", value.direct, value.viewed)
-        cut = self.cuts.setdefault(key, Cut(value.direct, "slices", sliced=True))
+    def _slice(self, value: Value, text: str, window: bool = False) -> Value:
+        key = ("slice", value.direct, value.viewed, frozenset(self._arguments_in(value)))
+        cut = self._cut_at(key, value, Cut(value.direct, "slices", sliced=True))
         cut.parts.add(text)
+        if window:
+            self.uses.unsettled |= {base(path): "a slice that moves" for path in value.direct}
         part = self._fresh(value, parts=value.parts | {(key, text)}, viewed=value.viewed)
         # x[:, :n] may cut tokens as well: then it is still the whole output.
         return part if "..." in text else replace(part, direct=value.direct)
+
+    def _cut_at(self, key: Any, value: Value, cut: Cut) -> Cut:
+        """The cut of this key, with the arguments of the class that it cuts."""
+        cut = self.cuts.setdefault(key, cut)
+        cut.arguments |= self._arguments_in(value)
+        return cut
+
+    def _arguments_in(self, value: Value) -> set[str]:
+        return {self.inputs[i] for i in value.ids if i in self.inputs}
 
     def _key(self, path: str, index: ast.expr) -> str:
         """Which child a constant index means; `*` for any other index."""
@@ -178,8 +192,8 @@ class Expressions(Containers):
             return True
         dots = any(isinstance(p, ast.Constant) and p.value is Ellipsis for p in parts)
         if self._convolved(value):
-            return not dots and len(parts) > 1 and is_bounded(parts[1])
-        return is_bounded(parts[-1]) and (dots or len(parts) > 1)
+            return not dots and len(parts) > 1 and leaves_out(parts[1])
+        return leaves_out(parts[-1]) and (dots or len(parts) > 1)
 
     def _convolved(self, value: Value) -> bool:
         """Whether a convolution has made this and its axes are as they were: features are the second one."""
@@ -308,6 +322,7 @@ class Expressions(Containers):
             if len(tensors) == 1:
                 self.uses.passes |= {(base(source), path) for source in value.direct}
         for name, value in zip(names or (), flat, strict=False):
+            self.uses.handed |= {(base(source), path, name) for source in value.direct if len(tensors) > 1}
             if any(value.ids & other.ancestors for other in tensors if other is not value):
                 self.related.add((path, name))
             self.uses.separate.add((path, name))
@@ -353,6 +368,10 @@ class Expressions(Containers):
         if name in _JOINS and arguments:
             self._join(arguments[0])
         values = [self._flat(v) for v in [*arguments, *keywords.values()]]
+        # A function that makes a mask reads shapes.
+        if not method and name not in _VIEWS and not name.endswith("_mask") and may_cut(self.module, node.func):
+            for path in {path for value in values if not value.weight for path in value.direct}:
+                self.uses.unsettled.setdefault(base(path), name)
         if name in _WEIGHTED and not method:
             weight = next((v for v in values[1:] if v.weight and v.direct), None)
             if weight is not None and not next(iter(weight.direct)).startswith("<"):
@@ -392,7 +411,7 @@ class Expressions(Containers):
             position -= 1
         if given is None and len(node.args) > position:
             given = node.args[position]
-        dim: int | None = -1 if name == "glu" else 0
+        dim: int | None = _AXES.get(name, 0)
         if given is not None:
             dim = integer(given)
         size = node.args[position - 1] if len(node.args) > position - 1 and name not in ("unbind", "glu") else None
@@ -409,7 +428,7 @@ class Expressions(Containers):
             count = len(size.elts)
         key = (name, node.lineno, node.col_offset, value.direct)
         equal = count if name == "chunk" and dim == -1 and not value.viewed and not value.weight else None
-        self.cuts.setdefault(key, Cut(value.direct, name, count, equal))
+        self._cut_at(key, value, Cut(value.direct, name, count, equal))
         return replace(self._fresh(value), split=key, viewed=value.viewed)
 
     def _join(self, sequence: Value) -> None:

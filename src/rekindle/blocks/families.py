@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeGuard
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from rekindle.blocks.known_classes import KNOWN, Rule
 from rekindle.blocks.layouts import Recipe, matrices
@@ -271,9 +272,14 @@ def _ends_in_scores(module: nn.Module) -> bool:
 
 
 def _chooses_among(layer: nn.Module, parent: nn.Module) -> bool:
-    """Whether the layer has one output per element of a list of like modules beside it."""
+    """Whether the layer has one output per element of a list of like modules, or of a stack of matrices, beside it."""
     lists = [m for m in parent._modules.values() if _is_list(m) and m is not layer and len(m) > 1]
     counts = {len(m) for m in lists if len({type(c) for c in m.children()}) == 1}
+    holders = [parent, *(m for m in parent._modules.values() if m is not None and not m._modules)]
+    for holder in holders:
+        if holder is not layer and not isinstance(holder, nn.modules.conv._ConvNd):
+            stacks = [p for p in holder._parameters.values() if p is not None and not is_lazy(p) and p.dim() > 2]
+            counts |= {p.shape[0] for p in stacks}
     widths = [m.out_features for m in layer.modules() if isinstance(m, nn.Linear)] if counts else []
     return bool(widths) and widths[-1] in counts
 

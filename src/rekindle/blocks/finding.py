@@ -24,7 +24,7 @@ from rekindle.blocks.families import is_registered, looks_fused, recipes_of, reg
 from rekindle.blocks.layouts import ROLES, Block, LayoutError, Recipe, convolution, matrices
 from rekindle.blocks.names import Location, cleaner, keeps_width, locations, storage_of
 from rekindle.blocks.outputs import cut_layers, find_heads, is_backbone, root_of, told_heads
-from rekindle.blocks.source import unread_above
+from rekindle.blocks.source import changes_weight, unread_above
 
 __all__ = ["ROLES", "Block", "Conv", "Found", "LayoutError", "find", "matrices", "register"]
 
@@ -246,8 +246,13 @@ class _Finder:
         if cut is not None and place.tensor == "weight":
             parent = place.modules[-2] if len(place.modules) > 1 else owner
             looks = f"{cut}, how is not known: rekindle.blocks.register({type(parent).__name__}, …)"
-        if looks and (transposed or isinstance(owner, nn.Linear | nn.modules.conv._ConvNd)):
+            if cut.function:  # attention is a function of its own in many packages; BLOOM can cut its sums
+                named = ("query", "key", "value", *_IN_A_BLOCK) if " " in cut.function else ("query", "key", "value")
+                looks = None if does in named else str(cut)
+        if looks and does != "router" and (transposed or isinstance(owner, nn.Linear | nn.modules.conv._ConvNd)):
             return (), does, looks
+        if place.tensor == "weight" and changes_weight(owner):
+            return (), does, f"the forward of {kind} uses it in a way of its own: give example=batch"
         if isinstance(owner, nn.modules.conv._ConvNd) and place.tensor == "weight":
             recipe = convolution(shape, groups=owner.groups, transposed=owner.transposed, flat=self.conv == "flat")
             tap = convolution(shape, groups=owner.groups, transposed=owner.transposed, flat=False)(shape)[0]

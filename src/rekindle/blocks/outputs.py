@@ -345,8 +345,11 @@ class CutOutput:
 
     split: Split
     owner: str
+    function: str = ""  # that may cut it
 
     def __str__(self) -> str:
+        if self.function:
+            return f"{self.owner} gives its output to {self.function}, which may cut it: give example=batch"
         return f"fused: {self.owner} cuts its output into parts ({self.split.how})"
 
 
@@ -379,20 +382,22 @@ def cut_layers(model: nn.Module) -> dict[int, CutOutput]:
             for child in at(module, path):
                 for layer in output_layers(child, key_of(path)):
                     found.setdefault(id(layer), CutOutput(split, kind))
-        for source, reader in uses.passes:
-            if source == INPUT:
-                continue
-            for child in at(module, reader)[:1]:
-                split = input_split(child)
-                if split is not None:
-                    for made in at(module, source):
-                        for layer in output_layers(made):
-                            found.setdefault(id(layer), CutOutput(split, type(child).__name__))
+        handed = [(source, reader, "") for source, reader in uses.passes]
+        for source, reader, argument in (*handed, *uses.handed):
+            for child in at(module, reader)[:1] if source != INPUT else ():
+                split = input_split(child, argument)
+                for made in at(module, source) if split is not None else ():
+                    for layer in output_layers(made):
+                        found.setdefault(id(layer), CutOutput(split, type(child).__name__))  # type: ignore[arg-type]
+        for path, function in uses.unsettled.items():
+            for child in at(module, path) if path != INPUT else ():
+                for layer in output_layers(child):
+                    found.setdefault(id(layer), CutOutput(Split(function), kind, function))
     return found
 
 
-def input_split(module: nn.Module) -> Split | None:
-    """How a module cuts what it is given, None if it does not.
+def input_split(module: nn.Module, argument: str = "") -> Split | None:
+    """How a module cuts what it is given, or this argument of several (its name or place); None if it does not.
 
     >>> input_split(nn.GLU()).how
     'glu'
@@ -404,7 +409,11 @@ def input_split(module: nn.Module) -> Split | None:
     if not module._modules and (_is_torch(module) or has_matrices(module)):
         return None
     uses = uses_of(module)
-    return None if uses is None else uses.splits_input
+    if uses is None or not argument:
+        return None if uses is None else uses.splits_input
+    if argument.isdigit():
+        argument = uses.arguments[int(argument)] if int(argument) < len(uses.arguments) else ""
+    return uses.cut_arguments.get(argument)
 
 
 def output_layers(module: nn.Module, key: str = "") -> list[nn.Module]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import ast
 import inspect
 import linecache
+import re
 from collections.abc import Hashable, Sequence
 from functools import lru_cache
 
@@ -54,6 +55,39 @@ def unread_above(modules: Sequence[nn.Module]) -> str | None:
     return None
 
 
+def changes_weight(layer: nn.Module) -> bool:
+    """Whether a subclass of Linear or a convolution has a `forward` that does not simply use `self.weight`.
+
+    >>> changes_weight(nn.Linear(1, 1))
+    False
+    """
+    kind = type(layer)
+    if not isinstance(layer, nn.Linear | nn.modules.conv._ConvNd) or kind.forward.__module__.startswith("torch."):
+        return False
+    (definition, *_) = _methods(kind).get("forward") or [None]
+    if definition is None:
+        return True
+    plain, uses = 0, 0
+    for node in ast.walk(definition):
+        uses += isinstance(node, ast.Attribute) and node.attr == "weight" and ast.unparse(node.value) == "self"
+        if isinstance(node, ast.Call):
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            given = [*node.args[1:2], *(k.value for k in node.keywords if k.arg == "weight")]
+            plain += bool(_WEIGHTED.search(name)) and any(map(_is_weight, given))
+        elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
+            plain += ast.unparse(node.right) in ("self.weight.T", "self.weight.t()", "self.weight.mT")
+    inherits = any(ast.unparse(n.func) == "super().forward" for n in ast.walk(definition) if isinstance(n, ast.Call))
+    return not (uses == plain and (plain or inherits))
+
+
+def _is_weight(node: ast.expr) -> bool:
+    """`self.weight`, also in another dtype."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ("to", "type_as"):
+        node = node.func.value
+    return ast.unparse(node) == "self.weight"
+
+
+_WEIGHTED = re.compile(r"linear|conv")
 _CACHE: dict[Hashable, Uses | None] = {}
 _LARGEST_CACHE = 4096  # classes made in a loop must not fill the memory
 

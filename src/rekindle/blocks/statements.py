@@ -91,6 +91,7 @@ class Reader(Expressions):
             for path in cut.direct:
                 if path == INPUT:
                     self.uses.splits_input = how
+                    self.uses.cut_arguments |= dict.fromkeys(cut.arguments or self.uses.arguments, how)
                 elif path == OWN:
                     self.uses.own = how
                 else:
@@ -243,7 +244,7 @@ class Reader(Expressions):
             if value.split is None and value.items is None and value.viewed and value.direct:
                 # `q, k, v = x.view(…).permute(…)` cuts the first axis, which the view made of the features.
                 key = ("unpacked", target.lineno, target.col_offset, value.direct)
-                self.cuts.setdefault(key, Cut(value.direct, "unpacking", count))
+                self._cut_at(key, value, Cut(value.direct, "unpacking", count))
                 value = replace(self._fresh(value), split=key, viewed=True)
             if value.split is not None:
                 cut = self.cuts[value.split]

@@ -18,9 +18,22 @@ def is_outputs(node: ast.expr) -> bool:
     return isinstance(node, ast.Name) and node.id.endswith("outputs")
 
 
-def is_bounded(node: ast.expr) -> bool:
-    """Whether an index is a slice that leaves something out."""
-    return isinstance(node, ast.Slice) and any(end is not None for end in (node.lower, node.upper, node.step))
+def leaves_out(node: ast.expr) -> bool:
+    """Whether an index is a slice that leaves something out, or a list or tensor of places."""
+    if isinstance(node, ast.Slice):
+        return any(end is not None for end in (node.lower, node.upper, node.step))
+    return not isinstance(node, ast.Constant) and integer(node) is None
+
+
+def is_window(index: ast.expr) -> bool:
+    """Whether an index is a slice that moves: `i * n : (i + 1) * n`.
+
+    >>> [is_window(ast.parse(text, mode="eval").body.slice) for text in ("y[:, i : i + 8]", "y[:, :n]")]
+    [True, False]
+    """
+    parts = index.elts if isinstance(index, ast.Tuple) else [index]
+    lows = [p.lower for p in parts if isinstance(p, ast.Slice) and p.lower is not None and p.upper is not None]
+    return any(isinstance(node, ast.Name) for low in lows for node in ast.walk(low))
 
 
 def glob_of(node: ast.expr) -> str:

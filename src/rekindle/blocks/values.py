@@ -72,6 +72,8 @@ class Uses:
     `joins`: (a, argument) where a is added to an input from which it was not computed; `separate`: (submodule,
     argument) given something from which its other arguments were not computed, so that what joins it is no residual
     stream. `drafts`: (a, b) where a is added to b. `arguments`: the names of those of `forward`.
+    `handed`: (a, b, argument) where b is given a's output besides others; `cut_arguments`: how the class cuts each of
+    its arguments; `unsettled`: the functions that are given a's output and may cut it.
     """
 
     called: set[str] = field(default_factory=set)
@@ -92,6 +94,9 @@ class Uses:
     separate: set[tuple[str, str]] = field(default_factory=set)
     drafts: set[tuple[str, str]] = field(default_factory=set)
     arguments: tuple[str, ...] = ()
+    handed: set[tuple[str, str, str]] = field(default_factory=set)
+    cut_arguments: dict[str, Split] = field(default_factory=dict)
+    unsettled: dict[str, str] = field(default_factory=dict)
 
 
 _NONE: frozenset[Any] = frozenset()
@@ -143,6 +148,7 @@ class Cut:
     joined: set[str] = field(default_factory=set)
     names: tuple[str, ...] = ()
     sliced: bool = False
+    arguments: set[str] = field(default_factory=set)
 
     @property
     def harmless(self) -> bool:

@@ -1,0 +1,96 @@
+"""Whether a function that a class calls may cut what it is given: read off its byte code, which is always there."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import dis
+import functools
+import inspect
+import sys
+from collections.abc import Iterator
+from types import CodeType, FunctionType
+from typing import Any
+
+from torch import Tensor, nn
+
+# What makes parts of a tensor, or axes that can be unpacked.
+_CUTTING = frozenset(
+    {
+        *(
+            "chunk",
+            "split",
+            "unbind",
+            "tensor_split",
+            "split_with_sizes",
+            "hsplit",
+            "dsplit",
+            "vsplit",
+            "glu",
+            "narrow",
+        ),
+        *("unsafe_chunk", "unsafe_split", "index_select", "gather", "view", "reshape", "unflatten"),
+        *("rearrange", "unfold", "as_strided", "take_along_dim"),
+    }
+)
+_SLICES = frozenset({"BUILD_SLICE", "BINARY_SLICE"})
+_DEEP = 3  # functions that call functions
+
+
+def may_cut(module: nn.Module, function: ast.expr) -> bool:
+    """Whether what this expression means inside the module's class is a function that may cut its arguments.
+
+    torch's own functions are known; one that cannot be found may do anything.
+
+    >>> may_cut(nn.Linear(1, 1), ast.parse("torch.relu", mode="eval").body)
+    False
+    """
+    called = _meaning(module, function)
+    if called is None:  # a method of a value; another name that is not known may mean anything
+        if isinstance(function, ast.Attribute) and hasattr(Tensor, function.attr):
+            return function.attr in _CUTTING
+        return not (isinstance(function, ast.Name) and hasattr(builtins, function.id))
+    return any(_cuts(code, _DEEP, space) for code, space in _codes(called))
+
+
+def _meaning(module: nn.Module, function: ast.expr) -> Any:
+    if isinstance(function, ast.Attribute):
+        if isinstance(function.value, ast.Name) and function.value.id == "self":
+            return getattr(module, function.attr, None)
+        holder = _meaning(module, function.value)
+        return None if holder is None else getattr(holder, function.attr, None)
+    if not isinstance(function, ast.Name):
+        return None
+    for cls in type(module).__mro__:
+        space = vars(sys.modules.get(cls.__module__, builtins))
+        if function.id in space:
+            return space[function.id]
+    return getattr(sys.modules["torch"], function.id, None) if function.id == "torch" else sys.modules.get(function.id)
+
+
+def _codes(called: Any) -> Iterator[tuple[CodeType, dict[str, Any]]]:
+    """The byte code of a function, of a partial one's function, of every method of a class; none of torch's own."""
+    while isinstance(called, functools.partial):
+        called = called.func
+    called = inspect.unwrap(called) if callable(called) else called
+    if isinstance(called, type):
+        held = list(vars(called).values())
+    else:
+        held = [getattr(called, "__func__", called)]
+    for function in held:
+        if isinstance(function, FunctionType) and not (function.__module__ or "").startswith("torch."):
+            yield function.__code__, function.__globals__
+
+
+def _cuts(code: CodeType, deep: int, space: dict[str, Any]) -> bool:
+    if not _CUTTING.isdisjoint(code.co_names) or _slices(code):
+        return True
+    if any(_cuts(inner, deep, space) for inner in code.co_consts if isinstance(inner, CodeType)):
+        return True
+    named = [space[name] for name in code.co_names if name in space] if deep else []
+    return any(_cuts(inner, deep - 1, around) for called in named for inner, around in _codes(called))
+
+
+@functools.lru_cache(maxsize=4096)
+def _slices(code: CodeType) -> bool:
+    return any(instruction.opname in _SLICES for instruction in dis.get_instructions(code))
