@@ -64,9 +64,10 @@ def changes_weight(layer: nn.Module) -> bool:
     kind = type(layer)
     if not isinstance(layer, nn.Linear | nn.modules.conv._ConvNd) or kind.forward.__module__.startswith("torch."):
         return False
-    (definition, *_) = _methods(kind).get("forward") or [None]
-    if definition is None:
+    definitions = _methods(kind).get("forward")
+    if not definitions:
         return True
+    definition = definitions[0]
     plain, uses = 0, 0
     for node in ast.walk(definition):
         uses += isinstance(node, ast.Attribute) and node.attr == "weight" and ast.unparse(node.value) == "self"
