@@ -629,9 +629,9 @@ class GatedCell(nn.Module):
         return self.out((1 - z) * torch.tanh(n + r * m) + z * h)
 
 
-@case(IMAGE, heads="out", cuts={"c": (4, 4)})
+@case(IMAGE, heads="out")
 class CrossStage(nn.Module):
-    """C2f: one half goes through further layers, and all of it is joined."""
+    """C2f: one half goes through further layers, and all of it is joined: one matrix or two, both are right."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -714,6 +714,22 @@ class WholeWithPartlyTurnedHeads(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         scores = self.turned(self.q(x)) @ self.turned(self.k(x)).mT
         return self.out(scores.softmax(-1).mean(1) @ x)
+
+
+@case(SEQUENCE, heads="out")
+class WholeStreamWithAPeek(nn.Module):
+    """A gate that reads some channels of a residual stream cuts nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.f, self.gate, self.g, self.out = nn.Linear(8, 8), nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+        self.inlet = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inlet(x).relu()
+        x = x + self.f(x.relu())
+        x = x + self.g(x.relu()) * self.gate(x[..., :4]).sigmoid()
+        return self.out(x)
 
 
 @case(SEQUENCE, heads="out")

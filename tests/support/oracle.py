@@ -170,11 +170,18 @@ def cuts(graph: Graph) -> dict[str, Tensor | None]:
         whole = graph.elements(product, (product, None, 0), region)
         if whole is None or not _cuts_rows(graph, product, region, whole):
             continue
-        for kind, masks in _ends(graph, product, region):
+        ends = _ends(graph, product, region)
+        # Where one matrix reads all rows, another that reads some of them as well may just look at them.
+        read = [masks for kind, masks in ends if kind[0] == "matrix" and masks]
+        seen = {n for masks in read for n, mask in masks.items() if not (whole[n] & ~mask).any()}
+        for kind, masks in ends:
             if masks is None:
                 (partial if kind == "more" else unsure).update(mine)
                 continue
             for name, mask in masks.items():
+                if kind[0] == "matrix" and name in seen and (whole[name] & ~mask).any():
+                    partial.add(name)
+                    continue
                 held = signatures[name].get(kind)
                 signatures[name][kind] = mask if held is None else held | mask
                 if (whole[name] & ~mask).any():
@@ -202,7 +209,7 @@ def _numbered(masks: list[Tensor]) -> Tensor:
 
 def _cuts_rows(graph: Graph, product: Node, region: dict[Node, list[Place]], whole: dict[str, Tensor]) -> bool:
     """Whether some split or slice in the region leaves out elements of the weight that the whole value depends on."""
-    for node in [n for n in region if CUT.fullmatch(n.name()) and n is not product][:MOST_PLACES]:
+    for node in [n for n in region if CUT.fullmatch(n.name()) and n is not product]:
         for output in range(len(node._input_metadata)):
             masks = graph.elements(product, (node, None, output), region)
             if masks and any((whole[n] & ~mask).any() for n, mask in masks.items()):

@@ -57,6 +57,8 @@ class Combining:
         return known
 
     def _arrive(self, key: int, kind: str, place: tuple[int, int], trace: RowTrace) -> None:
+        if trace.added and kind in ("weight", "bent"):
+            return  # a gate that reads some channels of a residual stream cuts nobody's output
         self.pieces[key].append(Arrival(kind, place, trace.all_rows(), trace.bent))
 
     def _move(self, operation: Operation, contents: list[Content]) -> list[Content]:

@@ -65,6 +65,8 @@ def _used(entries: list[Entry]) -> Fact:
 
 def _cut(fact: Fact, entries: list[Entry], pieces: list[Arrival]) -> Fact:
     """The parts into which the rows go."""
+    if len({piece.rows for piece in pieces}) < 2:
+        return fact
     places: dict[int, set[tuple[str, tuple[int, int]]]] = defaultdict(set)
     kinds_of: dict[tuple[str, tuple[int, int]], str] = {}
     for piece in pieces:

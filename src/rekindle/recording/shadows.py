@@ -12,6 +12,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+_FEW = 4096  # elements that Python sorts out faster than torch
 _LARGEST = 1 << 24  # elements of a shadow that is looked at; larger ones are sampled along their first axes
 
 
@@ -35,7 +36,7 @@ def rows_in(shadows: Iterable[Tensor]) -> frozenset[int]:
         while small.numel() > _LARGEST:
             axis = max(range(small.dim() - 1), key=lambda i: small.shape[i], default=0)
             small = small.narrow(axis, 0, max(1, small.shape[axis] // 8))
-        rows.update(torch.unique(small).tolist())
+        rows.update((small.flatten() if small.numel() < _FEW else torch.unique(small)).tolist())
     rows.discard(-1)
     return frozenset(rows)
 
