@@ -77,7 +77,12 @@ def vit_pytorch() -> Any:
     yield "deepvit", lambda: make("deepvit", "DeepViT", **size)
     yield "cait", lambda: make("cait", "CaiT", **size, cls_depth=1)
     yield "rvt", lambda: make("rvt", "RvT", **size)
-    yield "cct", lambda: make("cct", "CCT", img_size=32, embedding_dim=32, n_conv_layers=1, num_layers=2, num_heads=4, num_classes=5)
+    yield (
+        "cct",
+        lambda: make(
+            "cct", "CCT", img_size=32, embedding_dim=32, n_conv_layers=1, num_layers=2, num_heads=4, num_classes=5
+        ),
+    )
 
 
 @model

@@ -7,8 +7,8 @@ pass showed; `names` says what parameters are called, where they sit, how they a
 rules, `families` what the class of a module and the names around a weight say about it (`known_classes` has the table),
 `outputs` which layers are heads or fused, `parametrized` weights that are computed. `source` reads what classes do with
 their submodules' outputs: `statements` walks the syntax tree, `expressions` says what an expression holds, `containers`
-opens tuples, dicts and what a call returned, `syntax` asks single nodes, `values` is what is recorded. Start reading at
-`finding.find`.
+opens tuples, dicts and what a call returned, `functions` tells which functions may cut what they are given, `syntax`
+asks single nodes, `values` is what is recorded. Start reading at `finding.find`.
 """
 
 from rekindle.blocks.finding import ROLES, Block, Conv, Found, LayoutError, find, matrices, register
