@@ -198,7 +198,7 @@ class Watch:
 
     @staticmethod
     def _now() -> int:
-        with open("/proc/self/status") as file:
+        with open("/proc/self/status", encoding="utf-8") as file:
             return next(int(line.split()[1]) * 1024 for line in file if line.startswith("RssAnon"))
 
 

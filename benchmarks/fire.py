@@ -121,7 +121,7 @@ def compare(label: str, make: Callable[[], nn.Module], rounds: int) -> bool:
 
 
 def anonymous() -> int:
-    with open("/proc/self/status") as status:
+    with open("/proc/self/status", encoding="utf-8") as status:
         return next(int(line.split()[1]) * 1024 for line in status if line.startswith("RssAnon"))
 
 

@@ -13,7 +13,7 @@ import torch
 
 def processor() -> str:
     """The CPU that figures were measured on, as tables name it: its model and what torch uses of it."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines() if Path("/proc/cpuinfo").exists() else []
     facts = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
     model = facts.get("model name", "an unknown CPU")
     kind = f" (family {facts['cpu family']}, model {facts['model']})" if "cpu family" in facts else ""
@@ -34,7 +34,7 @@ def interleaved(rivals: Mapping[str, Callable[[], object]], rounds: int) -> dict
 
 def anonymous() -> int:
     """Bytes of anonymous memory that this process holds."""
-    with open("/proc/self/status") as status:
+    with open("/proc/self/status", encoding="utf-8") as status:
         return next(int(line.split()[1]) * 1024 for line in status if line.startswith("RssAnon"))
 
 

@@ -77,4 +77,4 @@ def picture(found: Values) -> str:
 
 
 if __name__ == "__main__":
-    Path(sys.argv[2]).write_text(picture(values(Path(sys.argv[1]))))
+    Path(sys.argv[2]).write_text(picture(values(Path(sys.argv[1]))), encoding="utf-8")

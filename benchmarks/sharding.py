@@ -57,14 +57,16 @@ def gpt(layers: int, width: int) -> nn.Module:
 
 def status(field: str) -> int:
     """VmRSS or VmHWM of this process, in bytes (Linux)."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
+    line = next(
+        line for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines() if line.startswith(field)
+    )
     return int(line.split()[1]) * 1024
 
 
 def forget_peak() -> int:
     """Let the peak begin anew; returns what is resident now."""
     gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
     return status("VmRSS")
 
 

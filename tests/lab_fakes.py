@@ -24,7 +24,7 @@ def quick(job: dict[str, Any], starts: Path | None) -> Iterator[dict[str, Any]]:
     arm, seed, options = job["arm"]["name"], job["seed"], job["arm"]["options"]
     log = options.get("log")
     if log:  # one line a begun run; appending so little is atomic
-        with open(log, "a") as handle:
+        with open(log, "a", encoding="utf-8") as handle:
             handle.write(f"begun {job['setting']['name']} {arm} {seed} {os.getpid()}\n")
     yield {"kind": "start", "identity": "", "run": job, "versions": {}, "stream": {"tasks": TASKS, "classes": 10}}
     draw = random.Random(f"{job['setting']['name']} {arm} {seed} {job['arm']['lr']}")
@@ -37,7 +37,7 @@ def quick(job: dict[str, Any], starts: Path | None) -> Iterator[dict[str, Any]]:
             _misbehave(options)
         yield row(task, 0.9 if task == 0 else level + 0.05 * draw.random(), remedy=task > 0 and arm != "nothing")
     if log:
-        with open(log, "a") as handle:
+        with open(log, "a", encoding="utf-8") as handle:
             handle.write(f"ended {job['setting']['name']} {arm} {seed} {os.getpid()}\n")
     yield {"kind": "end", "seconds": 0.1 + options.get("sleep", 0.0) * TASKS}
 
@@ -48,7 +48,7 @@ def _misbehave(options: dict[str, Any]) -> None:
     marker = options.get("kill")
     if marker == "always" or (marker and not Path(marker).exists()):
         if marker != "always":
-            Path(marker).write_text(str(os.getpid()))
+            Path(marker).write_text(str(os.getpid()), encoding="utf-8")
         os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -54,7 +54,7 @@ def modules() -> dict[str, Path]:
 def imported(path: Path, known: dict[str, Path]) -> set[str]:
     """The modules of rekindle that a file imports, anywhere in it."""
     names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -135,7 +135,7 @@ HISTORY = {"CHANGELOG.md", "LOG.md"}  # these name things that are gone
 
 def named_in(page: Path) -> set[str]:
     """Every dotted name of rekindle in a page's text, and what its code imports from where."""
-    text = page.read_text()
+    text = page.read_text(encoding="utf-8")
     found = set(re.findall(r"\brekindle(?:\.[A-Za-z_]\w*)+\b(?!/)", text))
     for code in [text] if page.suffix == ".py" else re.findall(r"```python\n(.*?)```", text, flags=re.S):
         for node in ast.walk(ast.parse(code)):
@@ -225,7 +225,7 @@ def test_attributes_need_no_import_of_their_own() -> None:
 
 
 def named_in_code(path: Path) -> set[str]:
-    return {node.id for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Name)}
+    return {node.id for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Name)}
 
 
 def test_the_base_owns_the_call_of_every_remedy() -> None:

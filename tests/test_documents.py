@@ -46,7 +46,7 @@ def world() -> dict[str, object]:
 
 
 def snippets(page: Path) -> list[str]:
-    return re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.S)
+    return re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.S)
 
 
 # What a snippet names that the little model above does not have.
@@ -95,13 +95,13 @@ def test_words_are_plain(page: Path) -> None:
     """What readers from elsewhere stumbled over, and American forms of what is spelt the British way here."""
     instead = "left alone|leaves? the [a-z ]+ alone|certified|proof|rivals|looks tired|matrix a tap|line a [a-z]+"
     american = "behavior|neighbor|normaliz(?!e-project|eAndProject)|generaliz|regulariz|colors?"
-    found = re.findall(rf"\b(?:{instead}|{american})\b", re.sub(r"`[^`]*`", "", page.read_text()))
+    found = re.findall(rf"\b(?:{instead}|{american})\b", re.sub(r"`[^`]*`", "", page.read_text(encoding="utf-8")))
     assert found == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_links_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", page.read_text()):
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", page.read_text(encoding="utf-8")):
         assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 

@@ -289,7 +289,7 @@ def test_memory_stays_far_below_the_checkpoint(kind: str, tmp_path: Path) -> Non
 
 def anonymous() -> int:
     try:
-        lines = Path("/proc/self/status").read_text().splitlines()
+        lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     except OSError:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))

@@ -133,7 +133,7 @@ def test_bad_input_is_one_line(tmp_path: Path, mine: Path) -> None:
 
 def test_control_c_stops_advise_and_its_processes(mine: Path) -> None:
     """All processes of the group hear it, as in a terminal; one line, and exit code 130."""
-    mine.write_text(MINE + "\nimport pathlib\npathlib.Path(__file__).with_suffix('.begun').touch()\n")
+    mine.write_text(MINE + "\nimport pathlib\npathlib.Path(__file__).with_suffix('.begun').touch()\n", encoding="utf-8")
     command = [sys.executable, "-m", "rekindle", "advise", str(mine), "--budget", "10m", "--workers", "2"]
     began = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
     while not mine.with_suffix(".begun").exists() and began.poll() is None:

@@ -84,12 +84,12 @@ def test_completion_is_up_to_date_with_the_laboratory_names() -> None:
     names["DATA"] = [*found["data"]]
     if os.environ.get("REKINDLE_RENEW"):
         file = Path(laboratory_names.__file__)
-        head = file.read_text().partition("SETTINGS")[0]
+        head = file.read_text(encoding="utf-8").partition("SETTINGS")[0]
         lines = (
             f'{key} = """\n{textwrap.fill(" ".join(value), 110, **UNBROKEN)}\n""".split()\n'
             for key, value in names.items()
         )
-        file.write_text(head + "".join(lines))
+        file.write_text(head + "".join(lines), encoding="utf-8")
     for key, value in names.items():
         assert value == getattr(laboratory_names, key), "REKINDLE_RENEW=1 with this test writes the names anew"
 
@@ -323,17 +323,17 @@ def test_how_far_outputs_moved_is_measured_or_said_not_to_be(own: Path, monkeypa
     monkeypatch.chdir(own)
     unknown = "how far outputs moved was not measured (--model with --data measures it)"
     assert unknown in run("fire", "net.pt", "-o", "new.pt", "--html", "plain.html").stderr
-    assert unknown in Path("plain.html").read_text().replace("How", "how")
+    assert unknown in Path("plain.html").read_text(encoding="utf-8").replace("How", "how")
     assert unknown in run("compare", "net.pt", "new.pt").stdout
     told = ("--model", "mine.py:build", "--data", "mine.py:batches")
     fired = run("fire", "net.pt", "-o", "other.pt", *told, "--json", "--html", "page.html")
     assert fired.exit_code == 0, fired.output
     moved = json.loads(fired.stdout)["receipt"]["outputs_moved"]
     assert moved > 0 and unknown not in fired.stderr
-    assert f"Outputs moved by {moved:.0%} of their norm" in Path("page.html").read_text()
+    assert f"Outputs moved by {moved:.0%} of their norm" in Path("page.html").read_text(encoding="utf-8")
     both = run("compare", "net.pt", "other.pt", *told, "--json", "--html", "both.html")
     assert json.loads(both.stdout)["outputs_moved"] == pytest.approx(moved)
-    assert f"Outputs moved by {moved:.0%}" in Path("both.html").read_text()
+    assert f"Outputs moved by {moved:.0%}" in Path("both.html").read_text(encoding="utf-8")
     assert "--data needs --model" in one_line(run("compare", "net.pt", "new.pt", "--data", "mine.py:batches"))
 
 
@@ -352,12 +352,12 @@ def test_the_page_shows_what_neurons_do(own: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.chdir(own)
     told = ("--model", "mine.py:build", "--data", "mine.py:batches")
     run("inspect", "net.pt", *told, "--html", "page.html")
-    page = Path("page.html").read_text()
+    page = Path("page.html").read_text(encoding="utf-8")
     assert "<h2>Neurons</h2>" in page and "share that is never active" in page
     assert "FIRE with biases=" not in page and "rekindle fire --biases zero" in page
     assert "FIRE with biases=" not in run("inspect", "net.pt", *told).stdout
     run("inspect", "net.pt", "--html", "weights.html")
-    assert "<h2>Neurons</h2>" not in Path("weights.html").read_text()
+    assert "<h2>Neurons</h2>" not in Path("weights.html").read_text(encoding="utf-8")
 
 
 def test_modules_of_the_current_folder_can_be_named(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:

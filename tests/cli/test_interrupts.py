@@ -24,7 +24,7 @@ def heeding_ctrl_c() -> None:
 
 def computed(process: subprocess.Popen[str]) -> float:
     """Seconds that a process has computed: a busy machine starts Python late, and no clock on the wall knows."""
-    fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+    fields = Path(f"/proc/{process.pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 

@@ -61,7 +61,7 @@ def wait_for(condition: Callable[[], bool], what: str, seconds: float = 120.0) -
 def alive(pid: int) -> bool:
     """Whether a process runs; one that only waits to be collected does not."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] not in "ZX"
     except (FileNotFoundError, ProcessLookupError):
         return False
 

@@ -324,7 +324,7 @@ def main() -> None:
                     results[f"{stage} {dtype} {name}"] = None
                 except Exception:
                     results[f"{stage} {dtype} {name}"] = traceback.format_exc()
-                Path(sys.argv[1], f"{dist.get_rank()}.json").write_text(json.dumps(results))
+                Path(sys.argv[1], f"{dist.get_rank()}.json").write_text(json.dumps(results), encoding="utf-8")
     dist.destroy_process_group()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -14,6 +13,7 @@ import torch
 
 from rekindle.advice.candidates import Candidate
 from rekindle.advice.trials import Trace
+from rekindle.engine.cpu import cores, may_fork
 from rekindle.extras import require
 
 
@@ -220,12 +220,12 @@ def executor(
     question: Triable, candidates: Sequence[Candidate], seeds: Sequence[int], *, on: str | None, workers: int | None
 ) -> TrialExecutor:
     """Where the trials run: Ray if asked for, else processes where cores allow and all is on the CPU."""
-    count = workers or min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1, len(candidates))
+    count = workers or min(cores(), len(candidates))
     if on == "ray":
         return _OnRay(question, candidates, seeds, count)
     if on is not None:
         raise ValueError(f"on={on!r}: only 'ray' is known; leave it out for this machine")
     trials = Trials(question, candidates, seeds)
-    if count < 2 or question.device != "cpu" or not hasattr(os, "fork"):
+    if count < 2 or question.device != "cpu" or not may_fork():
         return _Here(trials)
     return _Forked(trials, count)

@@ -7,7 +7,6 @@ trainer's callback as its method. Its trigger probes, and fires only where a rem
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -24,6 +23,7 @@ from rekindle.advice.probing import probe
 from rekindle.advice.tasks import default_loss
 from rekindle.advice.trials import shown
 from rekindle.blocks.names import is_sharded, unwrapped
+from rekindle.engine.cpu import cores, may_fork
 from rekindle.isolation import Batch, Loss, check_loss, random_states_kept
 from rekindle.methods.call import Call, replicas
 from rekindle.methods.remedy import Remedy, moments
@@ -342,9 +342,8 @@ class Asking(Trigger):
         assert self._model is not None
         on_cpu = all(parameter.device.type == "cpu" for parameter in self._model.parameters())
         if self.background is not None:
-            return self.background and on_cpu and hasattr(os, "fork")
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-        return on_cpu and cores > 1 and hasattr(os, "fork")
+            return self.background and on_cpu and may_fork()
+        return on_cpu and cores() > 1 and may_fork()
 
     def _heard(self) -> str | None:
         assert self._running is not None

@@ -55,7 +55,7 @@ def meta_model(config: Any, tensors: int = 0) -> nn.Module:
     if isinstance(config, str | Path):
         path = Path(config)
         path = path / "config.json" if path.is_dir() else path
-        config = json.loads(path.read_text(), object_hook=_special_float)
+        config = json.loads(path.read_text(encoding="utf-8"), object_hook=_special_float)
     # What transformers prints would end up in the middle of a command's JSON.
     with redirect_stdout(sys.stderr), _at_most(max(MOST_MODULES, MODULES_PER_TENSOR * tensors)), torch.device("meta"):
         if isinstance(config, Mapping):

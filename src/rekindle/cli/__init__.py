@@ -9,6 +9,7 @@ laboratory only when work begins, so that help and completion answer at once. St
 from __future__ import annotations
 
 import atexit
+import io
 import os
 import signal
 import sys
@@ -23,6 +24,9 @@ def main() -> None:
     if heeded:
         signal.signal(signal.SIGINT, press)
         atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)  # only Python's own clean-up is left then
+    for stream in (sys.stdout, sys.stderr):  # Windows' code pages and LC_ALL=C have no σ, ≤ or →
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     try:
         try:
             import rich  # noqa: F401

@@ -138,7 +138,7 @@ def architecture(config: Path | None, model: str | None) -> Any:
     if config is not None:
         path = config / "config.json" if config.is_dir() else config
         try:
-            found = json.loads(path.read_text())
+            found = json.loads(path.read_text(encoding="utf-8"))
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{path} is not JSON: {error}") from None
         if not isinstance(found, dict):

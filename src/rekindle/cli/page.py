@@ -111,7 +111,7 @@ def report(
 def _read(path: Path) -> dict[str, Any]:
     """A result under the name that the page knows it by."""
     try:
-        found = json.loads(path.read_text())
+        found = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {error}") from None
     if isinstance(found, dict):

@@ -138,7 +138,7 @@ def _find_data(study: Study) -> None:
 def _keep_command(study: Study) -> None:
     """Record the command that started the study in its folder; resuming does not replace it."""
     path, line = study.folder / COMMANDS, made("lab")["made"]["line"]
-    known = path.read_text().splitlines() if path.exists() else []
+    known = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     if line not in known and not line.startswith("rekindle lab resume"):
         study.folder.mkdir(parents=True, exist_ok=True)
         files.write(path, "\n".join([*known, line]) + "\n")
@@ -147,7 +147,7 @@ def _keep_command(study: Study) -> None:
 def kept_command(study: Study) -> str:
     """How the study was started."""
     path = study.folder / COMMANDS
-    return path.read_text().strip() if path.exists() else f"rekindle lab resume {study.folder}"
+    return path.read_text(encoding="utf-8").strip() if path.exists() else f"rekindle lab resume {study.folder}"
 
 
 def _own_file(name: str) -> bool:

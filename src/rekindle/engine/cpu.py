@@ -1,4 +1,4 @@
-"""What this CPU is, and whether bfloat16 products work on it. Imports torch only when asked for torch's view.
+"""What this machine is: its CPU, its cores, whether bfloat16 products work. Imports torch only for torch's own view.
 
 Some virtual machines report AMX units that a process may not use. torch trusts the report, and the first product of
 bfloat16 matrices ends the process with SIGILL, which no `except` can catch. So a child process tries one, where the CPU
@@ -23,12 +23,31 @@ WAY_OUT = ("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 _ANSWER = "REKINDLE_BFLOAT16"  # the result, for child processes: they need not test again
 _INFO = Path("/proc/cpuinfo")
+_WINDOWS_CRASH = 0xC0000000  # there a process that crashed has a positive exit code, from this one on
 _PRODUCT = """
 import torch
 x = torch.ones(64, 64, dtype=torch.bfloat16)
 torch.nn.functional.linear(x, x)
 assert float((x @ x)[0, 0]) == 64
 """
+
+
+def cores() -> int:
+    """How many cores this process may use.
+
+    >>> cores() >= 1
+    True
+    """
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def may_fork() -> bool:
+    """Whether a process that has torch loaded may be forked: not on Windows, nor on macOS, whose libraries forbid it.
+
+    >>> isinstance(may_fork(), bool)
+    True
+    """
+    return hasattr(os, "fork") and sys.platform != "darwin"
 
 
 def vendor() -> str:
@@ -76,6 +95,8 @@ def _asked(limit: str) -> str:
     if not _announces_bfloat16():
         return "works"
     code = _trial()
+    if code >= _WINDOWS_CRASH:
+        return f"the status {code:#x}"
     if code >= 0:  # an ordinary error, such as too little memory for a second torch, says nothing about the CPU
         return "works"
     try:
@@ -99,5 +120,5 @@ def _announces_bfloat16() -> bool:
 def _facts() -> dict[str, str]:
     if not _INFO.exists():
         return {}
-    pairs = (line.partition(":") for line in _INFO.read_text().split("\n\n")[0].splitlines())
+    pairs = (line.partition(":") for line in _INFO.read_text(encoding="utf-8").split("\n\n")[0].splitlines())
     return {key.strip(): value.strip() for key, _, value in pairs}

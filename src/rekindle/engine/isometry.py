@@ -1,20 +1,21 @@
 """polar(): the nearest isometry of every matrix in a tensor, checked numerically. Knows tensors only.
 
 The polar factor Q of W is the (semi-)orthogonal matrix nearest to it; FIRE replaces weights by it. The public verb
-checks its input, has it solved (`solving.py`), and gives the result its derivative.
+checks its input and calls the operator (`operator.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal, Unpack, overload
+from typing import Literal, Unpack, overload
 
 import torch
 from torch import Tensor
 
 from rekindle.engine.arithmetic import to_float64
-from rekindle.engine.solving import Certificate, NotFinite, Solver, Solving, Source, checked_options, solutions
+from rekindle.engine.operator import operator
+from rekindle.engine.solving import Certificate, NotFinite, Solver, Solving, checked_options
 
 __all__ = ["Certificate", "NotFinite", "Solver", "Solving", "polar"]
 
@@ -42,7 +43,7 @@ def polar(
     """The nearest isometry of every matrix in `w` (…, out, in), in the dtype of `w`.
 
     A list of tensors of any shapes gives a list, solved in groups of one shape and in chunks that bound memory.
-    Gradients flow (once; a second derivative raises).
+    Gradients flow, in both directions and twice; torch.compile, torch.export and vmap take it as one operator.
 
     Args:
         w: a real floating tensor of at least two dimensions, or a list of them.
@@ -66,28 +67,16 @@ def polar(
     """
     options = checked_options(solver, tol, steps, complete, seed, certificate)
     tensors = [w] if isinstance(w, Tensor) else list(w)
-    names = ["w"] if isinstance(w, Tensor) else [f"w[{i}]" for i in range(len(tensors))]
-    for each, name in zip(tensors, names, strict=True):
-        _check(each, name)
-    sources = [
-        Source((each.shape[:-2].numel(), *each.shape[-2:]), each.dtype, each.device, _reader(each)) for each in tensors
-    ]
-    factors = list(tensors)
-    certificates: list[Certificate] = [None for _ in tensors]  # type: ignore[misc]
-    for i, q, checked in _located(solutions(sources, options), tensors, names):
-        each = tensors[i]
-        q = q.reshape(each.shape)
-        tracked = each.requires_grad and torch.is_grad_enabled()
-        factors[i] = _Polar.apply(each, q) if tracked else q.to(each.dtype)  # type: ignore[no-untyped-call]
-        if checked is not None:
-            certificates[i] = checked.reshape(each.shape[:-2])
-    if isinstance(w, Tensor):
-        return (factors[0], certificates[0]) if certificate else factors[0]
-    return (factors, certificates) if certificate else factors
-
-
-def _reader(w: Tensor) -> Callable[[], Tensor]:
-    return lambda: w.detach().reshape(w.shape[:-2].numel(), *w.shape[-2:])
+    for i, x in enumerate(tensors):
+        _check(x, "w" if isinstance(w, Tensor) else f"w[{i}]")
+    found = operator(tensors, solver, tol, options.steps, complete, seed, certificate) if tensors else []
+    factors = [q.to(x.dtype) for x, q in zip(tensors, found, strict=False)]
+    if not certificate:
+        return factors[0] if isinstance(w, Tensor) else factors
+    measured = found[len(tensors) :]
+    size = len(measured) // max(1, len(tensors))
+    certificates = [Certificate(*measured[i * size : (i + 1) * size]) for i in range(len(tensors))]
+    return (factors[0], certificates[0]) if isinstance(w, Tensor) else (factors, certificates)
 
 
 def _check(w: Tensor, name: str) -> None:
@@ -101,59 +90,6 @@ def _check(w: Tensor, name: str) -> None:
         raise ValueError(f"{name} is on the meta device, where there are no numbers: load the weights first")
     if w.ndim < 2:
         raise ValueError(f"{name} has shape {tuple(w.shape)}; a polar factor needs two dimensions or more (…, out, in)")
-
-
-def _located(results: Iterator[Any], tensors: list[Tensor], names: list[str]) -> Iterator[Any]:
-    """The results; where a matrix turns out not to be finite, an error that says which and where.
-
-    Every chunk looks at its largest entry anyway, so checking each tensor beforehand would do the work twice.
-    """
-    try:
-        yield from results
-    except NotFinite:
-        _say_where(tensors, names)
-        raise
-
-
-def _say_where(tensors: list[Tensor], names: list[str]) -> None:
-    for w, name in zip(tensors, names, strict=True):
-        wrong = (~torch.isfinite(w.detach())).nonzero()
-        if len(wrong):
-            at = tuple(wrong[0].tolist())
-            raise NotFinite(f"{name} is not finite: {w[at].item()} at index {at} ({len(wrong)} such entries in all)")
-
-
-class _Polar(torch.autograd.Function):
-    """Gives a polar factor its derivative.
-
-    With W = QH wide or square, H = U diag(σ) Uᵀ and V = QᵀU, the adjoint of dW ↦ dQ takes G to
-    U[(UᵀGV − VᵀGᵀU)ᵢⱼ/(σᵢ + σⱼ)]Vᵀ + U diag(1/σ) UᵀG(I − VVᵀ): sums of singular values and no differences, so
-    repeated ones do no harm. Directions that W lacks were filled from the seed and do not move with W: they get 0.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, w: Tensor, q: Tensor) -> Tensor:
-        ctx.save_for_backward(w, q)
-        return q.to(w.dtype, copy=True)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        w, q, g = map(to_float64, (*ctx.saved_tensors, grad))
-        tall = w.shape[-2] > w.shape[-1]
-        if tall:
-            w, q, g = w.mT, q.mT, g.mT
-        h = w @ q.mT
-        s, u = torch.linalg.eigh((h + h.mT) / 2)
-        zero = s <= s.amax(-1, keepdim=True).clamp_min(0) * 1e-12
-        s = s.masked_fill(zero, 0)
-        v = q.mT @ u
-        inner = u.mT @ g @ v
-        sums = s[..., :, None] + s[..., None, :]
-        turn = torch.where(sums > 0, (inner - inner.mT) / sums, 0)
-        outside = g - (g @ v) @ v.mT
-        out = u @ (turn @ v.mT + torch.where(zero, 0, 1 / s)[..., None] * (u.mT @ outside))
-        return (out.mT if tall else out).to(grad), None
 
 
 def by_svd_again(

@@ -97,7 +97,9 @@ class Source:
 
 
 @dataclass(frozen=True)
-class _Options:
+class Options:
+    """The keywords of `polar`, and whether certificates are wanted, and wanted on the host."""
+
     solver: Solver
     tol: float
     steps: int
@@ -140,7 +142,7 @@ def solve(
     return cast(Iterator[tuple[int, Tensor, Certificate]], solutions(sources, options))
 
 
-def solutions(sources: Sequence[Source], options: _Options) -> Iterator[tuple[int, Tensor, Certificate | None]]:
+def solutions(sources: Sequence[Source], options: Options) -> Iterator[tuple[int, Tensor, Certificate | None]]:
     """Group the sources by shape, and pack neighbours into chunks."""
     groups: dict[tuple[int, int, torch.dtype, torch.device], list[int]] = {}
     for i, source in enumerate(sources):
@@ -161,7 +163,7 @@ def solutions(sources: Sequence[Source], options: _Options) -> Iterator[tuple[in
 
 
 def _solve_chunk(
-    sources: Sequence[Source], members: list[int], arithmetic: torch.dtype, room: int, options: _Options
+    sources: Sequence[Source], members: list[int], arithmetic: torch.dtype, room: int, options: Options
 ) -> Iterator[tuple[int, Tensor, Certificate | None]]:
     """Solve sources of one shape: together if they fit into `room` matrices, else (one alone) slice by slice."""
     wides = [_wide(sources[i].read().detach()) for i in members]
@@ -194,7 +196,7 @@ def _solve_chunk(
 
 @full_precision()
 @torch.no_grad()
-def _solve_group(w: Tensor, seeds: Tensor, options: _Options) -> tuple[Tensor, Certificate | None]:
+def _solve_group(w: Tensor, seeds: Tensor, options: Options) -> tuple[Tensor, Certificate | None]:
     """The polar factors of a chunk (batch, n, m), n ≤ m, and what is known of them."""
     w, unit = w.contiguous(), w.new_ones(w.shape[0])
     if not w.numel():
@@ -234,7 +236,7 @@ def _solve_group(w: Tensor, seeds: Tensor, options: _Options) -> tuple[Tensor, C
     )
 
 
-def _by_route(w: Tensor, known: Start, seeds: Tensor, options: _Options) -> Solved:
+def _by_route(w: Tensor, known: Start, seeds: Tensor, options: Options) -> Solved:
     """The one place that chooses: cheapest route first, float64 for what it marks as hard, SVD if all else fails.
 
     On a device without float64 the host solves what needs it.
@@ -292,7 +294,7 @@ def _by_route(w: Tensor, known: Start, seeds: Tensor, options: _Options) -> Solv
     return solved
 
 
-def _on_host(w: Tensor, seeds: Tensor, options: _Options) -> Solved:
+def _on_host(w: Tensor, seeds: Tensor, options: Options) -> Solved:
     """The same matrices solved by the CPU, back on the device of `w`."""
     here = w.cpu()
     solved = _by_route(here, arithmetic.start(here), seeds, options)
@@ -306,7 +308,7 @@ def _small(w: Tensor) -> bool:
     return n <= row.products_up_to and not side and w.dtype == torch.float32
 
 
-def _in_bulk(w: Tensor, options: _Options) -> bool:
+def _in_bulk(w: Tensor, options: Options) -> bool:
     """Whether the polynomials are those of `by_bulk`."""
     return w.device.type == "cpu" and w.shape[1] <= MOST and w.dtype == torch.float32 and options.solver != "fast"
 
@@ -353,7 +355,7 @@ def _seed(seed: int, source: int, matrix: int) -> int:
 
 def checked_options(
     solver: str, tol: float, steps: int | None, complete: bool, seed: int, certificate: bool
-) -> _Options:
+) -> Options:
     """The keywords of `polar`, or an error that says what is wrong with one."""
     if solver not in get_args(Solver):
         raise ValueError(f"solver={solver!r} is not one of {', '.join(map(repr, get_args(Solver)))}")
@@ -363,7 +365,7 @@ def checked_options(
         raise ValueError(f'steps={steps!r} belongs to solver="paper"; solver={solver!r} takes as many as it needs')
     if steps is not None and steps < 0:
         raise ValueError(f"steps={steps!r} must not be negative")
-    return _Options(cast(Solver, solver), tol, 10 if steps is None else steps, complete, seed, certificate)
+    return Options(cast(Solver, solver), tol, 10 if steps is None else steps, complete, seed, certificate)
 
 
 class NotFinite(ValueError):

@@ -348,7 +348,7 @@ def _yaml(path: Path) -> dict[str, Any]:
     except ImportError as error:
         raise ImportError(f"a study file needs pyyaml: {install('lab')}") from error
     try:
-        content = yaml.safe_load(path.read_text())
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except yaml.YAMLError as error:
         raise ValueError(f"{path} is not YAML: {error}") from error
     if not isinstance(content, dict):

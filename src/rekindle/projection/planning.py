@@ -187,7 +187,7 @@ class Plan:
         ...     Plan.load(os.path.join(folder, "plan.json")) == p
         True
         """
-        return cls.from_dict(json.loads(Path(path).read_text()))
+        return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
 
 
 def _cells(entry: PlanEntry) -> list[str]:

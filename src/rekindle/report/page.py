@@ -145,7 +145,7 @@ def source(name: str, package: str = "rekindle.report") -> str:
     >>> source("script.js").startswith('"use strict"')
     True
     """
-    return files(package).joinpath(name).read_text()
+    return files(package).joinpath(name).read_text(encoding="utf-8")
 
 
 def _layers(data: Mapping[str, Any], table: Sequence[BlockRow]) -> dict[str, Any]:

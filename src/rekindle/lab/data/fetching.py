@@ -83,7 +83,14 @@ def _run(*arguments: str, cwd: Path) -> None:
     program = shutil.which(arguments[0])
     if program is None:
         raise FileNotFoundError(f"{arguments[0]} is not installed")
-    done = subprocess.run([program, *arguments[1:]], cwd=cwd, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    done = subprocess.run(
+        [program, *arguments[1:]],
+        cwd=cwd,
+        capture_output=True,
+        encoding="utf-8",
+        errors="replace",
+        stdin=subprocess.DEVNULL,
+    )
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if line.strip()] or ["no message"]
         raise OSError(f"{arguments[0]} failed: {lines[-1][:300]}")

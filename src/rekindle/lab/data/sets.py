@@ -194,9 +194,13 @@ def home() -> Path:
     >>> home().is_absolute()
     True
     """
-    named = os.environ.get("REKINDLE_DATA")
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(named).expanduser().absolute() if named else Path(cache) / "rekindle" / "data"
+    named, cache = os.environ.get("REKINDLE_DATA"), os.environ.get("XDG_CACHE_HOME")
+    try:
+        return (
+            Path(named).expanduser().absolute() if named else Path(cache or "~/.cache").expanduser() / "rekindle/data"
+        )
+    except RuntimeError:  # a user without an entry and without HOME, as in many containers
+        raise ValueError("this user has no home folder: set REKINDLE_DATA to where data may be kept") from None
 
 
 def folders(folder: Path | None = None) -> tuple[Path, ...]:

@@ -21,6 +21,7 @@ from collections import deque
 from pathlib import Path
 from typing import IO, Any
 
+from rekindle.engine.cpu import cores
 from rekindle.lab.execution import LAST, ONE_THREAD, TARGET, rows_of
 from rekindle.lab.execution.store import Row
 
@@ -40,6 +41,8 @@ class Pool:
         self.slots = cores() if workers is None else workers
         if self.slots < 1:
             raise ValueError(f"workers must be at least 1, got {workers}")
+        if os.name == "nt":  # pipes are not passed on to children there, nor waited for together
+            raise RuntimeError("the laboratory's worker processes need Linux or macOS: on Windows run it in WSL")
         self._starts, self.target = starts, target
         self._idle: deque[_Worker] = deque()
         self._busy: dict[str, _Worker] = {}
@@ -147,15 +150,6 @@ class _Worker:
         self._prints.close()
         with contextlib.suppress(OSError):
             os.close(self.rows)
-
-
-def cores() -> int:
-    """How many cores this process may use.
-
-    >>> cores() >= 1
-    True
-    """
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def work(pipe: int) -> None:

@@ -172,7 +172,7 @@ def _join(ray: Any, address: str | None, workers: int | None) -> None:
 
 def _source(job: dict[str, Any]) -> str | None:
     source = job["setting"].get("source")
-    return None if source is None else Path(source).read_text()
+    return None if source is None else Path(source).read_text(encoding="utf-8")
 
 
 def _ray() -> Any:
