@@ -21,7 +21,6 @@ from collections import deque
 from pathlib import Path
 from typing import IO, Any
 
-from rekindle.engine.cpu import cores
 from rekindle.lab.execution import LAST, ONE_THREAD, TARGET, rows_of
 from rekindle.lab.execution.store import Row
 
@@ -150,6 +149,15 @@ class _Worker:
         self._prints.close()
         with contextlib.suppress(OSError):
             os.close(self.rows)
+
+
+def cores() -> int:
+    """How many cores this process may use.
+
+    >>> cores() >= 1
+    True
+    """
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def work(pipe: int) -> None:
