@@ -48,6 +48,9 @@ MAKERS = {
     "optimizer reset": lambda: methods.OptimizerReset(),
     "weight clip": lambda: methods.WeightClip(0.5),
     "nap": lambda: methods.NormalizeAndProject(),
+    "hyperball": lambda: methods.Hyperball(),
+    "soft weight rescaling": lambda: methods.SoftWeightRescaling(0.1),
+    "selective weight reset": lambda: methods.SelectiveWeightReset(0.1, every=1, utility="magnitude"),
     "start norm": lambda: methods.StartNorm(),
     "upgd": lambda: methods.UPGD(),
     "singular clip": lambda: methods.SingularClip(high=0.1),
@@ -66,7 +69,7 @@ REFUSED = {
     **{(name, "lstm"): "feed back into its own gates" for name in NEURONS},
 }
 # A class token has no scheme: its module says nothing, transformers' _init_weights does.
-KEEPS_WEIGHTS = {"learning rate", "rewarm", "adam rel", "optimizer reset", "upgd", "injection", "hare"}
+KEEPS_WEIGHTS = {"learning rate", "rewarm", "adam rel", "optimizer reset", "upgd", "injection", "hare", "hyperball"}
 
 
 def ready(name):

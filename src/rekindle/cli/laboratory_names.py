@@ -20,11 +20,12 @@ paper/class-incremental-vgg16 paper/gpt paper/dqn-atari-asterix paper/dqn-atari-
 ARMS = """
 nothing full-reset he-reset orthogonal-reset shrink-perturb shrink-perturb-fresh dash redo regrama
 continual-backprop self-normalized-reset l2-init parseval spectral isometry-loss adamo weight-decay
-weight-clip normalize-project upgd hare-tortoise injection layer-norm-reset muon fire fire-paper-cnn
-shrink-reset optimizer-reset rescale shrink fire-shrink random-isometry-shrink full-reset-shrink dash-shrink
-effective-lr fire-effective-lr start-norm random-isometry gaussian random-isometry-nearest fresh-at-norm
-head-reset fire-10 fire-5 fire-nearest fire-norm fire-init fire-half fire-qk fire-attention fire-mlp fire-all
-fire-state-fresh fire-state-moments fire-state-step fire-state-none fire-heads
+weight-clip normalize-project hyperball soft-rescaling weight-reset upgd hare-tortoise injection
+layer-norm-reset muon fire fire-paper-cnn shrink-reset rate-raised rate-rewarm optimizer-reset rescale shrink
+fire-shrink random-isometry-shrink full-reset-shrink dash-shrink effective-lr fire-effective-lr start-norm
+random-isometry gaussian random-isometry-nearest fresh-at-norm head-reset fire-10 fire-5 fire-nearest
+fire-norm fire-init fire-half fire-qk fire-attention fire-mlp fire-all fire-state-fresh fire-state-moments
+fire-state-step fire-state-none fire-heads
 """.split()
 GROUPS = """
 main controls norms solvers scales targets states nearness continuous all

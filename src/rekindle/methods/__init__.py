@@ -22,6 +22,7 @@ from rekindle.methods.controls import FreshAtNorm, Gaussian, RandomIsometry, Res
 from rekindle.methods.dash import DASH
 from rekindle.methods.fire import FIRE
 from rekindle.methods.hare_tortoise import HareTortoise
+from rekindle.methods.hyperball import Hyperball
 from rekindle.methods.learning_rate import LearningRate, Rewarm
 from rekindle.methods.muon import muon
 from rekindle.methods.normalize_and_project import NormalizeAndProject
@@ -30,8 +31,10 @@ from rekindle.methods.redo import ReDo
 from rekindle.methods.regrama import ReGraMa
 from rekindle.methods.regularisers import IsometryLoss, L2Init, Parseval, SpectralRegulariser, WeightDecay
 from rekindle.methods.resets import AdamRel, FullReset, HeadReset, LayerNormReset, LayerReset, OptimizerReset
+from rekindle.methods.selective_weight_reset import SelectiveWeightReset
 from rekindle.methods.self_normalized_reset import SelfNormalizedReset
 from rekindle.methods.shrink_perturb import ShrinkPerturb
+from rekindle.methods.soft_weight_rescaling import SoftWeightRescaling
 from rekindle.methods.start_norm import StartNorm
 from rekindle.methods.upgd import UPGD
 from rekindle.methods.weight_clip import WeightClip
@@ -48,6 +51,7 @@ __all__ = [
     "Gaussian",
     "HareTortoise",
     "HeadReset",
+    "Hyperball",
     "IsometryLoss",
     "L2Init",
     "LayerNormReset",
@@ -62,9 +66,11 @@ __all__ = [
     "ReGraMa",
     "Rescale",
     "Rewarm",
+    "SelectiveWeightReset",
     "SelfNormalizedReset",
     "ShrinkPerturb",
     "SingularClip",
+    "SoftWeightRescaling",
     "SpectralRegulariser",
     "StartNorm",
     "WeightClip",

@@ -198,12 +198,12 @@ class _Row:
         self.gradient.add_(self.noise).mul_(self.gate)
         torch._foreach_copy_([_gradient(share) for share in self.shares], self._gradients)
 
-    def gate_step(self, group: Mapping[str, Any], decoupled: bool) -> None:
+    def gate_step(self, rate: float, decay: float) -> None:
         """w ← w₀ + (w − w₀)·(1 − s) − lr·σ·ξ·(1 − s), where w₀ is the weight before the step, decayed."""
-        if decoupled:
-            self.before.mul_(1 - group["lr"] * group["weight_decay"])
+        if decay:
+            self.before.mul_(1 - decay)
         torch._foreach_copy_(self._gradients, self.parameters)
-        change = self.gradient.sub_(self.before).add_(self.noise, alpha=-float(group["lr"]))
+        change = self.gradient.sub_(self.before).add_(self.noise, alpha=-rate)
         self.before.addcmul_(change, self.gate)
         torch._foreach_copy_(self.parameters, self._befores)
 
@@ -213,8 +213,14 @@ def _gate_step(rows: list[_Row], optimizer: Any, *_: Any) -> None:
     """Gate the change that a step has made, once."""
     for row in rows:
         group = optimizer.param_groups[row.group]
-        row.gate_step(group, isinstance(optimizer, torch.optim.AdamW) or bool(group.get("decoupled_weight_decay")))
+        row.gate_step(float(group["lr"]), decoupled_decay(optimizer, group))
     rows.clear()
+
+
+def decoupled_decay(optimizer: Any, group: Mapping[str, Any]) -> float:
+    """The share of a weight that one step removes beside its update; 0 where decay is a part of the gradient."""
+    decoupled = type(optimizer).__name__ in ("AdamW", "Adafactor", "Muon") or group.get("decoupled_weight_decay")
+    return float(group["lr"]) * float(group["weight_decay"]) if decoupled else 0.0
 
 
 def _not_finite(shares: Sequence[Share]) -> list[str]:
