@@ -65,23 +65,23 @@ class SoftWeightRescaling(KeptNorms):
         for each in picked:
             bias, head = each.bias(), each.found.role == "head"
             held = each.parameters()[each.name]
-            layers[each.name] = _Layer(each.name, held, None, bias, named.get(id(bias), ""), head=head)
+            layers[each.name] = _Rescaled(each.name, held, None, bias, named.get(id(bias), ""), head=head)
         for name, norm in norm_layers(model).items():
             scale = norm._parameters.get("weight")
             if scale is not None:
                 weight = f"{name}.weight"
-                layers[weight] = _Layer(weight, scale, None, norm._parameters.get("bias"), f"{name}.bias", norm=True)
+                layers[weight] = _Rescaled(weight, scale, None, norm._parameters.get("bias"), f"{name}.bias", norm=True)
         return [layers[name] for name, _ in names.named_parameters(model) if name in layers], skipped
 
     @torch.no_grad()
     def apply(self, call: Call) -> Receipt:
         """Rescale; a weight of norm zero stays."""
         shares, skipped = self.weights(call.model)
-        layers = [share for share in shares if isinstance(share, _Layer)]
+        layers = [share for share in shares if isinstance(share, _Rescaled)]
         first, now = self.first(shares), norms_of(shares)
         last = max((number for number, layer in enumerate(layers) if layer.norm), default=0)
         factors: list[float] = []
-        biases: list[tuple[_Layer, float]] = []
+        biases: list[tuple[_Rescaled, float]] = []
         product = 1.0
         for number, (layer, start, norm) in enumerate(zip(layers, first, now, strict=True)):
             pull = self.head if self.head is not None and layer.head else self.coefficient
@@ -105,7 +105,7 @@ class SoftWeightRescaling(KeptNorms):
 
 
 @dataclass(frozen=True)
-class _Layer(Share):
+class _Rescaled(Share):
     """A weight or the scale of a normalization layer, with the bias that is added behind it."""
 
     bias: Tensor | None = None
