@@ -205,7 +205,7 @@ def test_history_is_bounded_and_inputs_are_let_go() -> None:
     with Monitor(net, optimizer, every=1, history=2) as monitor:
         for seed in range(5):
             step(net, optimizer, seed)
-        assert not monitor._inputs
+        assert not any(seen.last for seen in monitor._seen)
         assert monitor._before is None
     assert [s.step for s in monitor.history] == [4, 5]
 
@@ -230,7 +230,7 @@ def test_a_model_that_is_never_called_is_watched_by_its_parts() -> None:
                 optimizer.zero_grad()
                 model.loss(model.decoder(model.encoder(x)), x).backward()
                 optimizer.step()
-        assert not monitor._inputs
+        assert not any(seen.last for seen in monitor._seen)
     inside, hidden = monitor.last.health, model.encoder(x)
     assert inside.units.keys() == {"encoder.0", "decoder.0"} and inside.verdict != "unknown"
     alone = health(model.encoder, [(x,)]).units["0"], health(model.decoder, [(hidden,)]).units["0"]
@@ -297,3 +297,32 @@ def test_errors_speak_of_the_argument() -> None:
     with pytest.raises(ValueError, match="batches is not"):
         Monitor(net, optimizer, loss=lambda m, b: m(b).sum())
     assert hooks(net, optimizer) == 0
+
+
+@pytest.mark.parametrize("way", ["net.compile", "torch.compile", "loss"])
+def test_a_compiled_model_is_compiled_once(way: str) -> None:
+    graphs: list[Any] = []
+
+    def counting(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Monitor(model, optimizer, every=4) as monitor:
+        run: Any = model
+        if way == "net.compile":
+            model.compile(backend=counting)
+        elif way == "torch.compile":
+            run = torch.compile(model, backend=counting)
+        else:
+            run = torch.compile(lambda x: model(x).square(), backend=counting)
+        for _ in range(9):
+            optimizer.zero_grad()
+            run(torch.ones(3, 4)).mean().backward()
+            optimizer.step()
+    assert len(graphs) == 1
+    assert [sample.step for sample in monitor.history] == [4, 8]
+    assert all("dormant" in sample.flat() for sample in monitor.history)
+    torch._dynamo.reset()

@@ -63,7 +63,7 @@ class SoftWeightRescaling(KeptNorms):
         named = {id(parameter): name for name, parameter in names.named_parameters(model)}
         layers: dict[str, Share] = {}
         for each in picked:
-            bias, head = each.bias(), each.found.role == "head"
+            bias, head = each.bias(), each.entry.role == "head"
             held = each.parameters()[each.name]
             layers[each.name] = _Rescaled(each.name, held, None, bias, named.get(id(bias), ""), head=head)
         for name, norm in norm_layers(model).items():

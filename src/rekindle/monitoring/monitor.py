@@ -102,7 +102,7 @@ class Monitor:
         self.history: deque[Sample] = deque(maxlen=history)
         self._handles: list[RemovableHandle] = []
         self._stepping = Steps()
-        self._inputs: dict[nn.Module, Recorded] = {}  # of the model, or else of its parts
+        self._seen: list[_Seen] = []  # inputs of the model, or else of its parts
         self._beginning = True  # until the first step shows whether the model itself is called
         self._before: list[Tensor] | None = None
         self._found: list[Found] | None = None
@@ -128,13 +128,13 @@ class Monitor:
         ]
         self._beginning = True
         if self.batches is None:
-            self._handles.append(self.model.register_forward_pre_hook(self._on_forward, with_kwargs=True))
+            self._look_at(self.model)
 
     def detach(self) -> None:
         """Stop sampling; the history stays. May be called any number of times."""
         for handle in self._handles:
             handle.remove()
-        self._handles = []
+        self._handles, self._seen = [], []
         self._forget()
 
     def __enter__(self) -> Monitor:
@@ -181,11 +181,11 @@ class Monitor:
         return sample
 
     def _activity(self) -> Activity:
-        whole = self._inputs.get(self.model)  # its parts are called inside it
-        seen = list(self._inputs.values()) if whole is None else [whole]
-        batches = seen if self.batches is None else self.batches
+        seen = [batch for one in self._seen if (batch := one.recorded()) is not None]
+        whole = [batch for batch in seen if batch.part is None]  # its parts are called inside it
+        batches = (whole or seen) if self.batches is None else self.batches
         with passes(self.model, distributed(self.model, copies=False)[0]):
-            if self.batches is None and not self._inputs:
+            if self.batches is None and not seen:
                 reason = "no forward pass of this model was seen; give batches, or watch the module that is called"
                 return Activity((), unmeasured=(Unmeasured("", "activity", reason),))
             return activity(self.model, batches, loss=self.loss, mode=self.mode, attention=self.mode == "full")
@@ -211,22 +211,19 @@ class Monitor:
     def _due(self) -> bool:
         return (self.steps + 1) % self.every == 0 and not self._sampling
 
-    def _on_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # Before the first step a call without gradients is a summary or a check, not the training.
-        if self._due() or (self._beginning and torch.is_grad_enabled()):
-            self._inputs[module] = Recorded(args, kwargs, None if module is self.model else module)
-
-    def _watch_parts(self) -> None:
-        """Record the parts that are called instead of the model."""
-        for part in _parts(self.model):
-            if next(part.parameters(), None) is not None:
-                self._handles.append(part.register_forward_pre_hook(self._on_forward, with_kwargs=True))
+    def _look_at(self, module: nn.Module) -> None:
+        seen = _Seen(None if module is self.model else module)
+        self._seen.append(seen)
+        self._handles.append(module.register_forward_pre_hook(seen, with_kwargs=True))
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if not self._stepping.begins(optimizer):
             return
-        if self._beginning and self.batches is None and not self._inputs:
-            self._watch_parts()
+        # Before the first step a call without gradients is a summary or a check, not the training.
+        if self._beginning and self.batches is None and not any(seen.trained for seen in self._seen):
+            for part in _parts(self.model):  # which are called instead of the model
+                if next(part.parameters(), None) is not None:
+                    self._look_at(part)
         self._beginning = False
         if self._due():
             self._before = [p.detach().clone() for _, p in self._named]
@@ -247,7 +244,9 @@ class Monitor:
 
     def _forget(self) -> None:
         """Keep nothing until the next sample: a batch takes GPU memory."""
-        self._inputs, self._before = {}, None
+        self._before = None
+        for seen in self._seen:
+            seen.last = None
 
     def state_dict(self) -> dict[str, Any]:
         """Steps, history and reference, as plain values."""
@@ -272,6 +271,29 @@ class Monitor:
         for each in state["history"]:
             self.history.append(Sample(each["step"], Health.from_dict(each["health"])))
         self.reference = None if state["reference"] is None else Health.from_dict(state["reference"])
+
+
+class _Seen:
+    """A hook that keeps the last input of a module.
+
+    It reads nothing that changes from step to step: torch.compile takes it into the graph, and would compile anew.
+    """
+
+    def __init__(self, part: nn.Module | None) -> None:
+        self.part = part
+        self.last: tuple[tuple[Any, ...], dict[str, Any], bool] | None = None
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.last = args, kwargs, torch.is_grad_enabled()
+
+    @property
+    def trained(self) -> bool:
+        """Whether there was a pass with gradients."""
+        return self.last is not None and self.last[2]
+
+    def recorded(self) -> Recorded | None:
+        """The input as a batch."""
+        return None if self.last is None else Recorded(self.last[0], self.last[1], self.part)
 
 
 def _parts(model: nn.Module) -> Iterator[nn.Module]:
