@@ -30,6 +30,7 @@ Batch: TypeAlias = "Tensor | Sequence[Any] | Mapping[str, Any] | Recorded"
 Batches: TypeAlias = "Iterable[Batch]"
 Loss: TypeAlias = "Callable[[nn.Module, Any], Tensor]"
 
+_REGISTRIES = ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules", "_forward_hooks")
 _TORCHS_OWN = frozenset(vars(nn.Module()))  # attributes of every module
 
 
@@ -404,7 +405,8 @@ def gradients_kept(model: nn.Module) -> Iterator[None]:
 def attributes_kept(model: nn.Module) -> Iterator[None]:
     """What a forward pass writes into its module beside buffers (a carried state, a counter) is undone.
 
-    Also what it adds to lists, dicts and sets that are attributes; not what it changes deeper inside.
+    Also what it adds to lists, dicts and sets that are attributes, and buffers, modules and hooks that it makes when it
+    runs first; not what it changes deeper inside.
 
     >>> layer = nn.Linear(1, 1)
     >>> with attributes_kept(layer):
@@ -419,7 +421,9 @@ def attributes_kept(model: nn.Module) -> Iterator[None]:
                 for name, value in vars(module).items()
                 if name not in _TORCHS_OWN
             }
-            inside = [(v, copy.copy(v)) for v, _ in values.values() if type(v) in (list, dict, set)]
+            containers = [v for v, _ in values.values() if type(v) in (list, dict, set)]
+            containers += [held for name, held in vars(module).items() if name in _REGISTRIES]
+            inside = [(held, copy.copy(held)) for held in containers]
             stack.callback(_put_attributes, module, values)
             stack.callback(_refill, inside)
         yield

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -268,6 +269,30 @@ class TestWithoutSource:
         assert plan.reasons()["value2.weight"] == "output head"
 
 
+class Writing(nn.Module):
+    """Counts, caches, makes buffers and layers when it runs first, and has statistics of several kinds."""
+
+    def __init__(self, fails: bool) -> None:
+        super().__init__()
+        self.fc, self.bn, self.fails, self.calls = nn.Linear(4, 4), nn.BatchNorm1d(4), fails, 0
+        self.cache: list[Tensor] = []
+        self.kept: dict[str, Tensor] = {}
+        self.bounded = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.cache.append(x)
+        self.kept["last"] = x
+        if not hasattr(self, "mask"):
+            self.register_buffer("mask", torch.ones(4))
+            self.extra = nn.Linear(4, 4)
+            self.fc.register_forward_hook(lambda *_: None)
+        y = self.bn(self.bounded(self.fc(x * self.mask))) + torch.rand(4)
+        if self.fails:
+            raise KeyError("inner")
+        return self.extra(y)  # type: ignore[no-any-return]
+
+
 class TestRecordings:
     def test_leave_nothing_behind(self) -> None:
         model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Dropout(), nn.Linear(4, 2))
@@ -279,6 +304,37 @@ class TestRecordings:
         assert model.training and model[1].training
         assert torch.equal(model[0].weight.grad, torch.ones(4, 6))
         assert not torch.nn.modules.module._global_forward_hooks
+
+    @pytest.mark.parametrize("training", [False, True])
+    @pytest.mark.parametrize("fails", [False, True])
+    def test_leave_nothing_behind_in_a_model_that_writes_into_itself(self, training: bool, fails: bool) -> None:
+        model = Writing(fails).train()
+        model.fc.weight.grad = torch.ones(4, 4)
+        state, rng = {k: v.clone() for k, v in model.state_dict().items()}, torch.get_rng_state()
+        with pytest.raises(RecordingError, match=r"KeyError: 'inner'") if fails else nullcontext():
+            record(model, torch.ones(3, 4), training=training)
+        assert model.state_dict().keys() == state.keys()
+        assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
+        assert torch.equal(torch.get_rng_state(), rng)
+        assert (model.calls, model.cache, model.kept, model.training, model.bn.training) == (0, [], {}, True, True)
+        assert [len(m._forward_hooks) for m in model.modules()] == [0] * len(list(model.modules()))
+        assert model.fc.weight.grad is not None
+        assert torch.equal(model.fc.weight.grad, torch.ones(4, 4))
+        assert torch.is_grad_enabled()
+        assert not torch.is_autocast_enabled("cpu")
+
+    def test_of_a_generator_and_its_discriminator_show_both_outputs(self) -> None:
+        net = nn.ModuleDict({"generator": nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 6))})
+        net["discriminator"] = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1))
+
+        def step(model: Any, real: Tensor) -> Tensor:
+            fake = model["generator"](torch.ones(len(real), 4))
+            wrong = model["discriminator"](real) - model["discriminator"](fake.detach())
+            return wrong.mean() + model["discriminator"](fake).mean()  # type: ignore[no-any-return]
+
+        facts = facts_of(record(net, torch.randn(3, 6), step))
+        outputs = {name for name, fact in facts.by_name.items() if fact.output and "weight" in name}
+        assert outputs == {"generator.2.weight", "discriminator.2.weight"}
 
     def test_of_a_live_step_show_networks_that_are_called_by_themselves(self) -> None:
         holder = nn.ModuleDict({"actor": nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 2))})
