@@ -12,7 +12,7 @@ from torch.nn import Parameter
 
 from rekindle.optimizers import check, register, reset, reset_rows, resetting, unwrap
 from rekindle.optimizers import slots as optimizer_slots
-from rekindle.projection.transaction import snapshot_of
+from rekindle.projection.snapshots import snapshot_of
 
 ALL = [
     cls

@@ -13,7 +13,7 @@ import rekindle
 from optimizers.stacked_muon import StackedMuonAdam
 from rekindle import optimizers
 from rekindle.optimizers import Slot, slots
-from rekindle.projection.transaction import snapshot_of
+from rekindle.projection.snapshots import snapshot_of
 
 STARTS: dict[str, Any] = {
     "momentum_buffer": Slot("moment", stacked=True),

@@ -27,11 +27,11 @@ from rekindle.checkpoint.staging import Staging, allocated, check_space
 from rekindle.engine.solving import Solver, solve
 from rekindle.files import State, kind_of, state_of
 from rekindle.optimizers import StateReset
+from rekindle.projection.biases import bias_entries, bias_names
 from rekindle.projection.entries import PlanEntry
 from rekindle.projection.execution import check_finite, execute
 from rekindle.projection.planning import Plan
 from rekindle.projection.receipt import Meter, Receipt
-from rekindle.projection.stores import bias_entries, bias_names
 
 Progress = Callable[[int, int, str], None]
 Biases = dict[str, tuple[str, Any]]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from rekindle.initial import tensors_of
-from rekindle.projection.transaction import snapshot
+from rekindle.projection.snapshots import snapshot
 from rekindle.sharding.team import distributed, local, settle
 
 Mirror = nn.Module | Callable[[], nn.Module | None]

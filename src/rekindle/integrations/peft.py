@@ -32,10 +32,12 @@ from rekindle.methods.remedy import Remedy
 from rekindle.optimizers import resetting as optimizers
 from rekindle.projection.execution import check_options
 from rekindle.projection.firing import fire
-from rekindle.projection.planning import Planning, draft
+from rekindle.projection.keywords import Planning
+from rekindle.projection.planning import draft
 from rekindle.projection.receipt import BlockRecord, Receipt
+from rekindle.projection.snapshots import snapshot_of
 from rekindle.projection.targets import terms
-from rekindle.projection.transaction import Transaction, snapshot_of
+from rekindle.projection.transaction import Transaction
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,8 @@ from rekindle.methods.caching import PerModel
 from rekindle.methods.call import Call
 from rekindle.projection.method import Batch, Loss
 from rekindle.projection.receipt import Meter, Receipt
-from rekindle.projection.transaction import Transaction, snapshot
+from rekindle.projection.snapshots import snapshot
+from rekindle.projection.transaction import Transaction
 from rekindle.sharding.team import Needs, refuse_hidden, refuse_shards, settle
 
 Moment = Literal["event", "step", "backward", "loss"]

@@ -1,6 +1,6 @@
 """A guard: measure the loss before and after a remedy, and take the remedy back if it did too much damage.
 
-`Guard.watch` copies everything that a method may change (`projection.transaction.snapshot`). `Guarded.settle` measures
+`Guard.watch` copies everything that a method may change (`projection.snapshots`). `Guarded.settle` measures
 again and, above the limit, puts everything back into the same objects.
 """
 
@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from rekindle.isolation import Batch, Loss, call, check_batches, check_loss, explained, isolated, surely
 from rekindle.projection.method import Method
 from rekindle.projection.receipt import Receipt
-from rekindle.projection.transaction import Restore, Transaction, snapshot
+from rekindle.projection.snapshots import Restore, snapshot
+from rekindle.projection.transaction import Transaction
 from rekindle.sharding.passes import passes
 from rekindle.sharding.team import distributed, settle
 

@@ -21,12 +21,14 @@ from rekindle.engine.solving import Solver, Solving
 from rekindle.isolation import outputs, relative_change
 from rekindle.optimizers import resetting as optimizers
 from rekindle.projection.execution import PlanExecution, Solved, blended, check_options, solved_blocks
-from rekindle.projection.planning import Plan, Planning, draft
+from rekindle.projection.keywords import Planning
+from rekindle.projection.planning import Plan, draft
 from rekindle.projection.recalibration import recalibrated, training_layers
 from rekindle.projection.receipt import Measuring, Meter, Receipt
 from rekindle.projection.sharded import ShardedExecution, refuse_partitioned
+from rekindle.projection.snapshots import Restore, snapshot_of
 from rekindle.projection.stores import LiveStore
-from rekindle.projection.transaction import Restore, Transaction, snapshot_of
+from rekindle.projection.transaction import Transaction
 from rekindle.sharding.passes import passes
 from rekindle.sharding.team import SOLO, Team, distributed, opened, partitioned, settle
 from rekindle.sharding.zero import shown

@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack, get_args
+from typing import TYPE_CHECKING, Any, Unpack, get_args
 
 import torch
 from torch import Tensor, nn
 
-from rekindle import files, tables
+from rekindle import files
 from rekindle.blocks import parametrized
 from rekindle.blocks.evidence import Facts
 from rekindle.blocks.finding import Conv, Found, find
@@ -28,7 +28,9 @@ from rekindle.engine.arithmetic import full_precision, to_host
 from rekindle.engine.isometry import polar
 from rekindle.extras import install
 from rekindle.measures.spectra import real
+from rekindle.projection import plan_text
 from rekindle.projection.entries import PlanEntry
+from rekindle.projection.keywords import Planning, PlanOptions
 from rekindle.projection.measuring import Look, Reader, look, looks, references_of, too_many
 from rekindle.projection.receipt import Measuring
 from rekindle.projection.targets import Scale, Targets, choose, describe, preset_layouts, terms
@@ -42,7 +44,6 @@ if TYPE_CHECKING:
 
 MIN_NORM = 1e-8
 _VERSION = 1
-_HEADINGS = ("parameter", "role", "shape", "matrices", "scale", "DfI now", "evidence", "action")
 
 
 @dataclass(frozen=True, repr=False)
@@ -87,23 +88,7 @@ class Plan:
 
     def table(self, width: int | None = None, worded: Callable[[str], str] = str) -> str:
         """One line per parameter, at most `width` columns wide; `worded` rewrites hints for the command line."""
-        width = width or tables.terminal_width(120)
-        chosen = self.selected
-        numbers = sum(block.count * block.out * block.in_ for entry in chosen for block in entry.blocks)
-        total = sum(math.prod(entry.shape) for entry in self.entries)
-        foot = (
-            f"{len(chosen)} of {len(self.entries)} parameters to project: {sum(e.count for e in chosen)} matrices, "
-            f"{numbers:,} of {total:,} numbers; scale {self.scale}, targets {self.targets}"
-        )
-        free = sum(bool(entry.norm) for entry in chosen)
-        if free:
-            foot += (
-                f". {free} of the {len(chosen)} have a normalisation right behind them, which takes their scale out: "
-                "for them the scale sets only how fast they learn, lr/‖W‖²"
-            )
-        rows = [[*cells[:-1], worded(cells[-1])] for cells in map(_cells, self.entries)]
-        lines = tables.table(_HEADINGS, rows, width, left=range(len(_HEADINGS)), drop=(1,))
-        return "\n".join([*lines, *tables.wrapped(foot, width, "")])
+        return plan_text.table(self.entries, f"scale {self.scale}, targets {self.targets}", width, worded)
 
     def scale_values(
         self, entry: PlanEntry, block: Block, *, norm: Tensor | None = None, nuclear: Tensor | None = None
@@ -117,9 +102,7 @@ class Plan:
         place = entry.blocks.index(block)
         known = entry.scales[place] if entry.scales else None
         if known is not None:
-            like = norm if norm is not None else nuclear
-            wide = torch.float64 if like is not None and like.dtype == torch.float64 else torch.float32
-            return torch.full((block.count,), known, dtype=wide, device=None if like is None else like.device)
+            return Scale("number", value=known).values(block, norm=norm, nuclear=nuclear)
         reference = entry.references[place] if entry.references else None
         return self.scale.values(block, norm=norm, nuclear=nuclear, reference=reference)
 
@@ -148,28 +131,7 @@ class Plan:
             import pandas
         except ImportError as error:
             raise ImportError(f"a DataFrame needs pandas: {install('report')}") from error
-        rows: list[dict[str, Any]] = []
-        for e in self.entries:
-            base = {"name": e.name, "role": e.role, "shape": e.shape, "dtype": e.dtype, "reason": e.refusal}
-            base["norm"] = e.norm
-            if e.refusal is not None:
-                rows.append(base)
-            for i, block in enumerate(e.blocks if e.refusal is None else ()):
-                rows.append(
-                    {
-                        **base,
-                        "role": block.role,
-                        "part": block.part,
-                        "count": block.count,
-                        "out": block.out,
-                        "in": block.in_,
-                        "taps": block.taps,
-                        "scale": e.scales[i],
-                        "dfi": e.dfi[i],
-                        "dfi_scale_free": e.dfi_free[i],
-                    }
-                )
-        return pandas.DataFrame(rows)
+        return pandas.DataFrame(plan_text.rows(self.entries))
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON, to be applied to a checkpoint or in another process."""
@@ -180,62 +142,14 @@ class Plan:
     def load(cls, path: str | Path) -> Plan:
         """Read what `save` wrote.
 
-        >>> import tempfile, os
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     p = plan(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)))
-        ...     p.save(os.path.join(folder, "plan.json"))
-        ...     Plan.load(os.path.join(folder, "plan.json")) == p
+        >>> import tempfile
+        >>> p = plan(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)))
+        >>> with tempfile.NamedTemporaryFile() as file:
+        ...     p.save(file.name)
+        ...     Plan.load(file.name) == p
         True
         """
         return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
-
-
-def _cells(entry: PlanEntry) -> list[str]:
-    """Its row of the table: eight cells, or four if it is skipped: the reason takes the place of the numbers."""
-    shape = "×".join(map(str, entry.shape)) or "-"
-    if entry.refusal is not None:
-        return [entry.name, entry.role, shape, f"skipped: {entry.refusal}"]
-    role = "+".join(dict.fromkeys(block.role for block in entry.blocks))
-    sizes: dict[str, int] = {}
-    for block in entry.blocks:
-        size = f"{block.out}×{block.in_}"
-        sizes[size] = sizes.get(size, 0) + block.count
-    matrices = ", ".join(f"{count} × {size}" for size, count in sizes.items())
-    scales = ", ".join(dict.fromkeys("by matrix" if s is None else f"{s:.3g}" for s in entry.scales))
-    action = "project"
-    if entry.left:
-        action += f" {', '.join(block.part or block.role for block in entry.blocks)}; skip {', '.join(entry.left)}"
-    if any(entry.small):
-        action += f"; {sum(entry.small)} zero matrices stay"
-    if entry.parametrized:
-        action += " through its parametrisation"
-    dfi = "-" if entry.dfi_now is None else f"{'≈' if entry.estimated else ''}{entry.dfi_now:.3g}"
-    return [entry.name, role, shape, matrices, scales, dfi, entry.evidence or "-", action]
-
-
-class Planning(TypedDict, total=False):
-    """The keywords that make a plan, in `plan`, in `fire` and in the methods."""
-
-    targets: Targets
-    include: Targets
-    exclude: Targets
-    heads: Iterable[str] | str | None
-    scale: str | float | Scale
-    split_heads: bool
-    conv: Conv
-    min_norm: float
-    reference: nn.Module | Mapping[str, Tensor] | None
-    layouts: Mapping[str, Recipe] | None
-    example: Any
-
-
-class PlanOptions(Planning, total=False):
-    """What `plan` takes: what makes a plan, and how to look at the source."""
-
-    config: Any
-    measure: Measuring
-    sharded: bool
-    allow_empty: bool
 
 
 @full_precision()
@@ -345,7 +259,8 @@ def _plan(
     if isinstance(model, nn.Module) and trial:
         entries = tuple(_tried(drafted, e, f, model) for e, f in zip(entries, found, strict=True))
     if not allow_empty and all(e.refusal is not None for e in entries):
-        raise ValueError(f"targets={targets!r}: nothing is left to project. " + _reasons(entries))
+        reasons = "; ".join(f"{e.name}: {e.refusal}" for e in entries if e.blocks)
+        raise ValueError(f"targets={targets!r}: nothing is left to project. {reasons[:2000]}")
     if measures and isinstance(model, nn.Module):
         norms = norms_behind(unwrapped(model))
         entries = tuple(replace(e, norm=norms.get(e.name.removesuffix(".weight"), "")) for e in entries)
@@ -357,10 +272,6 @@ def _surely_larger(block: Block, weight: Tensor, least: float) -> bool:
 
     All norms of a model of a billion numbers in bfloat16 take seconds. Elsewhere than on the CPU one answer at a time
     would cost more than it saves.
-
-    >>> from rekindle.blocks.layouts import matrices
-    >>> _surely_larger(matrices("out in")((200, 3))[0], torch.ones(200, 3), 1e-8)
-    True
     """
     if weight.device.type != "cpu" or block.count != 1 or block.out * block.in_ != weight.numel():
         return False
@@ -487,7 +398,3 @@ def _tried(drafted: Plan, entry: PlanEntry, f: Found, model: nn.Module) -> PlanE
         block.write(value, q * scale.to(q)[:, None, None])
     reason = parametrized.trial(module, tensor, value)
     return entry if reason is None else replace(entry, refusal=reason, blocks=f.blocks)
-
-
-def _reasons(entries: tuple[PlanEntry, ...]) -> str:
-    return "; ".join(f"{e.name}: {e.refusal}" for e in entries if e.blocks)[:2000]

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from rekindle import tables
 from rekindle.blocks.finding import Block
 from rekindle.engine.arithmetic import to_host
 from rekindle.engine.solving import Certificate
 from rekindle.extras import install
 from rekindle.optimizers.resetting import StateReset
+from rekindle.projection import receipt_text
 
 if TYPE_CHECKING:
     import pandas
@@ -31,21 +31,6 @@ if TYPE_CHECKING:
 __all__ = ["BlockRecord", "Measuring", "Meter", "PendingRecord", "Receipt", "records"]
 
 Measuring = Literal["cheap", "full", "none"]
-
-_HEADINGS = [
-    *("parameter", "role", "matrices", "scale", "DfI", "→", "SFE/‖W‖²", "‖W‖", "→"),
-    *("residual", "steps", "changed"),
-]
-_LEFT = (0, 1, 11)
-# Which columns go first where the terminal is narrow: DfI and SFE are never shown without each other.
-_EXPENDABLE = (10, 3, 7, 8, 9, 1, 2)
-_FACTS = (
-    ("sfe_relative", "relative SFE"),
-    ("residual", "residual ≤"),
-    ("residual_stored", "stored ≤"),
-    ("completed", "directions completed"),
-    ("fallback", "solved by float64 SVD"),
-)
 
 
 @dataclass(frozen=True)
@@ -216,70 +201,10 @@ class Receipt:
         >>> max(len(line) for line in text.splitlines()) <= 60
         True
         """
-        width = width or tables.terminal_width(100)
-        first, *more = map(worded, self._sentences())
-        lines = tables.wrapped(first, width)
-        if self.records:
-            cells = [_cells(record) for record in self.records]
-            lines += tables.table(_HEADINGS, cells, width, left=_LEFT, drop=_EXPENDABLE, most=rows)
-        for sentence in more:
-            lines += tables.wrapped(sentence, width)
-        return "\n".join(lines)
-
-    def _sentences(self) -> list[str]:
-        totals = self.totals()
-        parameters, matrices = totals["parameters"], totals["matrices"]
-        cost = f"{self.seconds:.3g} s" + (f", peak memory +{self.memory / 1e6:.0f} MB" if self.memory else "")
-        said = [
-            f"{self.method}: {parameters} parameter{'s' * (parameters != 1)}, "
-            f"{matrices} matri{'x' if matrices == 1 else 'ces'} changed in {cost}"
-        ]
-        facts = [f"{label} {tables.number(totals[key])}" for key, label in _FACTS if totals[key]]
-        if totals["dfi_before"] is not None and totals["dfi_after"] is not None:
-            facts.insert(0, f"DfI {tables.number(totals['dfi_before'])} → {tables.number(totals['dfi_after'])}")
-        facts += [f"{amount} {key}" for key, amount in totals["counts"].items()]
-        if facts:
-            said.append("total: " + ", ".join(facts))
-        if self.optimizer is not None:
-            said.append("optimizer: " + str(self.optimizer))
-        if self.outputs_moved is not None:
-            said.append(
-                f"outputs moved by {self.outputs_moved:.0%} of their norm on the batches given: the function has "
-                "changed, train afterwards"
-            )
-        for amount, one, several, what in (
-            (self.gradients_cleared, "stale gradient", "stale gradients", "cleared"),
-            (self.biases_zeroed, "bias", "biases", "zeroed"),
-            (self.mirrors, "mirror", "mirrors", "given the same weights"),
-            (len(self.recalibrated), "BatchNorm layer", "BatchNorm layers", "recalibrated"),
-        ):
-            if amount:
-                said.append(f"{amount} {one if amount == 1 else several} {what}")
-        reasons: dict[str, int] = {}
-        for reason in self.skipped.values():
-            reasons[reason] = reasons.get(reason, 0) + 1
-        said += [f"skipped: {amount} × {reason}" for reason, amount in reasons.items()]
-        return said + [f"note: {note}" for note in self.notes]
+        return receipt_text.table(self, width, rows, worded)
 
     def __str__(self) -> str:
         return self.table()
-
-
-def _cells(record: BlockRecord) -> list[str]:
-    name = record.name + (f"[{record.part}]" if record.part else "")
-    shape = f"{record.count}×{record.out}×{record.in_}" if record.out else str(record.count)
-    numbers = (
-        record.scale,
-        record.dfi_before,
-        record.dfi_after,
-        record.sfe_relative,
-        record.norm_before,
-        record.norm_after,
-        record.residual,
-        record.steps,
-    )
-    counts = " ".join(f"{key} {amount}" for key, amount in record.counts.items())
-    return [name, record.role, shape, *map(tables.number, numbers), counts]
 
 
 def _add(values: Iterable[float | None]) -> float | None:
