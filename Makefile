@@ -20,11 +20,10 @@ bench: .venv/.bench
 	@for each in $(BENCHMARKS); do echo; echo "== $$each"; threads="$(ONE_THREAD)"; \
 	  [ $$each = health ] && threads= ; env $$threads $(BIN)/python benchmarks/$$each.py || exit 1; done  # health sets its own
 
-# Everything behind docs/evidence, each part at most an hour on two cores but for the agents' two; says how long before each part,
-# and goes on where it was killed. `make evidence STUDIES="norms better"` does two, `python studies/evidence.py --list` names all.
+# The tables and pictures of docs/evidence from their stored runs; `make evidence STUDY=factorial` does that study again first.
 evidence: .venv/.dev
 	for each in mnist fashion-mnist cifar-10 shakespeare bible; do $(BIN)/rekindle lab fetch $$each || exit 1; done
-	$(ONE_THREAD) $(BIN)/python studies/evidence.py $(STUDIES)
+	$(ONE_THREAD) $(BIN)/python studies/evidence.py $(if $(STUDY),--run $(STUDY))
 
 lint: .venv/.dev
 	$(BIN)/ruff check .

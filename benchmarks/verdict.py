@@ -1,6 +1,6 @@
 """Does the verdict turn to `act` before plasticity is gone, and stay quiet where it is kept?
 
-    OMP_NUM_THREADS=1 python benchmarks/verdict.py --write docs/evidence/verdict.md   # about 40 minutes
+    OMP_NUM_THREADS=1 python benchmarks/verdict.py --write verdict.md   # about 40 minutes
     OMP_NUM_THREADS=1 python benchmarks/verdict.py --first-seed 30 --runs runs.jsonl  # can be resumed
 
 Three parts. Random labels (one MLP, every task new labels for the same images, a new Adam each task): without a
@@ -278,7 +278,7 @@ def _header(first_seed: int, seeds: int) -> list[str]:
         "",
         "```sh",
         f"OMP_NUM_THREADS=1 python benchmarks/verdict.py --first-seed {first_seed} --seeds {seeds} "
-        "--write docs/evidence/verdict.md",
+        "--write verdict.md",
         "```",
         "",
         "The thresholds were chosen on seed 0 of the random-label streams: dormancy and rank on Fashion-MNIST first,",

@@ -1,191 +1,232 @@
-"""Everything that docs/evidence rests on, part by part: `make evidence`, or one part, `make evidence STUDIES=norms`.
+"""The tables and pictures of docs/evidence, made from the runs that are stored in docs/evidence/runs.
 
-    python studies/evidence.py --list          # the parts, and how long each still takes
-    python studies/evidence.py norms better    # these two
+    python studies/evidence.py                     # make them again
+    python studies/evidence.py --check             # say which pages differ from their runs
+    python studies/evidence.py --run factorial     # do a study again (hours), in results/lab, and store its runs
 
-Before each part it says how long that takes on two cores and how much is left after it. Killed at any moment and
-started again, it goes on: finished runs are found by their identity, and a script that has finished is not run again
-until its file changes. How long a study takes as a whole stands in its own file ("Two cores: 50 min"), from the
-measured speed of one core of an AMD EPYC (family 25, model 17); runs that are done, or that an earlier part does too,
-are subtracted.
+In a page, what stands between `<!-- table: … -->` and `<!-- end -->` is made here; the rest is written by hand. A table
+is `KIND STORE ARGUMENTS`, see `TABLES`. `benchmarks/claims.py` and tests/lab/test_evidence.py check them all.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
+import json
 import re
-import shutil
-import subprocess
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+import tarfile
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
-from rekindle.lab.settings import Run
+from rekindle.lab.archive import pack, unpacked
+from rekindle.lab.results import Results
+from rekindle.lab.results.planned import PlannedComparison, planned, values
+from rekindle.lab.results.statistics import t_interval
+from rekindle.lab.results.wording import Measure, measure
 from rekindle.lab.study import Study
+from rekindle.lab.views.atlas import Atlas
 
 HOME = Path(__file__).resolve().parents[1]
-RESULTS = Path("results")
+PAGES = HOME / "docs" / "evidence"
+STORES = PAGES / "runs"
+_BLOCK = re.compile(r"(<!-- table: (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 
-STUDIES = (
-    *("random-labels", "permuted-inputs", "warm-start", "class-incremental", "alphabet", "domains", "optimizer-state"),
-    *("nearness", "replay", "tuned", "scales", "over-streams"),
-    *("norms", "norms-continual", "norms-channel", "dash-parts", "start-norm", "tuned-warm-start", "better"),
-    *("class-incremental-20", "warm-start-15"),
-    *("random-labels-all", "mlp-streams", "tuned-domains", "widths", "widths-warm-start"),
-    *("long", "long-biases", "long-scales"),
+DIRECTIONS = {"old": "old", "gaussian": "Gaussian", "isometry": "random isometry", "nearest": "nearest isometry"}
+NORMS = {"torch": "torch's start", "he": "He's", "trained": "as trained", "paper": "the paper's"}
+REMEDIES = (
+    *("rate-rewarm", "old-he", "full-reset", "he-reset", "orthogonal-reset", "gaussian-he"),
+    *("isometry-he", "nearest-trained", "nearest-paper", "nearest-he", "nearest-paper-heads", "nearest-he-heads"),
 )
-AGENTS = ("rl-observations", "rl-midpoint")  # their page, rl.md, is written by hand from several studies
-JOINED = ("tuned", "scales", "over-streams")  # some or all of their runs are those of studies before them
 
 
-@dataclass(frozen=True)
-class Script:
-    """A part that is not a study: a file of benchmarks/ with its arguments, once or several times."""
-
-    minutes: float
-    file: str
-    calls: tuple[tuple[str, ...], ...]
+@cache
+def results(store: str) -> Results:
+    """The results of a stored study."""
+    with unpacked(STORES / f"{store}.tar.xz") as folder:
+        return Study.load(folder).results()
 
 
-SCRIPTS = {
-    "verdict": Script(
-        31,
-        "verdict.py",
-        (
-            (
-                *("--first-seed", "20", "--seeds", "10", "--runs", "results/evidence/verdict.jsonl"),
-                *("--write", "docs/evidence/verdict.md"),
-            ),
-        ),
-    ),
-    "dawn": Script(20, "dawn.py", (("--controls", "--write", "docs/evidence/dawn.md"),)),
-    "advice": Script(50, "advice.py", (("run", "results/evidence/advice"), ("show", "results/evidence/advice"))),
-}
-PARTS = (*STUDIES, *AGENTS, *SCRIPTS)
+def _rows(*lines: list[str]) -> str:
+    head, *rest = lines
+    return "\n".join("| " + " | ".join(line) + " |" for line in [head, ["---"] * len(head), *rest]) + "\n"
 
 
-def minutes(name: str) -> float:
-    """How long a part takes on two cores as a whole."""
-    if name in SCRIPTS:
-        return SCRIPTS[name].minutes
-    found = re.search(r"Two cores: (\d+) min", (HOME / "studies" / f"{name}.yaml").read_text())
-    if found is None:
-        raise ValueError(f'studies/{name}.yaml does not say how long it takes: add "# Two cores: 50 min"')
-    return float(found[1])
+def _mean(store: str, setting: str, arm: str, metric: str, interval: bool = True) -> str:
+    found = values(results(store), setting, arm, metric)
+    if not found:
+        return "–"
+    around, unit = t_interval(list(found.values())), measure(metric)
+    return f"{unit.number(around.mean)} {unit.ends(around) if interval else ''}".strip()
 
 
-def left(names: Sequence[str]) -> list[float]:
-    """The minutes that each of these parts still takes, in this order."""
-    counted: set[str] = set()
-    found = []
+def cells(store: str, setting: str) -> str:
+    """Every cell of the factorial in one setting: directions by norm, without and with the output layer."""
+    metric = results(store).settings[setting].headline
+    lines = [["directions", "output layer", *NORMS.values()]]
+    for direction, called in DIRECTIONS.items():
+        for heads, said in (("", "no"), ("-heads", "yes")):
+            shown = [_mean(store, setting, f"{direction}-{norm}{heads}", metric, False) for norm in NORMS]
+            lines.append([called, said, *shown])
+    return _rows(*lines)
+
+
+def arms(store: str, setting: str, *names: str) -> str:
+    """Arms of a setting: the headline with its interval, the end of a task, test data, old tasks at the boundary."""
+    found = results(store)
+    headline = found.settings[setting].headline
+    kind = "loss" if headline.endswith("loss") else "accuracy"
+    metrics = dict.fromkeys((headline, f"train_{kind}", f"test_{kind}", f"old_{kind}_start"))
+    if headline.endswith("return"):
+        metrics = dict.fromkeys((headline,))
+    titles = {f"old_{kind}_start": f"old tasks at the boundary, {measure(headline).step or kind}"}
+    used = [each for each in metrics if any(values(found, setting, name, each) for name in names)]
+    head = ["arm", "seeds", *(titles.get(each, measure(each).axis) for each in used)]
+    lines = []
     for name in names:
-        if name in SCRIPTS:
-            found.append(0.0 if done(name) else minutes(name))
-            continue
-        study = loaded(name)
-        known = {run.identity: run for run in [*study.runs(), *study.tuning_runs()]}
-        waiting = {identity for identity, run in known.items() if not settled(study, run)}
-        total, undone = len(known), len(waiting - counted if name in JOINED else waiting)
-        if study.tune:  # the chosen configurations on the reported seeds, which are known once all of these are done
-            total += len(study.runs())
-            undone += len(study.runs()) if waiting else sum(not settled(study, run) for run in study.tuned_runs())
-        counted |= set(known)
-        found.append(minutes(name) * undone / total)
-    return found
+        shown = [_mean(store, setting, name, each, each == headline) for each in used]
+        lines.append([f"`{name}`", str(len(values(found, setting, name, headline))), *shown])
+    return _rows(head, *lines)
 
 
-def loaded(name: str) -> Study:
-    """The study of a part."""
-    return Study.load(HOME / "studies" / f"{name}.yaml", folder=RESULTS / "lab" / name)
+def claims(store: str, *settings: str) -> str:
+    """What the study said that it would compare, with Holm's correction over all of it."""
+    lines = [["stream", "comparison", "difference", "95% interval", "at the end of a task", "verdict"]]
+    for each in planned(results(store)):
+        if not settings or each.setting in settings:
+            lines.append(_claimed(each, measure(results(store).settings[each.setting].headline)))
+    return _rows(*lines)
 
 
-def settled(study: Study, run: Run) -> bool:
-    """Whether this run need not be done again."""
-    return study.store.read(run.identity).settles(run.code)
+def _claimed(each: PlannedComparison, unit: Measure) -> list[str]:
+    said = f"{each.about} (`{each.arm}` − `{each.minus}`)"
+    end = "–" if each.end is None else unit.difference(each.end.mean)
+    shown = [unit.difference(each.difference.mean), unit.difference_ends(each.difference)]
+    return [each.setting, said, *shown, end, each.verdict]
 
 
-def done(name: str) -> bool:
-    """Whether a script has finished since its file was changed."""
-    mark = _mark(name)
-    return mark.exists() and mark.read_text() == _hash(name)
+def pairs(store: str, setting: str, reference: str, *names: str) -> str:
+    """Paired differences of arms to one arm."""
+    comparison = results(store).comparisons[setting]
+    unit = comparison.headline
+    lines = [["arm", unit.axis, f"minus `{reference}`", "95% interval"]]
+    for name in names:
+        found = comparison.against(name, reference)
+        shown = ["–", "–"] if found is None else [unit.difference(found.mean), unit.difference_ends(found)]
+        lines.append([f"`{name}`", unit.number(comparison.interval(name).mean), *shown])
+    return _rows(*lines)
 
 
-def perform(name: str) -> None:
-    """Do one part; what is done already is not repeated."""
-    if name in SCRIPTS:
-        _mark(name).parent.mkdir(parents=True, exist_ok=True)
-        for arguments in () if done(name) else SCRIPTS[name].calls:
-            _called(str(HOME / "benchmarks" / SCRIPTS[name].file), *arguments)
-        _mark(name).write_text(_hash(name))
-        return
-    folder = RESULTS / "lab" / name
-    _called("-m", "rekindle", "lab", "run", str(HOME / "studies" / f"{name}.yaml"), "--folder", str(folder))
-    share(name)
-    if name not in AGENTS:
-        page = f"docs/evidence/{name}.md"
-        _called("-m", "rekindle", "lab", "report", str(folder), "--markdown", page, "--force")
+def atlas(name: str, metric: str, stores: str, *remedies: str) -> str:
+    """A picture NAME.svg and its table: gains over nothing. Stores are joined by commas, as STORE or STORE:A+B."""
+    chosen = []
+    for each in stores.split(","):
+        store, _, settings = each.partition(":")
+        found = results(store).comparisons
+        chosen += [found[setting] for setting in settings.split("+") if setting] or list(found.values())
+    made = Atlas.of(chosen, remedies or REMEDIES, metric=metric)
+    picture(name, made)
+    return f"![Gain of each remedy over nothing, by stream]({name}.svg)\n\n{made.markdown()}\n"
 
 
-def share(name: str) -> None:
-    """Give a study's runs to those that join several studies."""
-    for joined in JOINED:
-        study, own = loaded(joined), loaded(name).store
-        for run in [*study.runs(), *study.tuning_runs()]:
-            file, target = own.path(run.identity), study.store.path(run.identity)
-            if file.exists() and not target.exists():
-                target.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy(file, target)
+def picture(name: str, made: Atlas) -> None:
+    """Write the picture of a page."""
+    (PAGES / f"{name}.svg").write_text(made.picture().file())
 
 
-def spoken(time: float) -> str:
-    """Minutes in words.
+def advice(*names: str) -> str:
+    """Mean regret of every policy over the settings of the stored entries of benchmarks/advice.py.
 
-    >>> spoken(0.2), spoken(50), spoken(200)
-    ('a moment', '50 min', '3 h 20 min')
+    What a later file holds of a setting takes the place of what an earlier one does.
     """
-    whole = round(time)
-    return f"{whole // 60} h {whole % 60} min" if whole >= 60 else f"{whole} min" if whole else "a moment"
+    sys.path.insert(0, str(HOME / "benchmarks"))
+    from advice import mean_interval, regrets
+
+    entries: dict[str, list[dict[str, object]]] = {}
+    with tarfile.open(STORES / "advice.tar.xz") as archive:
+        for name in names:
+            file = archive.extractfile(f"advice/{name}.jsonl")
+            assert file is not None
+            read = [json.loads(line) for line in file]
+            entries |= {setting: [each for each in read if each["setting"] == setting] for setting in _settings(read)}
+    per: dict[str, dict[str, list[float]]] = {}
+    for setting, found in entries.items():
+        for entry in found:
+            for policy, value in regrets(entry).items():
+                per.setdefault(policy, {}).setdefault(setting, []).append(value)
+    lines = [["policy", "settings", "mean regret", "95% interval"]]
+    for policy, settings in per.items():
+        mean, (low, high) = mean_interval([sum(each) / len(each) for each in settings.values()])
+        lines.append([policy, str(len(settings)), f"{mean:.2f}", f"[{low:.2f}, {high:.2f}]"])
+    return _rows(*lines)
 
 
-def _called(*arguments: str) -> None:
-    print("+", " ".join(["python", *arguments]), flush=True)
-    subprocess.run([sys.executable, *arguments], check=True)
+def _settings(entries: list[dict[str, str]]) -> list[str]:
+    return list(dict.fromkeys(each["setting"] for each in entries))
 
 
-def _mark(name: str) -> Path:
-    return RESULTS / "evidence" / f"{name}.done"
+def verdict() -> str:
+    """How often the verdict was in time, late or wrong, from the stored runs of benchmarks/verdict.py."""
+    sys.path.insert(0, str(HOME / "benchmarks"))
+    import verdict as benchmark
+
+    runs = [json.loads(line) for line in (PAGES / "verdict-runs.jsonl").read_text().splitlines()]
+    streams = [("Fashion-MNIST, ReLU", "stream", "ReLU")]
+    streams += [(f"digits, {kind}", "activation", kind) for kind in benchmark.ACTIVATIONS]
+    lines = [["random labels", "arm", "networks", "in time", "late", "lost", "false alarm", "quiet"]]
+    for said, part, kind in streams:
+        for arm in benchmark.ARMS:
+            mine = [each for each in runs if (each["part"], each["kind"], each["arm"]) == (part, kind, arm)]
+            found = [benchmark.outcome(each) for each in mine]
+            counts = [str(found.count(word)) for word in lines[0][3:]]
+            lines.append([said, arm, str(len(mine)), *counts])
+    return _rows(*lines)
 
 
-def _hash(name: str) -> str:
-    return hashlib.sha256((HOME / "benchmarks" / SCRIPTS[name].file).read_bytes()).hexdigest()
+TABLES: dict[str, Callable[..., str]] = {
+    each.__name__: each for each in (cells, arms, claims, pairs, atlas, advice, verdict)
+}
+
+
+def page(text: str) -> str:
+    """The text of a page with its tables made anew."""
+
+    def made(match: re.Match[str]) -> str:
+        kind, *arguments = (word.replace("+tuned", " (tuned)") for word in match[2].split())
+        return f"{match[1]}{TABLES[kind](*arguments)}{match[3]}"
+
+    return _BLOCK.sub(made, text)
+
+
+def pages() -> list[Path]:
+    """The pages that hold tables."""
+    return [path for path in sorted(PAGES.glob("*.md")) if "<!-- table:" in path.read_text()]
+
+
+def differing() -> list[str]:
+    """The pages whose tables are not those of the stored runs; pictures are not looked at."""
+    return [path.name for path in pages() if page(path.read_text()) != path.read_text()]
 
 
 def main() -> None:
-    """The command line."""
+    """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"some of {', '.join(PARTS)}; all without it")
-    parser.add_argument("--list", action="store_true", help="only say how long each part still takes")
-    given = parser.parse_args()
-    names = given.parts or list(PARTS)
-    for name in names:
-        if name not in PARTS:
-            parser.error(f"there is no part {name!r}; there are {', '.join(PARTS)}")
-    if given.list:
-        for name, time in zip(names, times := left(names), strict=True):
-            print(f"{name:22} {spoken(minutes(name)):>10} on two cores, {spoken(time)} of it left")
-        print(f"{'together':22} {spoken(sum(map(minutes, names))):>10} on two cores, {spoken(sum(times))} of it left")
-        return
-    try:
-        for place, name in enumerate(names):
-            now, *later = left(names[place:])
-            after = f"parts after it: {len(later)}, {spoken(sum(later))}" if later else "the last part"
-            print(f"== {name}: {spoken(now)} on two cores; {after}", flush=True)
-            perform(name)
-    except (KeyboardInterrupt, subprocess.CalledProcessError) as error:
-        print(f"stopped in {name!r}: the same command goes on from here", file=sys.stderr)
-        raise SystemExit(1) from error
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--run", metavar="STUDY", help="a file of studies/, without .yaml")
+    parser.add_argument("--workers", type=int)
+    options = parser.parse_args()
+    if options.run:
+        study = Study.load(HOME / "studies" / f"{options.run}.yaml")
+        study.run(progress=True, workers=options.workers)
+        print(f"{pack(study, STORES / f'{study.name}.tar.xz')} runs stored")
+    if options.check:
+        wrong = differing()
+        print(
+            "differ from their runs: " + ", ".join(wrong) if wrong else f"{len(pages())} pages are what their runs say"
+        )
+        sys.exit(bool(wrong))
+    for path in pages():
+        path.write_text(page(path.read_text()))
 
 
 if __name__ == "__main__":

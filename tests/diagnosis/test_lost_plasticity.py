@@ -1,6 +1,7 @@
 """The verdict on networks that lose their plasticity step by step, made by hand, and on fresh ones.
 
-Streams that take plasticity away by training are in `benchmarks/verdict.py`; `docs/evidence/verdict.md` has the result.
+Streams that take plasticity away by training are in `benchmarks/verdict.py`; docs/evidence/instruments.md has the
+result.
 """
 
 import pytest

@@ -22,7 +22,9 @@ from rekindle.lab.agents.building import build
 from rekindle.lab.agents.streams import AgentStream, stream
 from rekindle.lab.arms import arms
 from rekindle.lab.results import metrics
+from rekindle.lab.results.comparison import comparisons
 from rekindle.lab.settings import SETTINGS
+from rekindle.lab.views.text import columns, sentences
 
 SIZES: dict[str, dict[str, Any]] = {
     "dqn": {"learning_starts": 16, "train_freq": 8, "buffer_size": 200, "target_update_interval": 30},
@@ -241,10 +243,8 @@ def test_a_study_of_agents_has_results_in_returns(tmp_path: Path) -> None:
     assert "tiny-dqn" in str(found) and found.table()[0]["metric"] == "return"
     data = found.to_dict()
     assert data["arms"]["tiny-dqn"][0]["curves"]["return"]["mean"]
-    from rekindle.lab.views.text import document
-
-    text = document(data, "agents").text
-    assert "mean return" in text and "%" not in text.split("|")[0]
+    (shown,) = comparisons(data)
+    assert columns(shown)[0].heading.startswith("mean return")
 
 
 def test_a_return_is_judged_against_random_actions() -> None:
@@ -257,14 +257,14 @@ def test_a_return_is_judged_against_random_actions() -> None:
 
 def test_a_page_of_agents_whose_first_task_ended_no_episode() -> None:
     from lab_results import results
-    from rekindle.lab.views.text import document
 
     found = results(settings=[tiny("sac", 8)], seeds=2)
     for entry in found.entries:
         entry.record.rows[1]["return"] = None
     data = found.to_dict()
     assert data["validity"]["tiny-sac"]["valid"] is None and "first task" in data["validity"]["tiny-sac"]["note"]
-    assert "FIRE was best of 5" in document(data, "agents").text
+    (shown,) = comparisons(data)
+    assert "FIRE was best of 5" in " ".join(sentences(shown))
 
 
 @pytest.mark.parametrize("fields", [*presets.laptop(), *presets.paper()], ids=lambda fields: str(fields["name"]))

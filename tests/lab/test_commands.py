@@ -21,7 +21,7 @@ from rekindle.lab.results.wording import measure
 from rekindle.lab.settings import Setting
 from rekindle.lab.study import Study
 from rekindle.lab.views.terminal import Board, live, tables
-from rekindle.lab.views.text import RESULTS_BELOW, document, sentences, won
+from rekindle.lab.views.text import sentences, won
 
 OWN = Path(__file__).parents[2] / "examples" / "lab_own.py"
 TINY = ("--set", "stream_options.tasks=2", "--set", "stream_options.epochs=1", "--set", "stream_options.count=64")
@@ -123,24 +123,22 @@ def test_resume_repeats_nothing(folder: Path) -> None:
     assert "resume" not in (folder / "commands.txt").read_text()
 
 
-def test_report_writes_page_and_document(folder: Path, tmp_path: Path) -> None:
-    page, text = tmp_path / "a.html", tmp_path / "a.md"
-    result = run("lab", "report", folder, "--html", page, "--markdown", text)
+def test_report_writes_the_page(folder: Path, tmp_path: Path) -> None:
+    page = tmp_path / "a.html"
+    result = run("lab", "report", folder, "--html", page)
     assert result.exit_code == 0, result.output
     assert page.read_text().startswith("<!doctype html>")
-    shown = text.read_text()
-    assert "| arm | accuracy while learning, % |" in shown
-    assert "- Refused: `fire-qk`" in shown
-    for line in shown.splitlines():
-        if line.startswith("!["):
-            assert (tmp_path / line.rpartition("(")[2].rstrip(")")).read_text().startswith("<svg")
     assert "--force" in one_line(run("lab", "report", folder, "--html", page))
-    text.write_text(shown.replace("# ", "# What we learned\n\nNot for this.\n", 1).replace("| arm |", "| old |"))
-    assert run("lab", "report", folder, "--markdown", text, "--force").exit_code == 0
-    again = text.read_text()  # what somebody wrote stays, and the results are new
-    assert "Not for this." in again and "| old |" not in again
-    assert again.partition(RESULTS_BELOW)[2] == shown.partition(RESULTS_BELOW)[2]
     assert run("lab", "report", folder, "--html", page, "--force").exit_code == 0
+
+
+def test_atlas_shows_gains_and_draws_them(folder: Path, tmp_path: Path) -> None:
+    picture = tmp_path / "atlas.svg"
+    result = run("lab", "atlas", folder, "-o", picture)
+    assert result.exit_code == 0, result.output
+    assert "| gain over nothing |" in result.output and "| fire |" in result.output
+    assert picture.read_text().startswith("<svg")
+    assert "no study here has finished runs" in one_line(run("lab", "atlas", folder, "-m", "dash"))
 
 
 def test_a_users_own_file_runs(tmp_path: Path) -> None:
@@ -205,7 +203,7 @@ def test_ctrl_c_says_how_to_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         (("run", "digits", "--set", "lr=abc"), "lr='abc' must be a number above zero"),
         (("run", "nowhere.yaml"), "nowhere.yaml"),
         (("show", "/nowhere"), "holds no study"),
-        (("report", "/nowhere"), "--html FILE, --markdown FILE"),
+        (("report", "/nowhere", "--html", "x.html"), "holds no study"),
         (("resume", "/nowhere"), "holds no study"),
     ],
 )
@@ -344,15 +342,6 @@ def test_the_terminal_drops_columns_that_do_not_fit_but_never_cuts_one() -> None
         assert ("p (Holm)" in text) == (width >= 100)
 
 
-def test_the_document_marks_the_best_and_names_the_command() -> None:
-    made = document(
-        told(settings=(LABELS, Setting("permuted", "permuted-inputs", "mlp", headline="test_accuracy"))), "x"
-    )
-    assert "rekindle lab run labels --seeds 5" in made.text
-    assert made.text.count("| fire | **") == 2
-    assert set(made.pictures) >= {"x-streams-1.svg", "x-labels-1.svg", "x-permuted-1.svg"}
-
-
 # While it runs
 
 
@@ -489,4 +478,3 @@ def test_what_tuning_chose_is_said() -> None:
     (found,) = comparisons(data)
     (said,) = [sentence for sentence in sentences(found) if sentence.startswith("Tuning")]
     assert said.endswith("chose: doing nothing: its default; FIRE: scale=nearest.")
-    assert said in document(data, "x").text

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lab_results import LABELS, told
+from lab_results import told
 from rekindle.lab.results import comparisons
 from rekindle.lab.settings import Setting
 from rekindle.lab.views import figures, svg
-from rekindle.lab.views.plots import Dot, Line, Whisker, curves, forest, scatter
+from rekindle.lab.views.plots import Line, Whisker, curves, forest
 
 EVIL = '"/><script>alert(1)</script>'
 SVG = "{http://www.w3.org/2000/svg}"
@@ -161,7 +161,7 @@ def test_curves_say_what_they_show() -> None:
         assert "Accuracy" in form and ">task<" in form and ">%<" in form
 
 
-# Forest plot and scatter
+# Forest plot
 
 
 def test_whiskers_lie_around_zero_as_their_numbers_do() -> None:
@@ -180,15 +180,6 @@ def test_whiskers_lie_around_zero_as_their_numbers_do() -> None:
     assert "one seed +3.0" in drawn.described
 
 
-def test_scatter_places_both_measures() -> None:
-    drawn = scatter("T", [Dot("a", 1.0, 5.0, (0.5, 1.5), (4.0, 6.0)), Dot("b", 2.0, 4.0)], x="fit", y="general")
-    first, second = elements(drawn, "circle", "dot")
-    assert float(first.get("cx") or 0) < float(second.get("cx") or 0)
-    assert float(first.get("cy") or 0) < float(second.get("cy") or 0)
-    assert len(elements(drawn, "line", "thin")) == 2
-    assert drawn.described == "T, general against fit: a at 1 and 5; b at 2 and 4."
-
-
 # Files
 
 
@@ -197,9 +188,8 @@ def test_scatter_places_both_measures() -> None:
     [
         curves(EVIL, [Line(EVIL, [1, 2], [0.1, 0.2])], x=EVIL, y=EVIL, level=(0.1, EVIL)),
         forest(EVIL, [Whisker(EVIL, 1.0, 0.5, 1.5, EVIL)], x=EVIL, better=EVIL, worse=EVIL),
-        scatter(EVIL, [Dot(EVIL, 1, 1), Dot("b", 2, 2)], x=EVIL, y=EVIL),
     ],
-    ids=["curves", "forest", "scatter"],
+    ids=["curves", "forest"],
 )
 def test_a_file_stands_alone_and_names_stay_text(drawn: svg.Picture) -> None:
     root = ElementTree.fromstring(drawn.file())
@@ -237,18 +227,3 @@ def test_the_band_of_negative_returns_is_around_them() -> None:
     (found,) = comparisons(told(settings=[agent], seeds=3))
     for line in figures._lines(found, "return"):
         assert all(low <= y <= high for low, y, high in zip(line.low, line.y, line.high, strict=True))
-
-
-def test_over_streams_a_win_is_right_of_zero_for_losses_too() -> None:
-    loss = Setting("text", "alphabet", "gpt", headline="online_loss")
-    (drawn,) = figures.over_streams(comparisons(told(settings=(LABELS, loss))))
-    (zero,) = elements(drawn, "line", "zero")
-    dots = [float(dot.get("cx") or 0) for dot in elements(drawn, "circle", "dot")]
-    assert len(dots) == 4  # against nothing and against a full reset, on two streams
-    assert all(dot > float(zero.get("x1") or 0) for dot in dots)
-
-
-def test_fitting_and_generalising_are_set_against_each_other() -> None:
-    general = Setting("permuted", "permuted-inputs", "mlp", headline="test_accuracy")
-    (drawn,) = figures.trade_off(comparisons(told(settings=(LABELS, general))))
-    assert len(elements(drawn, "circle", "dot")) == 5

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import random
 import statistics
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -57,7 +55,7 @@ def test_t_interval(count: int) -> None:
 
 def test_two_seeds_give_their_values_and_neither_interval_nor_p() -> None:
     """t with one degree of freedom is 12.7: [−17, 51] beside a difference that both seeds agree on."""
-    for interval in (lab.t_interval([0.5, 0.7]), lab.bootstrap_interval([0.5, 0.7])):
+    for interval in (lab.t_interval([0.5, 0.7]),):
         assert (interval.low, interval.high, interval.values) == (None, None, (0.5, 0.7))
     got = lab.paired({0: 0.5, 1: 0.7}, {0: 0.25, 1: 0.5})
     assert got is not None and (got.low, got.high, got.p) == (None, None, None)
@@ -110,7 +108,7 @@ def test_degenerate_differences_say_so() -> None:
     assert shifted is not None and shifted.p is None and "no test" in str(shifted.note)
 
 
-@pytest.mark.parametrize("interval", [lab.t_interval, lab.bootstrap_interval])
+@pytest.mark.parametrize("interval", [lab.t_interval])
 def test_degenerate_samples_say_so(interval: object) -> None:
     assert callable(interval)
     assert interval([0.5]) == lab.Interval(0.5, None, None, 1, "one seed: no interval")
@@ -137,75 +135,3 @@ def test_holm_rejects_what_the_step_down_procedure_rejects(p_values: dict[str, f
             del left[name]
         # Ties may be taken in either order; both are rejected or neither is.
         assert {name for name in known if (corrected[name] or 0.0) <= level} == rejected
-
-
-def test_bootstrap_agrees_with_every_resample() -> None:
-    """BCa by its definition over all n^n resamples, which scipy's random ones come near to."""
-    values = [0.1, 0.25, 0.3, 0.45, 0.9]
-    normal = statistics.NormalDist()
-    means = sorted(statistics.fmean(draw) for draw in itertools.product(values, repeat=len(values)))
-    mean = statistics.fmean(values)
-    below = sum(m < mean - 1e-12 for m in means) + 0.5 * sum(abs(m - mean) <= 1e-12 for m in means)
-    bias = normal.inv_cdf(below / len(means))
-    left_out = [statistics.fmean(values[:i] + values[i + 1 :]) for i in range(len(values))]
-    centre = statistics.fmean(left_out)
-    skew = sum((centre - m) ** 3 for m in left_out) / (6 * sum((centre - m) ** 2 for m in left_out) ** 1.5)
-
-    def end(tail: float) -> float:
-        z = bias + normal.inv_cdf(tail)
-        share = normal.cdf(bias + z / (1 - skew * z))
-        return means[min(len(means) - 1, int(share * len(means)))]
-
-    got = lab.bootstrap_interval(values)
-    assert got.low == pytest.approx(end(0.025), abs=0.02) and got.high == pytest.approx(end(0.975), abs=0.03)
-    assert got == lab.bootstrap_interval(values), "the same every time"
-
-
-def slow_middle_mean(values: list[float]) -> float:
-    """The mean without a quarter of the values at either end."""
-    ordered = sorted(values)
-    cut = len(ordered) // 4
-    return statistics.fmean(ordered[cut : len(ordered) - cut])
-
-
-@given(st.lists(st.lists(VALUE, min_size=1, max_size=4), min_size=5, max_size=7))
-def test_interquartile_mean(samples: list[list[float]]) -> None:
-    got = lab.interquartile_mean({str(i): values for i, values in enumerate(samples)})
-    assert got.mean == pytest.approx(slow_middle_mean([v for values in samples for v in values]))
-    if any(len(values) == 1 for values in samples):
-        assert got.low is None and "one seed" in str(got.note)
-    else:
-        assert got.low is not None and got.high is not None and got.low <= got.high
-
-
-def test_the_interval_of_the_interquartile_mean_is_that_of_resampled_seeds() -> None:
-    draw = random.Random(1)
-    samples = {str(i): [draw.gauss(i, 0.5) for _ in range(5)] for i in range(6)}
-    means = []
-    for _ in range(3000):
-        means.append(slow_middle_mean([v for values in samples.values() for v in draw.choices(values, k=len(values))]))
-    got = lab.interquartile_mean(samples)
-    low, high = np.quantile(means, [0.025, 0.975])
-    assert got.low == pytest.approx(low, abs=0.03) and got.high == pytest.approx(high, abs=0.03)
-
-
-def test_few_streams_have_no_interquartile_mean() -> None:
-    with pytest.raises(ValueError, match="at least 5 streams"):
-        lab.interquartile_mean({str(i): [0.5, 0.6] for i in range(4)})
-
-
-@given(SAMPLE, SAMPLE)
-def test_probability_of_improvement(first: list[float], second: list[float]) -> None:
-    arm, reference = dict(enumerate(first)), dict(enumerate(second))
-    pairs = [(a, b) for a in first for b in second]
-    slow = (sum(a > b for a, b in pairs) + sum(a == b for a, b in pairs) / 2) / len(pairs)
-    assert lab.probability_of_improvement(arm, reference, paired=False) == pytest.approx(slow)
-    both = list(zip(first, second, strict=False))
-    slow = (sum(a > b for a, b in both) + sum(a == b for a, b in both) / 2) / len(both)
-    forward = lab.probability_of_improvement(arm, reference)
-    backward = lab.probability_of_improvement(reference, arm)
-    assert forward == pytest.approx(slow) and forward is not None and backward == pytest.approx(1 - forward)
-
-
-def test_no_pair_no_probability() -> None:
-    assert lab.probability_of_improvement({0: 1.0}, {1: 1.0}) is None

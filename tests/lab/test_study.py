@@ -467,7 +467,7 @@ mine = Setting("mine", "noisy-stream", "mlp")
 """
     )
     made = Study.load(tmp_path / "mine.py", methods=["nothing"], seeds=1, folder=tmp_path / "out")
-    entry = made.run(on=Inline("rekindle.lab.execution:perform")).entries[0]
+    entry = made.run(on=Inline("rekindle.lab.execution.jobs:perform")).entries[0]
     assert entry.reason == "OverflowError: too large (mine.py, line 9)"
     assert "mine · nothing · seed 0: building True" in capsys.readouterr().err
 

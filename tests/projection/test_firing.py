@@ -264,3 +264,23 @@ def test_recalibration_runs_last_and_is_named() -> None:
     receipt = fire(model.eval(), recalibrate=batches)
     assert receipt.recalibrated == ()
     assert any("no BatchNorm" in note for note in receipt.notes)
+
+
+def _cnn(*, norm: bool) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for into, out in ((2, 8), (8, 16)):
+        layers += [nn.Conv2d(into, out, 3), *([nn.BatchNorm2d(out)] if norm else []), nn.ReLU()]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 2))
+
+
+@pytest.mark.parametrize("norm", [False, True])
+def test_it_warns_where_norms_change_much_and_no_normalization_follows(norm: bool) -> None:
+    model = _cnn(norm=norm)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(10.0)
+    said = [note for note in fire(model).notes if "no normalization follows" in note]
+    assert bool(said) == (not norm)
+    if said:
+        assert "0.weight" in said[0] or "2.weight" in said[0]
+    assert not any("no normalization" in note for note in fire(_cnn(norm=norm), scale="norm").notes)

@@ -123,6 +123,7 @@ _LABORATORY: dict[str, Callable[..., None]] = {
     "show": lab.lab_show,
     "report": lab.lab_report,
     "compare": lab.lab_compare,
+    "atlas": lab.lab_atlas,
     "fetch": lab.fetch,
 }
 for command in _COMMANDS:

@@ -1,4 +1,4 @@
-"""`rekindle demo`: a network loses its plasticity on real images, and six remedies are compared while you watch."""
+"""`rekindle demo`: a network loses its plasticity on real images, and eight remedies are compared while you watch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rekindle.cli.studies import described, needing_extras, print_tables, run_li
 from rekindle.cli.terminal import FINDINGS, reported, say, show_json
 
 GROUP, SEEDS = "main", 3
-# A little shorter than the setting itself, so that three seeds of seven arms take a minute and a half on two cores.
+# A little shorter than the setting itself, so that three seeds of nine arms take a minute and a half on two cores.
 SHORTER = {"tasks": 12, "epochs": 20}
 ABOUT = (
     "One network learns 500 handwritten digits by heart, with new random labels, twelve times over. Every task is as "
@@ -37,7 +37,7 @@ def demo(
     ] = None,
     json: options.Json = False,
 ) -> None:
-    """Watch a network lose its plasticity on real images, and six remedies try to give it back. About 90 seconds.
+    """Watch a network lose its plasticity on real images, and eight remedies try to give it back. About 90 seconds.
 
     One network learns handwritten digits with new random labels, again and again: every task is as hard as the one
     before, and only the ability to learn can change. All arms see the same data from the same start. Then the page

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -166,46 +166,19 @@ def lab_show(folder: Folder, json: options.Json = False) -> None:
 @reported
 def lab_report(
     folder: Folder,
-    html: options.Html = None,
-    markdown: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Write the result as Markdown, its pictures as SVG beside it.",
-            show_default=False,
-        ),
-    ] = None,
+    html: Annotated[Path, typer.Option(metavar="FILE", help="The page.", show_default=False)],
     force: options.Force = False,
 ) -> None:
-    """Make the page of a study (--html), or a Markdown document with pictures (--markdown).
-
-    Write your conclusions above the line that the document marks: with --force only what is below it is made anew.
+    """Make the page of a study.
 
     [bold]Examples[/]
 
       rekindle lab report results/lab/random-labels --html report.html
-
-      rekindle lab report results/lab/random-labels --markdown docs/evidence/random-labels.md
     """
-    if html is None and markdown is None:
-        raise ValueError("say what to write: --html FILE, --markdown FILE or both")
-    for path in (html, markdown):
-        if path is not None:
-            refuse_existing(path, force)
+    refuse_existing(html, force)
     with needing_extras():
         study = opened(folder)
-        data = described(study.results(), kept_command(study))
-        if html is not None:
-            write_page(html, data, force)
-        if markdown is not None:
-            from rekindle.lab.views.text import document
-
-            written = document(data, markdown.stem)
-            for name, content in written.pictures.items():
-                files.write(markdown.with_name(name), content, overwrite=force)
-            page = markdown.read_text(encoding="utf-8") if markdown.exists() else ""
-            files.write(markdown, written.on(page), overwrite=force)
-            say(f"document: {markdown}, with {len(written.pictures)} pictures beside it")
+        write_page(html, described(study.results(), kept_command(study)), force)
 
 
 @reported
@@ -254,6 +227,45 @@ def lab_compare(
                 )
             )
             typer.echo("\n".join(map(printable, pair_table(pairs))))
+
+
+@reported
+def lab_atlas(
+    studies: Annotated[
+        list[Path],
+        typer.Argument(metavar="FOLDER|ARCHIVE...", help="Studies, as folders or .tar.xz.", show_default=False),
+    ],
+    methods: Methods = None,
+    against: Annotated[str, typer.Option(help="The arm that others are compared with.")] = "nothing",
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="An SVG picture.", show_default=False)
+    ] = None,
+    json: options.Json = False,
+    force: options.Force = False,
+) -> None:
+    """Show which remedy gains what on which stream: paired differences to one arm, as a table and a heat map.
+
+    [bold]Examples[/]
+
+      rekindle lab atlas docs/evidence/runs/factorial.tar.xz -m he-reset,nearest-he-heads -o atlas.svg
+    """
+    if output is not None:
+        refuse_existing(output, force)
+    with needing_extras():
+        from rekindle.lab.archive import unpacked
+        from rekindle.lab.views.atlas import Atlas
+
+        found: list[Any] = []
+        for path in studies:
+            with unpacked(path) as folder:
+                found += opened(folder).results().comparisons.values()
+        atlas = Atlas.of(found, None if methods is None else methods.split(","), against)
+        if output is not None:
+            files.write(output, atlas.picture().file(), overwrite=force)
+        if json:
+            show_json(atlas.to_dict())
+        else:
+            typer.echo("\n".join(map(printable, atlas.markdown().splitlines())))
 
 
 @reported

@@ -27,8 +27,8 @@ LEVELS: tuple[Level, ...] = ("healthy", "watch", "act")  # in order; "unknown" i
 
 @dataclass(frozen=True)
 class Thresholds:
-    """Every threshold of the verdict. `docs/evidence/verdict.md` says how they were set and how often they err,
-    `docs/evidence/advice.md` how they agree with the probe.
+    """Every threshold of the verdict. `docs/evidence/instruments.md` says how they were set and how often they err,
+    `docs/evidence/instruments.md` how they agree with the probe.
 
     Absolute rules, which need no reference (where fresh networks of the class could be drawn, the number must also
     exceed theirs, by the thresholds against a reference):

@@ -5,7 +5,7 @@
     sb3.apply_to_agent(agent, advice.choice)
 
 What an agent will learn from does not exist yet, so nothing can be tried on stored data: learning the stored returns by
-regression was tried, and does not show what an agent will earn (docs/evidence/advice.md). Copies therefore collect
+regression was tried, and does not show what an agent will earn (docs/evidence/instruments.md). Copies therefore collect
 their own data, in environments of their own. SB3's `learn` cannot be left and entered again without changing what it
 does, so each copy learns in a thread that waits between two advances; one thread runs at a time.
 """
@@ -72,7 +72,7 @@ def advise_agent(
     make_env: returns a new environment of what the agent will play next, wrapped as its own is (several in parallel,
         VecNormalize with its statistics); each copy has one.
     steps: environment steps of a trial. Half of the training that will follow chose well, a tenth did not
-        (docs/evidence/advice.md). Schedules of the agent (exploration, learning rate) are compressed into them.
+        (docs/evidence/instruments.md). Schedules of the agent (exploration, learning rate) are compressed into them.
     prepare: a function of a copy that does what else happens before the agent goes on, after the remedy: for instance
         `sb3.empty_replay`. Without it replay, temperature and optimizers stay as they are.
     restart: whether steps are counted from 0 again, as in `learn(reset_num_timesteps=True)`.

@@ -347,7 +347,13 @@ ARMS: dict[str, Arm] = {
         Arm("fire-5", "FIRE", {"solver": {"solver": "paper", "steps": 5}}, about="the released solver, 5 steps"),
         Arm("fire-nearest", "FIRE", {"scale": "nearest"}),
         Arm("fire-norm", "FIRE", {"scale": "norm"}),
-        Arm("fire-init", "FIRE", {"scale": "init:kaiming"}),
+        Arm(
+            "fire-init",
+            "FIRE",
+            {"scale": "init:kaiming"},
+            tuning=(_HALF, *_options("scale", "init:kaiming(0.7)", "init:kaiming(2.8)")),
+            about="FIRE at the norm of a He start",
+        ),
         Arm("fire-half", "FIRE", {"strength": 0.5}),
         Arm("fire-qk", "FIRE", {"targets": "attention.qk"}),
         Arm("fire-attention", "FIRE", {"targets": "attention"}),
@@ -363,7 +369,10 @@ ARMS: dict[str, Arm] = {
 ARMS["fire-heads"] = replace(ARMS["fire"].with_heads(), about="the output layer too")
 
 GROUPS: dict[str, list[str]] = {
-    "main": ["nothing", "full-reset", "shrink-perturb", "dash", "redo", "l2-init", "fire"],
+    "main": [
+        *("nothing", "full-reset", "he-reset", "shrink-perturb", "dash", "redo", "l2-init", "fire"),
+        "fire-init-heads",
+    ],
     "controls": ["optimizer-reset", "rescale", "random-isometry", "fresh-at-norm", "head-reset"],
     "norms": ["nothing", "shrink", "full-reset-shrink", "fire-shrink", "random-isometry-shrink", "dash-shrink"],
     "solvers": ["fire", "fire-10", "fire-5"],

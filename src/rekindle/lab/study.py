@@ -21,7 +21,8 @@ from typing import Any
 from rekindle.extras import install
 from rekindle.lab import tuning
 from rekindle.lab.arms import ARMS, Arm, arms
-from rekindle.lab.execution import TARGET, Event, Execution, Executor, Outcome, Watcher, described
+from rekindle.lab.execution import Event, Execution, Executor, Outcome, Watcher, described
+from rekindle.lab.execution.jobs import TARGET
 from rekindle.lab.execution.local import Pool
 from rekindle.lab.execution.store import RunStore
 from rekindle.lab.results import Results, RunEntry

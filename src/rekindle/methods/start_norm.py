@@ -30,7 +30,7 @@ class StartNorm(FromStart):
     """W ← W·(factor·‖W₀‖/‖W‖) for each weight that a normalisation follows, W₀ being its start.
 
     With a factor of 1 the weights learn as fast as at their start, with 0.1 about ten times as fast (with Adam): good
-    where more data arrive, harmful on most other streams (docs/evidence/start-norm.md). Try it with `rekindle.advise`.
+    where more data arrive, harmful on most other streams (docs/evidence/norms.md). Try it with `rekindle.advise`.
     per: "weight", or "channel": the weights of each output channel by themselves, where a BatchNorm or InstanceNorm
     follows, which takes out the norm of each; other weights as a whole.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import wraps
@@ -16,6 +17,7 @@ from typing import Any, Literal, TypeVar, Unpack, cast
 from torch import Tensor, nn
 
 from rekindle.blocks.finding import Block
+from rekindle.blocks.names import unwrapped
 from rekindle.engine.arithmetic import callers_device, full_precision
 from rekindle.engine.solving import Solver, Solving
 from rekindle.isolation import outputs, relative_change
@@ -29,6 +31,7 @@ from rekindle.projection.sharded import ShardedExecution, refuse_partitioned
 from rekindle.projection.snapshots import Restore, snapshot_of
 from rekindle.projection.stores import LiveStore
 from rekindle.projection.transaction import Transaction
+from rekindle.recording.invariance import norms_behind
 from rekindle.sharding.passes import passes
 from rekindle.sharding.team import SOLO, Team, distributed, opened, partitioned, settle
 from rekindle.sharding.zero import shown
@@ -145,6 +148,7 @@ def fire(
     with watch:
         receipt = execution.run()
         receipt = _finished(receipt, plan, store, checked, optimizer, optimizer_state)
+        receipt = replace(receipt, notes=(*receipt.notes, *_changed_sizes(model, receipt)))
         if recalibrate is not None:
             receipt = recalibrated(model, recalibrate, receipt, team)
         if answers is not None:
@@ -152,6 +156,30 @@ def fire(
         settings = {**receipt.settings, "optimizer_state": optimizer_state, "biases": biases, "atomic": atomic}
         receipt = replace(receipt, settings=settings, **meter.cost())
         return watch.settle(receipt)
+
+
+def _changed_sizes(model: nn.Module, receipt: Receipt) -> list[str]:
+    """A warning where weights became more than twice or less than half as large and no normalization follows them.
+
+    A CNN without normalization learns no better than with no remedy then (docs/evidence/fitting.md).
+    """
+    norms: dict[str, tuple[float, float]] = {}
+    for record in receipt.records:
+        if record.norm_before and record.norm_after:
+            before, after = norms.get(record.name, (0.0, 0.0))
+            norms[record.name] = (math.hypot(before, record.norm_before), math.hypot(after, record.norm_after))
+    ratios = {name: after / before for name, (before, after) in norms.items()}
+    far = {name: ratio for name, ratio in ratios.items() if not 0.5 <= ratio <= 2.0}
+    behind = norms_behind(unwrapped(model)) if far else {}
+    far = {name: ratio for name, ratio in far.items() if name.removesuffix(".weight") not in behind}
+    if not far:
+        return []
+    name = max(far, key=lambda each: abs(math.log(far[each])))
+    others = f", and {len(far) - 1} more weights changed by more than a factor of 2" if len(far) > 1 else ""
+    return [
+        f"the norm of {name} became {far[name]:.2g} times what it was{others}: no normalization follows, so signals "
+        'change as much. scale="init:kaiming" gives the norms of a He start, scale="norm" keeps those that are there'
+    ]
 
 
 def _without_refused(

@@ -21,7 +21,8 @@ from collections import deque
 from pathlib import Path
 from typing import IO, Any
 
-from rekindle.lab.execution import LAST, ONE_THREAD, TARGET, rows_of
+from rekindle.lab.execution import ONE_THREAD
+from rekindle.lab.execution.jobs import LAST, TARGET, rows_of
 from rekindle.lab.execution.store import Row
 
 _WORKER = """

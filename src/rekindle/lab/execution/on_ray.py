@@ -16,7 +16,8 @@ from typing import Any
 
 from rekindle import files
 from rekindle.extras import install
-from rekindle.lab.execution import LAST, ONE_THREAD, TARGET, rows_of
+from rekindle.lab.execution import ONE_THREAD
+from rekindle.lab.execution.jobs import LAST, TARGET, rows_of
 from rekindle.lab.execution.store import Row
 
 RETRIES = 3

@@ -18,10 +18,8 @@ from rekindle.lab.results.metrics import ArmRuns, Rows, at, mean_at, mean_of_kno
 from rekindle.lab.results.statistics import (
     Difference,
     Interval,
-    bootstrap_interval,
     holm,
     paired,
-    probability_of_improvement,
     t_interval,
 )
 from rekindle.lab.results.wording import Measure, measure
@@ -128,17 +126,6 @@ class ArmComparison:
             return {arm: replace(pair, holm=corrected[arm]) for arm, pair in found.items()}
 
         return self._once(("differences", metric, reference), computed)
-
-    def improvement(self, arm: str, reference: str) -> float | None:
-        """The share of seeds on which the arm is better than the reference, whichever way better is."""
-        ours, theirs = self.values.get(arm), self.values.get(self._other(arm, reference))
-        if not ours or not theirs:
-            return None
-        return (
-            probability_of_improvement(theirs, ours)
-            if self.setting.falling
-            else probability_of_improvement(ours, theirs)
-        )
 
     def number(self, arm: str, name: str) -> Interval | None:
         """One of `NUMBERS`, or "recovery", with its interval over the seeds; None where it does not apply."""
@@ -249,12 +236,10 @@ class ArmComparison:
             "tuned": each.tuned,
             "seeds": sorted(each.runs),
             "headline": self.interval(arm).to_dict() if values else None,
-            "bootstrap": bootstrap_interval(list(values.values())).to_dict() if values else None,
             "differences": {
                 reference: None if (d := self.differences("headline", reference).get(arm)) is None else d.to_dict()
                 for reference in references(arm)
             },
-            "improvement": {reference: self.improvement(arm, reference) for reference in references(arm)},
             **{name: as_dict(self.number(arm, name)) for name in (*NUMBERS, "recovery")},
             "diverged": each.diverged,
             "retained": {

@@ -3,14 +3,14 @@
     for claim in planned(study.results()):
         print(claim)
 
-Holm's correction is over exactly these. A comparison with `same` is a test of equivalence: two one-sided t-tests of the
-paired difference against ± that margin.
+Holm's correction is over exactly these. A list of arms stands for the one that did best on the seeds of tuning. A
+comparison with `same` is a test of equivalence: two one-sided t-tests of the paired difference against ± that margin.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import fmean, stdev
 from typing import Any
@@ -73,7 +73,8 @@ def planned(results: Results) -> list[PlannedComparison]:
 
 def _claim(results: Results, setting: Mapping[str, Any], wanted: Mapping[str, Any]) -> PlannedComparison | None:
     name, metric = setting["name"], setting["headline"]
-    arm, other = (values(results, name, wanted[key], metric) for key in ("arm", "minus"))
+    first, second = names = [_best(results, setting, wanted[key]) for key in ("arm", "minus")]
+    arm, other = (values(results, name, each, metric) for each in names)
     difference = paired(arm, other)
     if difference is None:
         return None
@@ -82,10 +83,24 @@ def _claim(results: Results, setting: Mapping[str, Any], wanted: Mapping[str, An
     end = None
     if metric.startswith("online"):
         after = metric.replace("online", "train")
-        end = paired(values(results, name, wanted["arm"], after), values(results, name, wanted["minus"], after))
+        end = paired(*(values(results, name, each, after) for each in names))
     about = wanted.get("about", "")
     higher = measure(metric).higher
-    return PlannedComparison(name, about, wanted["arm"], wanted["minus"], difference, same, higher, p, end=end)
+    return PlannedComparison(name, about, first, second, difference, same, higher, p, end=end)
+
+
+def _best(results: Results, setting: Mapping[str, Any], names: str | Sequence[str]) -> str:
+    """The arm; of several the one whose chosen configuration did best on the seeds of tuning."""
+    if isinstance(names, str):
+        return names
+    sign = 1.0 if measure(setting["headline"]).higher else -1.0
+
+    def tuned(name: str) -> float:
+        choice = (results.choices or {}).get((setting["name"], name))
+        known = [] if choice is None else [sign * value for value in choice.values if value is not None]
+        return max(known, default=-math.inf)
+
+    return max(names, key=tuned)
 
 
 def values(results: Results, setting: str, arm: str, metric: str) -> dict[int, float]:

@@ -19,7 +19,6 @@ from rekindle.extras import install
 
 LEVEL = 0.95
 SEEDS_FOR_INTERVAL = 3  # t with one degree of freedom is 12.7: an interval of two seeds is useless
-STREAMS_FOR_IQM = 5
 RESAMPLES = 4999
 
 
@@ -112,96 +111,6 @@ def holm(p_values: Mapping[str, float | None]) -> dict[str, float | None]:
         so_far = max(so_far, min(1.0, (len(known) - rank) * p))
         out[name] = so_far
     return out
-
-
-def bootstrap_interval(values: Sequence[float], *, level: float = LEVEL, seed: int = 0) -> Interval:
-    """The mean with its BCa bootstrap interval, the same for the same values and seed.
-
-    >>> interval = bootstrap_interval([0.1, 0.2, 0.3, 0.6, 0.2])
-    >>> 0.1 < interval.low < interval.mean < interval.high < 0.6
-    True
-    """
-    few = _too_few(values)
-    if few is not None:
-        return few
-    count, mean = _checked(values)
-    answer = (
-        scipy_stats()
-        .bootstrap(
-            (np.asarray(values, dtype=np.float64),),
-            np.mean,
-            confidence_level=level,
-            n_resamples=RESAMPLES,
-            method="BCa",
-            rng=np.random.default_rng(seed),
-        )
-        .confidence_interval
-    )
-    low, high = float(answer.low), float(answer.high)
-    if not (math.isfinite(low) and math.isfinite(high)):
-        return Interval(mean, None, None, count, "the bootstrap found no interval")
-    return Interval(mean, low, high, count)
-
-
-def interquartile_mean(scores: Mapping[str, Sequence[float]], *, level: float = LEVEL, seed: int = 0) -> Interval:
-    """The mean of the middle half of all scores (streams × seeds), with a bootstrap interval over the seeds.
-
-    Scores of different streams must be comparable (for example a share of the first task's value). Seeds are drawn
-    again within each stream, so that every stream keeps its weight.
-
-    >>> print(interquartile_mean({str(i): [i / 10, i / 10] for i in range(6)}))
-    0.250 [0.250, 0.250]
-    >>> interquartile_mean({"a": [0.1], "b": [0.2]})
-    Traceback (most recent call last):
-    ValueError: the interquartile mean needs at least 5 streams (2 given): over fewer, one stream decides it
-    """
-    if len(scores) < STREAMS_FOR_IQM:
-        raise ValueError(
-            f"the interquartile mean needs at least {STREAMS_FOR_IQM} streams ({len(scores)} given): "
-            "over fewer, one stream decides it"
-        )
-    samples = [np.asarray(values, dtype=np.float64) for values in scores.values()]
-    for values in samples:
-        _checked(values.tolist())
-    middle = float(scipy_stats().trim_mean(np.concatenate(samples), 0.25))
-    count = sum(map(len, samples))
-    if any(len(values) < 2 for values in samples):
-        return Interval(middle, None, None, count, "a stream has one seed only: no interval")
-    # Percentile, as in the paper that proposed it: BCa's jackknife breaks where a stream has no spread.
-    answer = (
-        scipy_stats()
-        .bootstrap(
-            samples,
-            lambda *draws, axis: scipy_stats().trim_mean(np.concatenate(draws, axis=axis), 0.25, axis=axis),
-            confidence_level=level,
-            n_resamples=RESAMPLES,
-            method="percentile",
-            rng=np.random.default_rng(seed),
-        )
-        .confidence_interval
-    )
-    return Interval(middle, float(answer.low), float(answer.high), count)
-
-
-def probability_of_improvement(
-    arm: Mapping[int, float], reference: Mapping[int, float], *, paired: bool = True
-) -> float | None:
-    """How often the arm's value is above the reference's: over common seeds, or over all pairs of runs.
-
-    Ties count half. For a loss, swap the two. None without a pair.
-
-    >>> probability_of_improvement({0: 0.5, 1: 0.7}, {0: 0.4, 1: 0.7})
-    0.75
-    >>> probability_of_improvement({0: 0.5, 1: 0.7}, {0: 0.4, 1: 0.6}, paired=False)
-    0.75
-    """
-    if paired:
-        pairs = [(arm[seed], reference[seed]) for seed in sorted(arm.keys() & reference.keys())]
-    else:
-        pairs = [(a, b) for a in arm.values() for b in reference.values()]
-    if not pairs:
-        return None
-    return fmean((a > b) + 0.5 * (a == b) for a, b in pairs)
 
 
 def scipy_stats() -> Any:

@@ -6,17 +6,14 @@ import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from statistics import fmean
 from typing import Any
 
 from rekindle.extras import require
 from rekindle.lab import tuning
 from rekindle.lab.arms import Arm
 from rekindle.lab.execution.store import Row, RunRecord, flat
-from rekindle.lab.results import metrics
-from rekindle.lab.results.comparison import NOTHING, ArmComparison, choice
+from rekindle.lab.results.comparison import ArmComparison, choice
 from rekindle.lab.results.metrics import ArmRuns, Rows
-from rekindle.lab.results.statistics import STREAMS_FOR_IQM, Interval, interquartile_mean
 from rekindle.lab.settings import Setting
 
 FORMAT = 1
@@ -128,36 +125,6 @@ class Results:
         """Whether the stream can tell remedies apart: doing nothing must fall to half of its first task or below."""
         return self.comparisons[setting].validity()
 
-    def over_streams(self) -> dict[str, Any]:
-        """Every arm over all settings: the interquartile mean of its score, and how often it beats doing nothing.
-
-        A score is the headline as a share of the first task's value (for a loss the other way round), so that 1 is
-        as good as new; a return is counted from that of random actions. Streams whose tasks are not equally hard have
-        none. A tuned arm is compared with doing nothing tuned.
-        """
-        arms: dict[str, list[ArmComparison]] = {}
-        for comparison in self.comparisons.values():
-            for name in comparison.arms:
-                arms.setdefault(name, []).append(comparison)
-        out: dict[str, Any] = {}
-        for name, found in arms.items():
-            scores = {each.name: scored for each in found if (scored := _scores(each, name))}
-            wins = [
-                win
-                for each in found
-                if name not in (NOTHING, tuning.tuned_name(NOTHING))
-                if (win := each.improvement(name, NOTHING)) is not None
-            ]
-            interval: Interval | None = interquartile_mean(scores) if len(scores) >= STREAMS_FOR_IQM else None
-            out[name] = {
-                "streams": len(scores),
-                "iqm": None if interval is None else interval.to_dict(),
-                "improvement": fmean(wins) if wins else None,
-            }
-        few = sum(map(metrics.equally_hard, self.settings.values())) < STREAMS_FOR_IQM
-        note = f"an interquartile mean needs at least {STREAMS_FOR_IQM} streams of equally hard tasks" if few else None
-        return {"note": note, "arms": out}
-
     def to_dict(self) -> dict[str, Any]:
         """All that pages and pictures need, ready for JSON."""
         return {
@@ -168,7 +135,6 @@ class Results:
             "table": self.table(),
             "arms": {name: [each.detail(arm) for arm in each.arms] for name, each in self.comparisons.items()},
             "validity": {name: self.validity(name) for name in self.settings},
-            "streams": self.over_streams(),
             "tuning": {f"{s}/{a}": choice.to_dict() for (s, a), choice in (self.choices or {}).items()},
             "made": {"versions": self._versions(), "platform": platform.platform(), "code": self.provenance()},
         }
@@ -226,22 +192,6 @@ class Results:
 
     def _versions(self) -> dict[str, str]:
         return next((dict(e.record.rows[0].get("versions") or {}) for e in self.entries if e.record.rows), {})
-
-
-def _scores(comparison: ArmComparison, arm: str) -> list[float]:
-    """Its headline on each seed as a share of the first task's value; none where tasks are not equally hard."""
-    setting, each = comparison.setting, comparison.arms[arm]
-    out: list[float] = []
-    if not metrics.equally_hard(setting):
-        return out
-    for seed, value in comparison.values.get(arm, {}).items():
-        first, low = metrics.first_task(each.runs[seed], setting), metrics.chance_return(each.runs[seed])
-        if setting.agents and first is not None and low is not None:
-            value, first = value - low, first - low
-        top, bottom = (first, value) if setting.falling else (value, first)
-        if top is not None and bottom:
-            out.append(top / bottom)
-    return out
 
 
 def _as_dict(entry: RunEntry) -> dict[str, Any]:

@@ -1,9 +1,9 @@
-"""How a study is shown: sentences and tables, the terminal, drawings, the page and the Markdown document.
+"""How a study is shown: sentences and tables, the terminal, drawings, the page, the atlas.
 
-- `text`: what the numbers mean in sentences, the columns of the table, the Markdown document;
+- `text`: what the numbers mean in sentences, the columns of the table;
 - `terminal`: the live table while a study runs, the tables of its result;
 - `svg`: colors, ticks, labels, the picture as SVG;
-- `plots`: curves, forest plots and scatter plots as SVG that follows light and dark and shows names on hover;
+- `plots`: curves and forest plots as SVG that follows light and dark and shows names on hover;
 - `figures`: which plots a study has;
 - `page`: the page, one self-contained HTML file.
 

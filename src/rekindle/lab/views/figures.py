@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
-from rekindle.lab.results.comparison import FIRE, HEADS, NOTHING, ArmComparison, references
+from rekindle.lab.results.comparison import FIRE, NOTHING, ArmComparison
 from rekindle.lab.results.statistics import SEEDS_FOR_INTERVAL
 from rekindle.lab.results.wording import measure
 from rekindle.lab.settings import RETURNS
-from rekindle.lab.views.plots import Dot, Line, Whisker, curves, forest, scatter
+from rekindle.lab.views.plots import Line, Whisker, curves, forest
 from rekindle.lab.views.svg import COLORS, Picture
 
 _KNOWN_FIRST = (FIRE, NOTHING, "full-reset")
@@ -117,66 +116,6 @@ def health(comparison: ArmComparison) -> list[Picture]:
     return drawn
 
 
-def over_streams(found: Sequence[ArmComparison]) -> list[Picture]:
-    """FIRE minus nothing, minus a full reset and minus a random isometry, a line per stream; wins to the right.
-
-    Where the output layer was projected too, that is compared with the random isometry that touches it as well.
-
-    Streams measure different things, so that each difference is a share of what the first task had.
-    """
-    lines = []
-    with_heads = FIRE + HEADS
-    pairs = [*((FIRE, reference) for reference in references(FIRE)), (with_heads, references(with_heads)[-1])]
-    for arm, reference in pairs:
-        name = "FIRE" if arm == FIRE else arm
-        for comparison in found:
-            difference, scale = comparison.against(arm, reference), _first(comparison)
-            if difference is None or not scale:
-                continue
-            sign = 100.0 / scale * (1 if comparison.headline.higher else -1)
-            ends = sorted(sign * end for end in (difference.low, difference.high) if end is not None)
-            low, high = ends if len(ends) == 2 else (None, None)
-            lines.append(
-                Whisker(comparison.name, sign * difference.mean, low, high, f"{name} minus {reference}", reference)
-            )
-    if not lines:
-        return []
-    return [
-        forest(
-            "FIRE against its references, stream by stream",
-            lines,
-            x="paired difference, % of the first task's value; for losses the sign is turned",
-            better="FIRE better",
-            worse="FIRE worse",
-            named=shown_arms(found[0]),
-        )
-    ]
-
-
-def trade_off(found: Sequence[ArmComparison]) -> list[Picture]:
-    """Fitting against generalising where both were measured on different streams: the scales of FIRE above all."""
-    fitting = next((c for c in found if c.setting.headline == _FITTING), None)
-    general = next((c for c in found if c.setting.headline == _GENERALISING), None)
-    if fitting is None or general is None:
-        return []
-    both = [arm for arm in shown_arms(fitting) if arm in general.values]
-    dots = []
-    for arm in both:
-        x, y = fitting.interval(arm), general.interval(arm)
-        dots.append(Dot(arm, 100 * x.mean, 100 * y.mean, _ends(x.low, x.high), _ends(y.low, y.high)))
-    if len(dots) < 2:
-        return []
-    return [
-        scatter(
-            "Fitting against generalising",
-            dots,
-            x=f"{fitting.name}: accuracy while learning, %",
-            y=f"{general.name}: test accuracy, %",
-            note="Crosses are 95 % intervals over the seeds. Up and to the right is better.",
-        )
-    ]
-
-
 def _lines(comparison: ArmComparison, *keys: str) -> list[Line]:
     """Curves of a measure in its unit; a band ends where the measure does, whatever few seeds make of its interval."""
     measured = measure(keys[-1].removesuffix("_start"))
@@ -211,14 +150,6 @@ def _interval(comparison: ArmComparison, arm: str, reference: str, label: str) -
 
 def _ends(low: float | None, high: float | None) -> tuple[float, float] | None:
     return None if low is None or high is None else (100 * low, 100 * high)
-
-
-def _first(comparison: ArmComparison) -> float | None:
-    """The mean of the first task over all runs: what a fresh network reaches there."""
-    key = comparison.setting.headline
-    runs = [rows for arm in comparison.arms.values() for rows in arm.runs.values()]
-    values = [rows[0][key] for rows in runs if rows and rows[0].get(key) is not None]
-    return abs(sum(values) / len(values)) if values else None
 
 
 def _meaningless(comparison: ArmComparison, key: str) -> bool:

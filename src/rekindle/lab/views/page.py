@@ -12,6 +12,7 @@ from rekindle.extras import install
 from rekindle.lab.results.comparison import FIRE, ArmComparison, comparisons
 from rekindle.lab.results.wording import duration
 from rekindle.lab.views import figures
+from rekindle.lab.views.atlas import Atlas
 from rekindle.lab.views.svg import STYLE, Picture, colors
 from rekindle.lab.views.text import NOT_YET, call, columns, sentences, won
 from rekindle.report.page import document, source
@@ -51,7 +52,7 @@ def render(data: Mapping[str, Any]) -> str:
         script=f"{source('script.js')}\n{source('page.js', _HERE)}",
         data={},
         style=source("page.css", _HERE) + STYLE,
-        over_all=_over_streams(found),
+        over_all=[_atlas(found).figure()] if len(found) > 1 and any(each.ranked for each in found) else [],
         streams=[_stream(each, alone=len(found) == 1) for each in found],
         made=_made(data, study),
         words=listed(_WORDS),
@@ -87,10 +88,8 @@ def _first(found: Sequence[ArmComparison]) -> Headline:
     return Headline("plan", "Result", sentence, tuple(more))
 
 
-def _over_streams(found: Sequence[ArmComparison]) -> list[Any]:
-    if len(found) < 2:
-        return []
-    return [picture.figure() for picture in (*figures.over_streams(found), *figures.trade_off(found))]
+def _atlas(found: Sequence[ArmComparison]) -> Picture:
+    return Atlas.of(found).picture()
 
 
 def _stream(found: ArmComparison, *, alone: bool) -> dict[str, Any]:

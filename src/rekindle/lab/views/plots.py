@@ -45,17 +45,6 @@ class Whisker:
     note: str = ""
 
 
-@dataclass(frozen=True)
-class Dot:
-    """A point with its name, and the ends of its intervals where known."""
-
-    name: str
-    x: float
-    y: float
-    x_ends: tuple[float, float] | None = None
-    y_ends: tuple[float, float] | None = None
-
-
 def curves(
     title: str,
     lines: Sequence[Line],
@@ -206,57 +195,6 @@ def forest(
     note = " ".join(dict.fromkeys(each.note for each in intervals if each.note))
     small = None if phone else forest(title, intervals, x=x, better=better, worse=worse, named=named, phone=True)
     return Picture(title, f"{title}: {described}.", width, height, joined(marks), note, small)
-
-
-def scatter(
-    title: str,
-    dots: Sequence[Dot],
-    *,
-    x: str,
-    y: str,
-    named: Sequence[str] | None = None,
-    size: tuple[float, float] = (860, 460),
-    note: str = "",
-    phone: bool = False,
-) -> Picture:
-    """One measure against another: a named dot per arm, its intervals as crosses.
-
-    >>> drawn = scatter("Scales", [Dot("paper", 0.5, 0.8), Dot("nearest", 0.7, 0.7)], x="fitting", y="generalising")
-    >>> drawn.marks.count("<circle")
-    2
-    """
-    ink = colors([dot.name for dot in dots] if named is None else named)
-    xs = ticks(*_span([v for dot in dots for v in (dot.x, *(dot.x_ends or ()))]))
-    ys = ticks(*_span([v for dot in dots for v in (dot.y, *(dot.y_ends or ()))]))
-    shown = labelled(ys)
-    left, right = 34 + max(map(wide, shown)), 26 + max([wide(dot.name) for dot in dots], default=0.0) * 0.6
-    if phone:
-        size, right, xs = (PHONE, 330.0), 14.0, ticks(xs[0], xs[-1], 4)
-    across = _scale(xs[0], xs[-1], left, size[0] - right)
-    down = _scale(ys[0], ys[-1], size[1] - 44, 14)
-    marks: list[Any] = [_sides(ys, shown, down, (left, size[0] - right), x, y, size)]
-    for value, said in zip(xs, labelled(xs), strict=True):
-        marks.append(rule(across(value), 14, across(value), size[1] - 44, "grid"))
-        marks.append(label(said, across(value), size[1] - 26, "middle"))
-    for dot in dots:
-        kind = ink.get(dot.name, "rest")
-        if dot.x_ends:
-            marks.append(rule(across(dot.x_ends[0]), down(dot.y), across(dot.x_ends[1]), down(dot.y), f"thin {kind}"))
-        if dot.y_ends:
-            marks.append(rule(across(dot.x), down(dot.y_ends[0]), across(dot.x), down(dot.y_ends[1]), f"thin {kind}"))
-    heights = apart({dot.name: down(dot.y) - 8 for dot in dots}, 14, 14, size[1] - 48)
-    for dot in dots:
-        kind = ink.get(dot.name, "rest")
-        told = f"{dot.name}: {x} {number(dot.x)}, {y} {number(dot.y)}"
-        marks.append(_dot(kind, across(dot.x), down(dot.y), 5.5, told))
-        place = across(dot.x)
-        if phone and place + 9 + wide(dot.name) > size[0]:
-            marks.append(label(dot.name, place - 9, heights[dot.name] + 4, "end", f"name {kind}"))
-        else:
-            marks.append(label(dot.name, place + 9, heights[dot.name] + 4, kind=f"name {kind}"))
-    described = "; ".join(f"{dot.name} at {number(dot.x)} and {number(dot.y)}" for dot in dots)
-    small = None if phone else scatter(title, dots, x=x, y=y, named=named, phone=True)
-    return Picture(title, f"{title}, {y} against {x}: {described}.", *size, joined(marks), note, small)
 
 
 def _scale(low: float, high: float, start: float, end: float) -> Callable[[float], float]:

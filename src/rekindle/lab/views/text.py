@@ -1,4 +1,4 @@
-"""A comparison as text: sentences computed from its values, the columns of its table, and the Markdown document."""
+"""A comparison as text: sentences computed from its values, and the columns of its table."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from rekindle.lab.arms import Arm
-from rekindle.lab.results.comparison import FIRE, FRESH, HEADS, NOTHING, ArmComparison, Pair, comparisons, references
+from rekindle.lab.results.comparison import FIRE, FRESH, HEADS, NOTHING, ArmComparison, Pair, references
 from rekindle.lab.results.statistics import SEEDS_FOR_INTERVAL, Difference, Interval, holm
 from rekindle.lab.results.wording import Measure, chance, duration, measure, ordinal
 from rekindle.lab.settings import Setting
-from rekindle.lab.views import figures
-from rekindle.lab.views.svg import Picture
 
 NOT_YET = "No run has finished yet."
 
@@ -309,90 +307,3 @@ def pair_table(pairs: Iterable[Pair]) -> list[str]:
     """
     lines = ["| setting | measure | difference, 95 % interval | |", "|---|---|---|---|"]
     return [*lines, *("| " + " | ".join(pair.cells()) + " |" for pair in pairs)]
-
-
-# The document
-
-
-RESULTS_BELOW = "<!-- Below: written by `rekindle lab report`, which keeps what stands above this line. -->"
-
-
-@dataclass(frozen=True)
-class Document:
-    """The text, and the pictures that it shows by their file names."""
-
-    text: str
-    pictures: Mapping[str, str]
-
-    def on(self, page: str) -> str:
-        """This text on a page that is there already: what somebody has written above the results stays.
-
-        >>> print(Document(f"# a study\\n{RESULTS_BELOW}\\nnew", {}).on(f"# What we learned\\n{RESULTS_BELOW}\\nold"))
-        # What we learned
-        <!-- Below: written by `rekindle lab report`, which keeps what stands above this line. -->
-        new
-        """
-        above, line, _ = page.partition(RESULTS_BELOW)
-        return above + line + self.text.partition(RESULTS_BELOW)[2] if line else self.text
-
-
-def document(data: Mapping[str, Any], stem: str) -> Document:
-    """A study as Markdown; its pictures are called `<stem>-….svg`, so that several documents share a folder.
-
-    >>> document({"study": {"name": "empty"}, "settings": {}, "runs": []}, "empty").text.splitlines()[-1]
-    'No run has finished yet.'
-    """
-    listed = comparisons(data)
-    study = data.get("study") or {}
-    lines = [f"# {study.get('name', 'A study')}", ""]
-    pictures: dict[str, str] = {}
-    if not any(found.ranked for found in listed):
-        return Document("\n".join([*lines, RESULTS_BELOW, "", NOT_YET, ""]), {})
-    if study.get("command"):
-        lines += ["```sh", str(study["command"]), "```", ""]
-    lines += [RESULTS_BELOW, ""]
-    if len(listed) > 1:
-        lines += _drawn([*figures.over_streams(listed), *figures.trade_off(listed)], f"{stem}-streams", pictures)
-    for found in listed:
-        name = f"{stem}-{_file(found.name)}" if len(listed) > 1 else stem
-        lines += [f"## {found.name}", ""] if len(listed) > 1 else []
-        lines += [*sentences(found), ""]
-        lines += _table(found)
-        drawn = (*figures.learning(found)[:1], *figures.differences(found), *figures.retention(found)[:1])
-        lines += _drawn(drawn, name, pictures)
-        for word, reasons in (("Refused", found.refused), ("Failed", found.failed)):
-            lines += [f"- {word}: `{arm}`: {why}" for arm, why in reasons.items()]
-            lines += [""] if reasons else []
-    versions = (data.get("made") or {}).get("versions") or {}
-    if versions:
-        lines += [f"Made with {', '.join(f'{key} {value}' for key, value in versions.items())}.", ""]
-    if code := (data.get("made") or {}).get("code"):
-        lines += [f"{code}.", ""]
-    return Document("\n".join(lines), pictures)
-
-
-def _table(found: ArmComparison) -> list[str]:
-    """The lines of the table, and under it what its numbers are."""
-    if not found.ranked:
-        return []
-    shown = columns(found)
-    lines = [f"| arm | {' | '.join(column.heading for column in shown)} |", f"|---|{'---:|' * len(shown)}"]
-    for at, arm in enumerate(found.ranked):
-        cells = [column.text(arm) for column in shown]
-        cells[0] = f"**{cells[0]}**" if at == 0 else cells[0]
-        lines.append(f"| {arm} | {' | '.join(cells)} |")
-    meanings = "; ".join(f"{column.heading}: {column.meaning}" for column in shown)
-    return [*lines, "", f"<small>{meanings}.</small>", ""]
-
-
-def _drawn(pictures: Iterable[Picture], stem: str, files: dict[str, str]) -> list[str]:
-    lines = []
-    for at, picture in enumerate(pictures, 1):
-        name = f"{stem}-{at}.svg"
-        files[name] = picture.file()
-        lines += [f"![{picture.described}]({name})", ""]
-    return lines
-
-
-def _file(name: str) -> str:
-    return "".join(c if c.isalnum() or c in "-." else "-" for c in name)
