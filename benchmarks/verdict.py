@@ -277,8 +277,7 @@ def _header(first_seed: int, seeds: int) -> list[str]:
         "# When the verdict speaks",
         "",
         "```sh",
-        f"OMP_NUM_THREADS=1 python benchmarks/verdict.py --first-seed {first_seed} --seeds {seeds} "
-        "--write verdict.md",
+        f"OMP_NUM_THREADS=1 python benchmarks/verdict.py --first-seed {first_seed} --seeds {seeds} --write verdict.md",
         "```",
         "",
         "The thresholds were chosen on seed 0 of the random-label streams: dormancy and rank on Fashion-MNIST first,",
