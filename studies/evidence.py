@@ -79,9 +79,8 @@ def arms(store: str, setting: str, *names: str) -> str:
     metrics = dict.fromkeys((headline, f"train_{kind}", f"test_{kind}", f"old_{kind}_start"))
     if headline.endswith("return"):
         metrics = dict.fromkeys((headline,))
-    titles = {f"old_{kind}_start": f"old tasks at the boundary, {measure(headline).step or kind}"}
     used = [each for each in metrics if any(values(found, setting, name, each) for name in names)]
-    head = ["arm", "seeds", *(titles.get(each, measure(each).axis) for each in used)]
+    head = ["arm", "seeds", *(measure(each).axis for each in used)]
     lines = []
     for name in names:
         shown = [_mean(store, setting, name, each, each == headline) for each in used]

@@ -206,7 +206,7 @@ class Learner:
                     self.treat("event", [(x, y)])
                 if factor is not None:
                     set_rate(optimizers, factor(step))
-                logits = model(x)
+                logits = self._call(model, x) if self.watches else model(x)  # wiring is read off the first pass
                 loss = cross_entropy(logits.flatten(0, -2), y.flatten())
                 track.add((logits.detach().argmax(-1) == y).sum(), loss.detach(), y.numel())
                 for optimizer in optimizers:

@@ -111,6 +111,8 @@ MEASURES = {
     "online_return": Measure("mean return while learning"),
     "old_accuracy": _share("accuracy on earlier tasks"),
     "old_loss": _loss("loss on earlier tasks"),
+    "old_accuracy_start": _share("earlier tasks right after the remedy"),
+    "old_loss_start": _loss("earlier tasks right after the remedy"),
     "dormant": _share("dormant neurons", higher=False),
     "effective_rank": _share("feature rank, share of the possible"),
     "dfi": Measure("DfI of the weights, scale-free", higher=False),
