@@ -40,7 +40,7 @@ def snapshot(models: Iterable[nn.Module], optimizer: Any = None, *others: Any) -
 def snapshot_of(tensors: Iterable[Tensor], optimizer: Any = None) -> Restore:
     """Copy these tensors alone, with their gradients and their slots in the optimizers.
 
-    >>> weight = Parameter(torch.ones(2))
+    >>> weight = nn.Parameter(torch.ones(2))
     >>> restore = snapshot_of([weight])
     >>> _ = nn.init.zeros_(weight)
     >>> restore(); weight.tolist()
