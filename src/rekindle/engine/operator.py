@@ -101,7 +101,9 @@ class _Derivative(_SingleLevelFunction):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         ctx.count, ctx.beside = len(inputs) - 1, len(output) - len(inputs) + 1
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*output[ctx.count :])
+        needed = ctx.needs_input_grad[1:] if forward_ad._current_level < 0 else [True] * ctx.count
+        still = [q for q, moves in zip(output, needed, strict=False) if not moves]
+        ctx.mark_non_differentiable(*still, *output[ctx.count :])
         ctx.save_for_backward(*inputs[1:], *output[: ctx.count])
         ctx.save_for_forward(*inputs[1:], *output[: ctx.count])
 
