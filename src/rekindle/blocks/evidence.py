@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
+
+from torch import nn
 
 from rekindle.blocks.layouts import Block, Layout
 
@@ -71,6 +76,8 @@ class Fact:
         return tuple(made)
 
 
+UNREAD = "its source cannot be read"  # a reason that an example settles
+
 _ROLES = ("query", "key", "value")
 
 
@@ -86,3 +93,28 @@ class Facts:
 
     def __contains__(self, name: str) -> bool:
         return name in self.by_name
+
+
+# Models of which a pass was recorded for what runs now, each with how to get what it showed.
+_RECORDED: ContextVar[tuple[tuple[nn.Module, Callable[[], Facts | None]], ...]] = ContextVar("recorded", default=())
+
+
+@contextmanager
+def using(model: nn.Module, facts: Callable[[], Facts | None]) -> Iterator[None]:
+    """Inside, whoever looks for the matrices of this very model knows what its recording shows.
+
+    >>> net = nn.Linear(1, 1)
+    >>> with using(net, lambda: Facts({"weight": Fact("matrix")})):
+    ...     "weight" in known_of(net), known_of(nn.Linear(1, 1))
+    (True, None)
+    """
+    token = _RECORDED.set((*_RECORDED.get(), (model, facts)))
+    try:
+        yield
+    finally:
+        _RECORDED.reset(token)
+
+
+def known_of(model: nn.Module) -> Facts | None:
+    """What a recording shows about this model, None if there is none."""
+    return next((facts() for known, facts in reversed(_RECORDED.get()) if known is model), None)

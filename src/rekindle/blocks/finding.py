@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from rekindle.blocks import parametrized
 from rekindle.blocks.entries import Found
-from rekindle.blocks.evidence import Fact, Facts
+from rekindle.blocks.evidence import UNREAD, Fact, Facts, known_of
 from rekindle.blocks.families import is_registered, looks_fused, recipes_of, register, roles
 from rekindle.blocks.layouts import ROLES, Block, LayoutError, Recipe, convolution, matrices
-from rekindle.blocks.names import Location, cleaner, keeps_width, locations, storage_of
+from rekindle.blocks.names import Location, cleaner, keeps_width, locations, storage_of, unwrapped
 from rekindle.blocks.outputs import cut_layers, find_heads, is_backbone, root_of, told_heads
 from rekindle.blocks.source import changes_weight, unread_above
 
@@ -59,7 +59,7 @@ def find(
     (globs of parameter or module names) instead of detecting them; `()` means there is none. `layouts` states the
     layout of single weights by name or glob, before what their classes say. `meta` and `sharded`
     lift the reasons that a parameter has no data here (for plans that are applied elsewhere). `facts` is what a
-    recorded pass showed; without them the classes' source is read.
+    recorded pass showed (that of `evidence.using` by default); without them the classes' source is read.
 
     >>> for found in find(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))):
     ...     print(found.name, found.role, found.count, found.reason)
@@ -70,6 +70,7 @@ def find(
     """
     if conv not in ("taps", "flat"):
         raise ValueError(f'conv is "taps" or "flat", not {conv!r}')
+    facts = known_of(unwrapped(model)) if facts is None else facts
     finder = _Finder(model, conv, layouts or {}, meta, sharded, facts)
     found = finder.parameters()
     if heads is not None:
@@ -236,7 +237,7 @@ class _Finder:
         unread = unread_above(place.modules)
         if unread is not None and does not in ("router", "adapter"):
             self.evidence[place.name] = "name"
-            why = f"what {unread} does with it is not known (its source cannot be read): give example=batch"
+            why = f"what {unread} does with it is not known ({UNREAD}): give example=batch"
             return (), does, why
         torchs = all(type(module).__module__.startswith("torch.") for module in place.modules)
         self.evidence[place.name] = "class" if torchs else "source"

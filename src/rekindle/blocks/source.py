@@ -14,7 +14,7 @@ import ast
 import inspect
 import linecache
 import re
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from functools import lru_cache
 
 from torch import nn
@@ -46,7 +46,11 @@ def unread_above(modules: Sequence[nn.Module]) -> str | None:
     for module in modules[:-1]:
         kind = type(module)
         package = kind.__module__.partition(".")[0]
-        if package == "torch" or kind.forward is nn.Module.forward:
+        if package == "torch":
+            continue
+        if kind.forward is nn.Module.forward:  # called by parts, in methods of other names or from outside
+            if any(node is None for _, node in _definitions(kind)):
+                return kind.__name__
             continue
         if any(vars(cls).get("forward") is kind.forward for cls in kind.__mro__ if cls.__module__.startswith("torch.")):
             continue  # a subclass of Sequential with nothing of its own
@@ -124,6 +128,14 @@ def _read(module: nn.Module) -> Uses | None:
 def _methods(kind: type) -> dict[str, list[ast.FunctionDef]]:
     """Every method of a class with its definitions, nearest first, torch's own left out."""
     found: dict[str, list[ast.FunctionDef]] = {}
+    for name, node in _definitions(kind):
+        if node is not None:
+            found.setdefault(name, []).append(node)
+    return found
+
+
+def _definitions(kind: type) -> Iterator[tuple[str, ast.FunctionDef | None]]:
+    """(name, definition) of the methods, None where it cannot be read."""
     for cls in kind.__mro__:
         # The base classes of transformers hold thousands of lines about loading and generation.
         package, _, rest = cls.__module__.partition(".")
@@ -134,10 +146,8 @@ def _methods(kind: type) -> dict[str, list[ast.FunctionDef]]:
             code = getattr(function, "__code__", None)
             if code is None or name == "__init__":
                 continue
-            node = _functions(code.co_filename).get((code.co_name, code.co_firstlineno))
-            if node is not None:
-                found.setdefault(name, []).append(node)
-    return found
+            if not (name.startswith("__") and code.co_filename == "<string>"):  # such as a dataclass makes
+                yield name, _functions(code.co_filename).get((code.co_name, code.co_firstlineno))
 
 
 @lru_cache(maxsize=256)

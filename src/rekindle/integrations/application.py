@@ -163,6 +163,7 @@ class Application:
         inner = unwrapped(model)
         if self.schedule is not None:
             self.schedule.bind(inner, optimizer)
+        self.what.called = model
         self.what.bind(inner, optimizer, ranks.sharded(model))
         self.when.check(self.monitored)
         if fresh and hasattr(self.method, "remember") and not arguments.has_start(self.method):

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rekindle.blocks.evidence import UNREAD, Facts, using
 from rekindle.integrations import gradients, ranks
 from rekindle.integrations.mirroring import Mirrors
 from rekindle.isolation import Recorded, isolated, run_batch
@@ -23,6 +24,9 @@ from rekindle.monitoring.guard import Guard, watched
 from rekindle.projection.method import Batch, Loss
 from rekindle.projection.receipt import Receipt
 from rekindle.projection.transaction import Transaction
+from rekindle.recording import facts_of
+from rekindle.recording.first_pass import FirstPass
+from rekindle.recording.graph import Graph
 
 Run = Callable[[nn.Module, Any], Any]
 Given = Iterable[Batch] | Callable[[], Iterable[Batch]]
@@ -52,6 +56,10 @@ class What:
         self.optimizer: Any = None
         self.sharded = False
         self.observing: Any = None
+        self.called: nn.Module | None = None  # the model with its wrappers, as the loop calls it
+        self._first: FirstPass | None = None
+        self._graph: Graph | None = None
+        self._known: tuple[int, Facts] | None = None
         self._added: set[int] = set()  # optimizers whose gradients hold the loss term already
 
     def bind(self, model: nn.Module, optimizer: Any, sharded: bool) -> None:
@@ -69,7 +77,12 @@ class What:
         assert self.model is not None
         if isinstance(self.method, Remedy) and "event" in self.parts and not self.sharded:
             batches = () if callable(self.batches) else self.batches  # a function may have no data yet
-            self.method.check(Call(self.model, self.optimizer, batches, self.loss))
+            try:
+                with using(self.model, self._facts):
+                    self.method.check(Call(self.model, self.optimizer, batches, self.loss))
+            except ValueError as error:
+                if UNREAD not in str(error) or self._graph is not None:  # the first step shows what the source does not
+                    raise
 
     def watch(self) -> None:
         """Let a method that gathers statistics while training do so."""
@@ -77,15 +90,37 @@ class What:
         if hasattr(self.method, "observe") and (watches or self.batches is None):
             with replicated() if ranks.world() > 1 else nullcontext():
                 self.observing = self.method.observe(self.model)
+        if self.model is not None and "event" in self.parts and not self.sharded and not watches:
+            self._first = FirstPass(self.model, self._note, called=self.called)
+
+    def _note(self, graph: Graph) -> None:
+        self._graph = graph
+
+    def _facts(self) -> Facts | None:
+        """What the first training step showed; found when it is asked for."""
+        if self._graph is None:
+            return None
+        size = len(self._graph.operations)
+        if self._known is None or self._known[0] != size:  # another of its networks has run since
+            self._known = size, facts_of(self._graph)
+        return self._known[1]
 
     def release(self) -> None:
         """Remove the hooks."""
         if self.observing is not None:
             self.observing.remove()
             self.observing = None
+        if self._first is not None:
+            self._first.remove()
+        self._first = self._graph = self._known = None
 
     def event(self) -> Receipt:
-        """Act at an event, on all ranks alike."""
+        """Act at an event, on all ranks alike, by what the first step showed."""
+        assert self.model is not None
+        with using(self.model, self._facts):
+            return self._event()
+
+    def _event(self) -> Receipt:
         assert self.model is not None
         if ranks.world() == 1 or self.sharded:
             return self._change()
