@@ -37,6 +37,9 @@ _ROLE_REASONS = {
     "router": "router",
     "adapter": "adapter (A or B alone)",
 }
+_SCRIPTED = (
+    "inside a scripted or traced module (torch.jit), which hides its code: plan the module that it was made from"
+)
 _IN_A_BLOCK = ("attention-output", "mlp-in", "mlp-gate", "mlp-out")
 _PLAIN, _TRANSPOSED = matrices("out in"), matrices("in out")
 _EMBEDDING_NAMES = re.compile(r"pos(itional)?_?emb|position_emb|token|embed", re.I)
@@ -108,6 +111,9 @@ class _Finder:
         self.clean = cleaner(model)
         self.places = locations(model)
         self._storage = storage_of([parameter for _, parameter, _ in self.places])
+        for _, parameter, place in self.places:
+            if any(isinstance(module, torch.jit.ScriptModule) for module in place.modules):
+                self._storage[id(parameter)] = self._storage[id(parameter)]._replace(refusal=_SCRIPTED)
         usable = [place for _, parameter, place in self.places if self._storage[id(parameter)].refusal is None]
         self._roles = roles(usable)
         self._recipes = recipes_of([module for place in usable for module in place.modules])

@@ -24,6 +24,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
@@ -207,6 +208,8 @@ def _ends(module: nn.Module, seen: set[int], read: set[int], way: _Leaving = _PL
     seen.add(id(module))
     if as_layer("", module) is not None or isinstance(module, nn.Bilinear):
         return [] if way.taken else [module]
+    if isinstance(module, torch.jit.ScriptModule):
+        return []
     inner = module._modules.get("base_layer")
     if inner is not None:
         return _ends(inner, seen, read, way)
@@ -427,6 +430,8 @@ def output_layers(module: nn.Module, key: str = "") -> list[nn.Module]:
         return [module]
     if isinstance(module, nn.Sequential):
         return _last_layers(list(module.children()))
+    if isinstance(module, torch.jit.ScriptModule):
+        return []
     inner = module._modules.get("base_layer")  # what an adapter adapts
     if inner is not None:
         return output_layers(inner)
