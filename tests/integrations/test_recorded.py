@@ -62,3 +62,16 @@ def test_networks_that_are_called_one_by_one_are_one_recording():
     receipt = trained(made("Agent"), lambda model, x: model.losses(x))
     assert set(receipt.changed) == {"trunk.0.weight", "trunk.2.weight"}
     assert receipt.skipped["actor.weight"] == receipt.skipped["critic.weight"] == "output head"
+
+
+def test_what_did_not_run_may_be_excluded_by_its_name():
+    model = made("Cut")
+    fire = rekindle.methods.FIRE(exclude="unused*")
+    optimizer = torch.optim.Adam(model.parameters())
+    with rekindle.attach(model, optimizer, fire, at=1) as remedy:
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.randn(5, 6)).square().mean().backward()
+            optimizer.step()
+            remedy.step()
+    assert remedy.receipts[0].changed == ("stem.weight",)

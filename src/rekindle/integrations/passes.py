@@ -94,7 +94,7 @@ class Passes:
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         """A module was called: a backward pass through what it gave makes the place of the pass one of training."""
-        if self._outer is None:
+        if self._outer is None or not torch.is_grad_enabled():  # without gradients it is a recording inside of the pass
             return
         outer, place = self._outer
         if module is outer:

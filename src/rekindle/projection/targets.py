@@ -367,6 +367,9 @@ def _entry(f: Found, **decided: Any) -> PlanEntry:
 def _matcher(term: Term, found: Sequence[Found], place: str) -> _Matcher:
     matcher = _understand(term, found)
     if term not in ("auto", "layers", "all") and not any(matcher.accepts(f, b) for f in found for b in f.blocks):
+        refused = [f.name for f in found if f.refusal and len(f.shape) > 1]
+        if place == "exclude" and isinstance(term, str) and fnmatch.filter(refused, term):
+            return matcher  # it is skipped already: a target network that did not run in the recorded step
         raise ValueError(f"{place}={term!r} matches no weight with matrices. {_hint(term, found)}")
     return matcher
 
