@@ -3,12 +3,12 @@
 from collections.abc import Callable
 from typing import Any
 
-import faults
 import pytest
 import torch
 from test_everywhere import MAKERS
 from torch import nn
 
+import faults
 import rekindle
 from rekindle import methods
 from rekindle.monitoring.guard import Guard
