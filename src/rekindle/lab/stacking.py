@@ -227,6 +227,8 @@ def signature(model: nn.Module, optimizer: Optimizer) -> Any:
     """
     if type(optimizer) not in (Adam, AdamW) or len(optimizer.param_groups) != 1:
         raise Unstackable(f"{type(optimizer).__name__} is not one Adam with one group")
+    if hooks_of(optimizer, "pre") or hooks_of(optimizer, "post"):
+        raise Unstackable("the optimizer has hooks")
     group = optimizer.param_groups[0]
     if group["amsgrad"] or group["maximize"] or isinstance(group["lr"], Tensor):
         raise Unstackable("only plain Adam is done for many networks at once")
@@ -241,6 +243,17 @@ def signature(model: nn.Module, optimizer: Optimizer) -> Any:
     tensors = [*model.named_parameters(), *model.named_buffers()]
     shapes = [(name, tuple(each.shape), str(each.dtype), each.requires_grad) for name, each in tensors]
     return (type(optimizer), repr(model), tuple(shapes))
+
+
+def hooks_of(optimizer: Optimizer, when: str) -> list[Callable[..., Any]]:
+    """What is to be called before ("pre") or after ("post") a step of the optimizer, which a stack takes for it.
+
+    >>> adam = Adam([nn.Parameter(torch.ones(1))])
+    >>> _ = adam.register_step_post_hook(lambda *_: None)
+    >>> len(hooks_of(adam, "pre")), len(hooks_of(adam, "post"))
+    (0, 1)
+    """
+    return list(getattr(optimizer, f"_optimizer_step_{when}_hooks").values())
 
 
 def _options(optimizer: Optimizer) -> tuple[Any, ...]:

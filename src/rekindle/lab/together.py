@@ -23,7 +23,7 @@ from torch import Tensor
 from rekindle.lab.evaluation import Track
 from rekindle.lab.settings import Run, read_source
 from rekindle.lab.sources import Task, derive, generator, isolated
-from rekindle.lab.stacking import Stack, Unstackable, signature
+from rekindle.lab.stacking import Stack, Unstackable, hooks_of, signature
 from rekindle.lab.train import CHECK, Diverged, Learner, Refused, Row, set_rate, start_row
 
 MOST = 64
@@ -236,10 +236,14 @@ def _learn(index: int, members: list[Member], tasks: dict[int, Task]) -> Iterato
         for i, acts in active.items():
             if "backward" in acts:
                 treat(i, "backward")
+        for i in active:
+            _call_hooks(learners[i], "pre")
         stack.step()
         for i, acts in active.items():
+            hooked = _call_hooks(learners[i], "post")
             if "step" in acts:
                 treat(i, "step")
+            if hooked or "step" in acts:
                 stack.collect(i)
         if step % CHECK == CHECK - 1:
             _note_divergence(members, loss[-CHECK:], len(counts))
@@ -257,6 +261,14 @@ def _learn(index: int, members: list[Member], tasks: dict[int, Task]) -> Iterato
         track = Track.filled(rights[:end], losses[:end], counts[:end])
         task, diverged = tasks[member.run.seed], member.diverged_at is not None
         member.rows.append(member.learner.leave(index, task, member.remedy, track, diverged, seconds))
+
+
+def _call_hooks(learner: Learner, when: str) -> bool:
+    """Call what a method has hung on the learner's optimizer, whose step the stack takes; whether there was any."""
+    hooks = hooks_of(learner.optimizers[0], when)
+    for hook in hooks:
+        hook(learner.optimizers[0], (), {})
+    return bool(hooks)
 
 
 def _note_divergence(members: list[Member], losses: list[Tensor], steps: int) -> None:
