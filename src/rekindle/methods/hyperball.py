@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from rekindle.methods.call import Call
 from rekindle.methods.normalize_and_project import KeptNorms, norms_of
+from rekindle.methods.remedy import taken_off
 from rekindle.methods.selection import Share
 from rekindle.methods.upgd import decoupled_decay
 from rekindle.optimizers import StateReset
@@ -60,7 +61,7 @@ class Hyperball(KeptNorms):
 
     def transaction(self, call: Call) -> AbstractContextManager[object]:
         """Nothing is written before the optimizer's step."""
-        return nullcontext()
+        return taken_off(lambda: self._waiting)
 
     def apply(self, call: Call) -> Receipt:
         """Note the weights before the step, and treat them when it has been taken."""
@@ -75,7 +76,8 @@ class Hyperball(KeptNorms):
             self._norms = dict(zip([share.name for share in shares], norms_of(shares), strict=True))
         kept = zip(shares, self.first(shares), strict=True)
         steps = {id(share.parameter): (share, share.parameter.detach().clone(), radius) for share, radius in kept}
-        self._waiting = [each.register_step_post_hook(partial(_project, steps, self.rate)) for each in opened]
+        for each in opened:
+            self._waiting.append(each.register_step_post_hook(partial(_project, steps, self.rate)))
         records = tuple(BlockRecord(share.name, norm_after=radius) for share, _, radius in steps.values())
         return Receipt(self.name, records, skipped, optimizer=StateReset("none"))
 

@@ -234,6 +234,27 @@ class FromStart(Remedy):
         self._initial = None if state["initial"] is None else dict(state["initial"])
 
 
+@contextmanager
+def taken_off(hooks: Callable[[], Iterable[Any]]) -> Iterator[None]:
+    """An error inside takes these hooks off, so that a call that failed does not act at the optimizer's next step.
+
+    >>> layer, handles = nn.Linear(1, 1), []
+    >>> try:
+    ...     with taken_off(lambda: handles):
+    ...         handles.append(layer.register_forward_hook(print))
+    ...         raise OSError
+    ... except OSError:
+    ...     len(layer._forward_hooks)
+    0
+    """
+    try:
+        yield
+    except BaseException:
+        for hook in hooks():
+            hook.remove()
+        raise
+
+
 class Observation:
     """Hooks that gather statistics; `remove()` them, or use it in a `with` statement."""
 

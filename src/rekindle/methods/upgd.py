@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from rekindle.methods.caching import PerModel
 from rekindle.methods.call import Call
-from rekindle.methods.remedy import Remedy
+from rekindle.methods.remedy import Remedy, taken_off
 from rekindle.methods.selection import Share, chosen_parameters
 from rekindle.optimizers import StateReset
 from rekindle.optimizers import resetting as optimizers
@@ -63,7 +63,7 @@ class UPGD(Remedy):
 
     def transaction(self, call: Call) -> AbstractContextManager[object]:
         """Around the gating of gradients alone: before an adaptive optimizer's step nothing is written."""
-        return nullcontext()
+        return taken_off(lambda: self._waiting)
 
     def admit(self, model: nn.Module) -> None:
         """Done where the parameters are chosen."""
