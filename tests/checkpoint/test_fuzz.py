@@ -92,6 +92,7 @@ HEADERS: dict[str, bytes] = {
     "missing field": safetensors_bytes({"a": {"dtype": "F32"}}, bytes(16)),
     "further field": safetensors_bytes({"a": {**entry(), "code": "x"}}, bytes(16)),
     "metadata with numbers": safetensors_bytes({"__metadata__": {"a": 1}, "a": entry()}, bytes(16)),
+    "metadata of 0": safetensors_bytes({"__metadata__": 0, "a": entry()}, bytes(16)),
     "metadata of text": safetensors_bytes({"__metadata__": "no", "a": entry()}, bytes(16)),
     "something else": b"GIF89a and so on, nothing to see here",
 }

@@ -136,15 +136,16 @@ class KillCase:
                 return kills, "the source was lost"
             if why := self._half_done(old):
                 return kills, why
-            if not killed or self._done():
+            applied = self.way == "in place" and digest(self.source) == self.after
+            if not killed or self._done() or (applied and not more):  # started anew, it would be applied twice
                 break
-        if not self._done() and (code := run(*self.command(*more))) != 0:
+        if not self._done() and not (applied and not more) and (code := run(*self.command(*more))) != 0:
             return kills, f"the job could not be finished: exit code {code}"
         if digest(self.target) != self.after:
             return kills, "the result differs from that of an uninterrupted job"
         left = leftovers(self.target.parent)
         journal = self.target.with_name(f".{self.target.name}.rekindle-journal")
-        if left and not (left == [journal.name] and not journal.stat().st_size):
+        if left and not (applied and not more) and not (left == [journal.name] and not journal.stat().st_size):
             return kills, f"left behind: {left}"
         return kills, ""
 

@@ -91,6 +91,8 @@ def refresh_checksums(file: IO[bytes]) -> int:
         else:
             places.append(record.header + 14)
         for place in places:
+            if _at(file, place, 4) != struct.pack("<I", record.crc):  # a damaged flag would lead into another record
+                raise CheckpointError(f"the checksum of record {record.name[:200]!r} is not where it should be")
             file.seek(place)
             file.write(stamp)
     file.flush()

@@ -11,7 +11,7 @@ import io
 import math
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
@@ -19,9 +19,9 @@ from typing import IO, Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from rekindle.checkpoint.archives import records, refresh_checksums
+from rekindle.checkpoint.archives import refresh_checksums
 from rekindle.checkpoint.byte_files import ByteFile, Window, copy_file
-from rekindle.checkpoint.parts import CheckpointError, TensorMeta, clearly
+from rekindle.checkpoint.parts import CheckpointError, NeedsCodeError, TensorMeta, clearly
 from rekindle.checkpoint.trees import TorchTree
 
 LARGEST_METADATA = 1 << 30
@@ -191,8 +191,9 @@ class DcpPart:
             for chunk in stored.chunks:
                 self._open_chunk(key, chunk, stored.dtype)
         for key, place in self._objects.items():
-            with clearly(self.path, f"reading {key!r}"), self._window(place) as window:
-                records(window)
+            # An object of a class of the user's is copied unread.
+            with suppress(NeedsCodeError), self._window(place) as window:
+                TorchTree(f"{self.path}: {key!r}", window)
         for file in self.files():
             copy_file(file, target / file.name)
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rekindle.blocks.names import state_cleaner
 from rekindle.checkpoint.folders import (
     OPTIMIZER_FILES,
     Companions,
@@ -277,7 +278,7 @@ def match_plan(plan: Plan, checkpoint: Checkpoint) -> Plan:
     prefix for all, on either side, is removed. Anything that does not fit is refused; a weight of which the file holds
     the originals of a parametrisation is skipped.
     """
-    names = set(checkpoint.names)
+    names, clean = set(checkpoint.names), state_cleaner(checkpoint.names)
     plain = [entry for entry in plan.selected if not entry.parametrized]
     wanted = plain or [entry for entry in plan.selected if entry.name in names]
     if not wanted:
@@ -305,7 +306,10 @@ def match_plan(plan: Plan, checkpoint: Checkpoint) -> Plan:
             dtype = checkpoint.meta(key).dtype
             if not dtype.is_floating_point or dtype.itemsize == 1:
                 raise CheckpointError(f"{checkpoint.path}: {key!r} is {dtype}, which cannot be projected")
-        entries.append(replace(entry, key=key))
+        # A receipt names a weight as the model does, or as the file does where these are not the same name.
+        alike = key == entry.name or clean(key) == entry.name or f".{key}".endswith(f".{entry.name}")
+        alike = alike or entry.name.endswith(f".{key}") or entry.reason is not None
+        entries.append(replace(entry, key=key, name=entry.name if alike else key))
     _check_twice(entries, checkpoint)
     return replace(plan, entries=tuple(entries))
 

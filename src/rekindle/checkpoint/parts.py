@@ -43,6 +43,10 @@ class CheckpointError(ValueError):
         super().__init__(line if len(line) <= LONGEST else line[: LONGEST - 1] + "…")
 
 
+class NeedsCodeError(CheckpointError):
+    """A pickle that holds more than plain values: reading it could run code, so it is not read."""
+
+
 @contextmanager
 def clearly(path: Path | str, doing: str = "") -> Iterator[None]:
     """Turn whatever a parser raises on a broken file into a `CheckpointError` that names the file.

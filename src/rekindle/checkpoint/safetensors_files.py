@@ -104,7 +104,8 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _checked(path: Path, table: dict[str, Any], room: int, begin: int) -> Header:
-    metadata = table.pop("__metadata__", None) or {}
+    metadata = table.pop("__metadata__", None)
+    metadata = {} if metadata is None else metadata
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise CheckpointError(f"{path}: __metadata__ is not a table of texts")
     spans = {name: _span(path, name, entry) for name, entry in table.items()}

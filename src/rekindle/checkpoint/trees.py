@@ -21,7 +21,7 @@ from torch._weights_only_unpickler import Unpickler
 
 from rekindle.checkpoint.archives import Record, records
 from rekindle.checkpoint.byte_files import ByteFile
-from rekindle.checkpoint.parts import CheckpointError
+from rekindle.checkpoint.parts import CheckpointError, NeedsCodeError
 
 ZIP = b"PK\x03\x04"
 _MAGIC, _PROTOCOL = 0x1950A86A20F9469CFC6C, 1001
@@ -204,7 +204,7 @@ def _in_one_line(path: Path | str) -> Iterator[None]:
         text = str(error)
         if "GLOBAL" in text:
             wanted = text.partition("GLOBAL ")[2].partition(" ")[0] or "an unknown class"
-            raise CheckpointError(
+            raise NeedsCodeError(
                 f"{path}: needs code to be read ({wanted}), which could be harmful; load it where you trust it and "
                 "save its state_dict alone"
             ) from error
