@@ -293,3 +293,17 @@ def anonymous() -> int:
     except OSError:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
+
+
+def test_a_job_that_is_killed_at_its_end_and_resumed_is_noted_once(tmp_path: Path) -> None:
+    source = make("file", tmp_path)
+
+    def killed() -> None:
+        real = Staging.publish
+        Staging.publish = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign,assignment]
+        fire_file(source, in_place=True, resume=True)
+        Staging.publish = real  # type: ignore[method-assign]
+
+    assert in_child(killed) == -signal.SIGKILL
+    fire_file(source, in_place=True, resume=True)
+    assert open_checkpoint(source).metadata["rekindle"].count('"job"') == 1

@@ -218,3 +218,17 @@ def test_a_real_lightning_checkpoint_goes_through_and_trains_on(tmp_path: Path) 
     again = lightning.Trainer(max_epochs=2, default_root_dir=tmp_path, enable_checkpointing=False, **quiet)
     again.fit(Task(), data, ckpt_path=tmp_path / "out.ckpt")
     assert again.global_step == 4
+
+
+def test_a_zero_weight_is_skipped_and_keeps_its_state(tmp_path: Path) -> None:
+    model = small_model()
+    optimizer = stepped(model, torch.optim.Adam(model.parameters()))
+    with torch.no_grad():
+        model[0].weight.zero_()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "in.pt")
+    receipt = fire_file(tmp_path / "in.pt", tmp_path / "out.pt")
+    state = torch.load(tmp_path / "out.pt")["optimizer"]["state"]
+    assert receipt.changed == ("2.weight",)
+    assert "min_norm" in receipt.skipped["0.weight"]
+    assert torch.equal(state[0]["exp_avg"], optimizer.state_dict()["state"][0]["exp_avg"])
+    assert not state[2]["exp_avg"].any()

@@ -197,7 +197,7 @@ class DcpPart:
         for file in self.files():
             copy_file(file, target / file.name)
 
-    def finish(self, provenance: Mapping[str, Any]) -> None:
+    def finish(self, provenance: Mapping[str, Any], metadata: Mapping[str, str]) -> None:
         """Checksums of the chunks that were written."""
         for place in self._written:
             with self._window(place) as window:
@@ -322,7 +322,7 @@ def _stored(path: Path, key: str, entry: Any, places: dict[tuple[str, Any], _Pla
         fits = len(start) == len(sizes) == len(shape)
         if not fits or any(a < 0 or n < 0 or a + n > side for a, n, side in zip(start, sizes, shape, strict=True)):
             raise CheckpointError(f"{path}: a chunk of {key!r} lies outside the tensor")
-        place = places.pop((key, start), None) or places.pop((key, None), None)  # one chunk each
+        place = places.pop((key, start), None)  # one chunk each
         if place is None:
             raise CheckpointError(f"{path}: a chunk of {key!r} is stored nowhere")
         chunks.append(_Chunk(start, sizes, place))

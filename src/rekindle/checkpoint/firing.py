@@ -29,7 +29,7 @@ from rekindle.files import State, kind_of, state_of
 from rekindle.optimizers import StateReset
 from rekindle.projection.biases import bias_entries, bias_names
 from rekindle.projection.entries import PlanEntry
-from rekindle.projection.execution import check_finite, execute
+from rekindle.projection.execution import check_finite, execute, too_small
 from rekindle.projection.planning import Plan
 from rekindle.projection.receipt import Meter, Receipt
 
@@ -171,24 +171,29 @@ class _Job:
     progress: Progress | None
 
     def run(self, source: Checkpoint, plan: Plan, staging: Staging, before: Mapping[Path, State | None]) -> Receipt:
-        weights = frozenset(entry.key for entry in plan.selected)
+        planned = frozenset(entry.key for entry in plan.selected)
         biases = _biases(source, plan.selected) if self.biases == "zero" else {}
-        changed = weights | {key for key, _ in biases.values()}
-        output_files = OutputFiles(source, changed, self.policy != "none", self.dtype, self.in_place)
+        touched = planned | {key for key, _ in biases.values()}
+        output_files = OutputFiles(source, touched, self.policy != "none", self.dtype, self.in_place)
         settings = {"strength": self.strength, **self.solving, "dtype": _name(self.dtype)}
         settings |= {"biases": self.biases, "optimizer_state": self.policy}
         work = identify([], plan.to_dict(), settings, _version(), torch.get_num_threads())
         origin, goal = identify(source.files()), staging.target
         assert staging.file is not None
-        if self.resume:  # killed after the renaming: only the clean-up is left
-            journal = Journal.resume(staging.file, work, None if self.in_place else origin)
-            if journal is not None and journal.published(goal):
-                state = None if self.in_place else training_state.prepare(source, changed, self.policy)
-                staging.clear()
-                return self._receipt(plan, journal, source, state, biases)
-        check_target(source, staging, output_files, force=self.force)
-        state = training_state.prepare(source, changed, self.policy)
-        _check_finite(source, plan.selected)
+        # Killed after the renaming, only the clean-up is left.
+        journal = Journal.resume(staging.file, work, None if self.in_place else origin) if self.resume else None
+        published = journal is not None and journal.published(goal)
+        if not published:
+            check_target(source, staging, output_files, force=self.force)
+        training_state.check_policy(self.policy)
+        plan = _checked(source, plan)
+        weights = frozenset(entry.key for entry in plan.selected)
+        biases = {entry.name: biases[entry.name] for entry in plan.selected if entry.name in biases}
+        changed = weights | {key for key, _ in biases.values()}
+        state = None if published and self.in_place else training_state.prepare(source, changed, self.policy)
+        if published and journal is not None:
+            staging.clear()
+            return self._receipt(plan, journal, source, state, biases)
         _check_range(source, self.dtype)
         journal = Journal.resume(staging.file, work, origin) if self.resume else None
         try:
@@ -209,9 +214,9 @@ class _Job:
                 training_state.reset(output, changed, self.policy)
                 receipt = self._receipt(plan, journal, source, state, biases)
                 provenance = _provenance(plan, receipt, work, settings)
-                for part in output.parts:
-                    if part not in source.parts:
-                        part.finish(provenance)
+                for old, part in zip(source.parts, output.parts, strict=True):
+                    if part is not old:
+                        part.finish(provenance, old.metadata)
                         part.sync()
             staging.publish(journal, lambda: _check_unchanged(source, before, origin))
         except BaseException:
@@ -337,13 +342,22 @@ def _planned(checkpoint: Checkpoint, plan: Plan | str | Path | None, config: Any
         return Plan.load(plan)
 
 
-def _check_finite(source: Checkpoint, entries: Iterable[PlanEntry]) -> None:
+def _checked(source: Checkpoint, plan: Plan) -> Plan:
+    """The plan without weights that are zero, which stay with their optimizer states; NaN and Inf are refused."""
     # A job of hours should not fail at its end because of the last tensor; the check costs one per cent of it.
-    for entry in entries:
-        try:
-            check_finite(entry.key, source.read(entry.key))
-        except ValueError as error:
-            raise CheckpointError(f"{source.path}: {str(error).partition(':')[0]}; exclude it") from error
+    entries = []
+    for entry in plan.entries:
+        if entry.reason is None:
+            weight = source.read(entry.key)
+            try:
+                check_finite(entry.key, weight)
+            except ValueError as error:
+                raise CheckpointError(f"{source.path}: {str(error).partition(':')[0]}; exclude it") from error
+            norms = (torch.linalg.matrix_norm(block.read(weight).double()) for block in entry.blocks)
+            if all(bool((norm < plan.min_norm).all()) for norm in norms):
+                entry = replace(entry, refusal=too_small(plan))
+        entries.append(entry)
+    return replace(plan, entries=tuple(entries))
 
 
 def _check_range(source: Checkpoint, dtype: torch.dtype | None) -> None:

@@ -127,8 +127,8 @@ class FilePart(Protocol):
         """
         ...
 
-    def finish(self, provenance: Mapping[str, Any]) -> None:
-        """Finish a staged part after all tensors were written: checksums, provenance."""
+    def finish(self, provenance: Mapping[str, Any], metadata: Mapping[str, str]) -> None:
+        """Finish a staged part after all tensors were written: checksums, provenance after that in the source's."""
         ...
 
     def sync(self) -> None:

@@ -234,9 +234,12 @@ class SafetensorsPart:
             for at, piece in self._file.pieces(self.header.begin + start, (stop - start) // old.itemsize, old):
                 output.put(len(head) + spans[name].start + at * new.itemsize, piece.to(new))
 
-    def finish(self, provenance: Mapping[str, Any]) -> None:
-        """Put the provenance into the header, after that of earlier runs."""
-        history = _history(self.metadata.get(PROVENANCE))
+    def finish(self, provenance: Mapping[str, Any], metadata: Mapping[str, str]) -> None:
+        """Put the provenance into the header, after that of earlier runs.
+
+        Those are in the source's `metadata`: a job that was killed here has been added to this file's already.
+        """
+        history = _history(metadata.get(PROVENANCE))
         room = self.header.begin
         for keep in range(len(history), -1, -1):
             kept = [*history[len(history) - keep :], dict(provenance)]

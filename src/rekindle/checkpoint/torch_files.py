@@ -96,7 +96,7 @@ class TorchPart:
         else:
             copy_file(self.path, target)
 
-    def finish(self, provenance: Mapping[str, Any]) -> None:
+    def finish(self, provenance: Mapping[str, Any], metadata: Mapping[str, str]) -> None:
         """Checksums of the records that changed. A pickle has no place for provenance that loaders would not see."""
         if self.tree.zipped:
             with self.file.opened() as file:

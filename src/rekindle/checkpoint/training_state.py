@@ -132,14 +132,18 @@ def match(checkpoint: Holder, tables: Sequence[States]) -> tuple[list[dict[Any, 
     return _by_order(checkpoint, tables), "order and shapes"
 
 
+def check_policy(policy: str) -> None:
+    """Refuse what `prepare` and `reset` do not know."""
+    if policy not in ("fresh", "moments", "step", "none"):
+        raise CheckpointError(f"optimizer_state={policy!r} is not one of 'fresh', 'moments', 'step', 'none'")
+
+
 def prepare(checkpoint: Holder, changed: frozenset[str], policy: str) -> StateReset | None:
     """Check that the states of `changed` can be reset, and count; None without any state in the file.
 
     What cannot be changed in place (an integer step count, a slot that a fresh optimizer does not have) is changed in
     the tree that the part will then save anew.
     """
-    if policy not in ("fresh", "moments", "step", "none"):
-        raise CheckpointError(f"optimizer_state={policy!r} is not one of 'fresh', 'moments', 'step', 'none'")
     if checkpoint.unread_state is not None and policy != "none":
         raise CheckpointError(f"{checkpoint.unread_state}; optimizer_state='none' leaves it as it is")
     total: StateReset | None = None
