@@ -26,7 +26,7 @@ def net() -> nn.Sequential:
         (lambda: rekindle.health(net().double(), [X]), "batch of float32 .*, its weights are float64"),
         (lambda: rekindle.health(net().bfloat16(), [X]), "batch of float32 .*, its weights are bfloat16"),
         (lambda: rekindle.health(net(), [{"x": X}]), "a dict with x"),
-        (lambda: rekindle.health(net(), (X, Y)), "batches is a list of them"),
+        (lambda: rekindle.health(net(), (X, Y)), "wrap it in a list"),
         (lambda: rekindle.probe(net(), [(X, Y.float())], steps=2), r"labels\.long\(\)"),
         (lambda: rekindle.advise(net(), batches=[(X, Y)]), "it is called new_batches= here"),
         (lambda: rekindle.probe(net(), [(X, Y)], budget="1m"), "it is called seconds= here"),

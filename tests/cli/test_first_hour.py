@@ -397,7 +397,7 @@ def test_an_import_error_in_a_study_is_the_users(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("mistake", "words"),
     [
-        (lambda m: rekindle.attach(m, "fire", every=3), "expected an optimizer or a list of them, got str"),
+        (lambda m: rekindle.attach(m, "fire", every=3), "attach(model, optimizer, method)"),
         (lambda m: rekindle.fire(m, "adam"), "expected an optimizer or a list of them, got str"),
         (lambda m: rekindle.probe(m.state_dict(), []), "load a state dict into its model first"),
         (lambda m: rekindle.probe(m, torch.randn(8, 6)), "an iterable of batches"),

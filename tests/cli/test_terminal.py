@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from command_line import checkpoint, one_line, run
-from rekindle import cli
+from rekindle import cli, files
 from rekindle.cli import terminal
 
 __all__ = ["checkpoint"]  # a fixture
@@ -141,7 +141,7 @@ def test_a_failed_write_leaves_nothing_behind(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("old")
 
     def interrupted() -> None:
-        with terminal.replacing(tmp_path / "a.txt", force=True) as handle:
+        with files.replacing(tmp_path / "a.txt") as handle:
             handle.write(b"half")
             raise KeyboardInterrupt
 

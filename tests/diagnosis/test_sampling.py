@@ -135,7 +135,7 @@ def test_everything_is_as_it_was(fail: bool, with_loss: bool) -> None:
 
 def test_errors_speak_of_the_argument() -> None:
     net = nn.Linear(2, 2)
-    with pytest.raises(TypeError, match="wrap a single batch in a list"):
+    with pytest.raises(TypeError, match="wrap it in a list"):
         activity(net, torch.zeros(2, 2))
     with pytest.raises(ValueError, match="batches is empty"):
         activity(net, [])

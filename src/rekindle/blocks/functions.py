@@ -45,10 +45,17 @@ def may_cut(module: nn.Module, function: ast.expr) -> bool:
     >>> may_cut(nn.Linear(1, 1), ast.parse("torch.relu", mode="eval").body)
     False
     """
+    if isinstance(function, ast.Call):  # made and called at once: nn.ReLU()(x)
+        return may_cut(module, function.func)
     called = _meaning(module, function)
     if called is None:  # a method of a value; another name that is not known may mean anything
-        if isinstance(function, ast.Attribute) and hasattr(Tensor, function.attr):
-            return function.attr in _CUTTING
+        if isinstance(function, ast.Attribute):
+            if isinstance(function.value, ast.Name) and function.value.id == "self" and hasattr(module, function.attr):
+                return False  # None: a part that is switched off is not called
+            if hasattr(Tensor, function.attr):
+                return function.attr in _CUTTING
+            # `forward` of a module in a list or dict of modules is a call like any other.
+            return not (function.attr == "forward" or hasattr(list, function.attr) or hasattr(dict, function.attr))
         return not (isinstance(function, ast.Name) and hasattr(builtins, function.id))
     return any(_cuts(code, _DEEP, space) for code, space in _codes(called))
 
@@ -61,10 +68,11 @@ def _meaning(module: nn.Module, function: ast.expr) -> Any:
         return None if holder is None else getattr(holder, function.attr, None)
     if not isinstance(function, ast.Name):
         return None
-    for cls in type(module).__mro__:
-        space = vars(sys.modules.get(cls.__module__, builtins))
-        if function.id in space:
-            return space[function.id]
+    for cls in type(module).__mro__:  # a module that was made by exec is in no list of modules
+        own = next((held.__globals__ for held in vars(cls).values() if isinstance(held, FunctionType)), {})
+        for space in (own, vars(sys.modules.get(cls.__module__, builtins))):
+            if function.id in space:
+                return space[function.id]
     return getattr(sys.modules["torch"], function.id, None) if function.id == "torch" else sys.modules.get(function.id)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rekindle.engine.arithmetic import to_float64
 from rekindle.initial import UnknownStart
 from rekindle.methods.caching import PerModel
 from rekindle.methods.call import Call
@@ -69,7 +70,7 @@ class KeptNorms(Remedy):
 def norms_of(shares: list[Share]) -> list[float]:
     """The norm of each of these."""
     with torch.no_grad():
-        norms = [torch.linalg.vector_norm(share.of(share.parameter)).double() for share in shares]
+        norms = [to_float64(torch.linalg.vector_norm(share.of(share.parameter))) for share in shares]
         values: list[float] = torch.stack([norm.to(norms[0].device) for norm in norms]).tolist()
     return values
 

@@ -15,6 +15,7 @@ from rekindle.methods.selection import Share, chosen_parameters
 from rekindle.optimizers import StateReset
 from rekindle.projection.receipt import BlockRecord, Receipt
 from rekindle.projection.targets import Targets
+from rekindle.sharding.team import Needs
 
 
 class SelectiveWeightReset(FromStart):
@@ -60,6 +61,11 @@ class SelectiveWeightReset(FromStart):
         self._calls = 0
         self._averages: dict[str, Tensor] = {}
         self._chosen: PerModel[tuple[dict[str, Share], dict[str, str]]] = PerModel()
+
+    @property
+    def needs(self) -> Needs:
+        """The gradients of a step."""
+        return "steps"
 
     @torch.no_grad()
     def apply(self, call: Call) -> Receipt:
