@@ -415,7 +415,7 @@ def attributes_kept(model: nn.Module) -> Iterator[None]:
     False
     """
     with undone() as stack:
-        for module in model.modules():
+        for module in (m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)):
             values = {
                 name: (value, Kept(value) if isinstance(value, Tensor) else None)
                 for name, value in vars(module).items()

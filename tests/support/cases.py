@@ -54,7 +54,6 @@ def case(
 
     def keep(make: Any) -> Any:
         name = make.__name__
-        assert name not in CASES, name
         ends, selects, unused, left = (tuple(text.split()) for text in (heads, routers, idle, skipped))
         CASES[name] = Case(
             name, make, example, ends, dict(cuts or {}), selects, unused, left, dict(sizes or {}), run or call

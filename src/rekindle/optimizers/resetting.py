@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from rekindle.blocks.names import is_sharded
 from rekindle.optimizers.rehearsal import refusal
 from rekindle.optimizers.slots import (
     COMMON,
@@ -323,7 +322,7 @@ def _start(state: dict[str, Any], name: str, start: Any) -> None:
 
 def _holds(value: Tensor, start: float) -> bool:
     """Whether nothing would change: a receipt names what differs. A GPU is not asked: the host would wait for it."""
-    if value.device.type != "cpu" or not value.numel() or is_sharded(value):
+    if value.device.type != "cpu" or not value.numel() or hasattr(value, "to_local"):
         return False
     return value.flatten()[0].item() == start and bool((value == start).all())
 

@@ -148,7 +148,7 @@ def disagreements(model: nn.Module, expected: dict[str, Any]) -> list[str]:
                     continue
                 wanted["fused" if kind == "careful" else kind][f.name] = expected[kind][glob] if kind == "parts" else ""
     for kind, names in said.items():
-        wrong += [f"{kind}: {n} is not" for n in sorted(wanted[kind].keys() - names - unsettled)]
+        wrong += [f"{kind}: {n} is not" for n in sorted(wanted[kind].keys() - names.keys() - unsettled.keys())]
         wrong += [f"{kind}: {n} is, {names[n]!r}" for n in sorted(names.keys() - wanted[kind])]
     parts = wanted["parts"].keys() & said["parts"]
     wrong += [f"parts of {n}: {said['parts'][n]}" for n in sorted(parts) if wanted["parts"][n] != said["parts"][n]]
