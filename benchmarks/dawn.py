@@ -27,8 +27,8 @@ import torch.nn.functional as F
 from scipy.stats import t as student
 from torch import Tensor
 
-from rekindle.lab.dawn.analysis import Analysis, analyse
-from rekindle.lab.dawn.network import DAWN, DAWNConfig, DAWNLoss
+from rekindle.lab.dawn import DAWN, DAWNConfig, DAWNLoss
+from rekindle.lab.dawn.analysis import Analysis, analyze
 
 BATCH, LR, WARM_UP, CLIP = 8, 3e-3, 50, 1.0
 VALIDATION_WINDOWS = 128
@@ -127,7 +127,7 @@ def train(arm: Arm, text: Text, *, seed: int, steps: int) -> Run:
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1, (step + 1) / WARM_UP) * (0.55 + 0.45 * math.cos(math.pi * step / steps))
     )
-    start, curve = analyse(model, held_out), [(0, validation_loss(model, held_out))]
+    start, curve = analyze(model, held_out), [(0, validation_loss(model, held_out))]
     for step in range(1, steps + 1):
         at = torch.randint(len(text.train) - length - 1, (BATCH,), generator=generator)
         loss = arm.loss(model, text.windows(at, text.train, length))
@@ -138,7 +138,7 @@ def train(arm: Arm, text: Text, *, seed: int, steps: int) -> Run:
         schedule.step()
         if step % max(1, steps // 4) == 0 or step == steps:
             curve.append((step, validation_loss(model, held_out)))
-    return Run(arm.name, seed, start, analyse(model, held_out), tuple(curve), time.process_time() - began)
+    return Run(arm.name, seed, start, analyze(model, held_out), tuple(curve), time.process_time() - began)
 
 
 @dataclass(frozen=True)
@@ -340,7 +340,7 @@ _LIMITS = """## What this does not show
 - The document's 99.9 % similar pairs were not reproduced by any start here. Its earlier code is not in it, so
   what led there is not known; the positive start is our stand-in for a redundant one.
 - Three seeds give a t-factor of 4.3: only large differences can be seen.
-- Learning rate, positions and steps were chosen on seed 100 with a QR start, which favours QR if anyone. Small
+- Learning rate, positions and steps were chosen on seed 100 with a QR start, which favors QR if anyone. Small
   positions were taken for their lower loss, in pilots whose schedule differed too; the control repeats that alone.
 - The recipe is the mean over the positions so far, not over the whole sequence as in the document, where a
   next-token predictor sees its target. The document's numbers may come from that.

@@ -96,7 +96,7 @@ APPLIED: dict[str, Callable[[], Remedy]] = {
     "UPGD, a step": methods.UPGD,
     "L2Init, a step": methods.L2Init,
     "Parseval, a step": methods.Parseval,
-    "SpectralRegulariser, a step": methods.SpectralRegulariser,
+    "SpectralRegularizer, a step": methods.SpectralRegularizer,
     "WeightDecay, a step": methods.WeightDecay,
     "IsometryLoss, a step": methods.IsometryLoss,
 }
@@ -168,7 +168,7 @@ def overheads(name: str, repeats: int, steps: int = 8) -> list[tuple[str, float,
         if period > 1:
             applied.append(timed(method, model, optimizer))
         base = statistics.median(plain)
-        # Differences of neighbours: the machine's own drift is in both.
+        # Differences of neighbors: the machine's own drift is in both.
         extra = statistics.median([w - p for w, p in zip(watched, plain, strict=True)])
         rows.append((label, (extra + statistics.median(applied) / period) / base, statistics.median(applied) / base))
     return rows

@@ -26,7 +26,7 @@ from torch import nn
 
 import rekindle
 from rekindle.lab.arms import arms
-from rekindle.lab.execution.jobs import rows_of
+from rekindle.lab.execution.workers import rows_of
 from rekindle.lab.settings import Setting
 from rekindle.lab.study import Study
 
@@ -50,7 +50,7 @@ class Here:
         """Perform it."""
         assert self.job is not None
         (identity, job), self.job = self.job, None
-        return [(identity, row) for row in rows_of("rekindle.lab.execution.jobs:perform", job, None)]
+        return [(identity, row) for row in rows_of("rekindle.lab.execution.workers:perform", job, None)]
 
     def close(self) -> None:
         """Nothing was opened."""

@@ -147,7 +147,7 @@ def muon(w: Tensor) -> Tensor:
 
 
 def polar_express(steps: int) -> Callable[[Tensor], Tensor]:
-    """Minimax quintics from a floor of 1e-3, normalised by the Frobenius norm as published."""
+    """Minimax quintics from a floor of 1e-3, normalized by the Frobenius norm as published."""
     low, coefficients = 1e-3, []
     for _ in range(steps):
         coefficients.append(schedules.quintic(round(low, 12)))

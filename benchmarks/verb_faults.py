@@ -1,8 +1,10 @@
-"""Errors and Ctrl-C at random lines of `fire` and of every method, plain and under a guard: what was left behind?
+"""Errors and Ctrl-C at random lines of `fire`, of every method and of every trainer's callback: what was left behind?
 
 Each fault is one call that fails at one line of the package. Afterwards either everything is as it was, or the error is
 a `MethodError` whose receipt names everything that differs; modes, gradients, hooks and random states are checked too.
-The small version of this is tests/methods/test_faults.py.
+Methods are tried plain and under a guard; attachments, schedules, keepers and the callbacks of real trainers while they
+act. Besides random lines the last of each call are tried. The small versions of this are tests/methods/test_faults.py
+and tests/integrations/test_interrupted.py.
 
     OMP_NUM_THREADS=1 python benchmarks/verb_faults.py --faults 2000
 """
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import logging
 import sys
 import time
 from collections.abc import Callable
@@ -20,14 +23,18 @@ from typing import Any
 import torch
 
 TESTS = Path(__file__).parent.parent / "tests"
-sys.path[:0] = [str(TESTS / "support"), str(TESTS / "methods"), str(TESTS)]
+sys.path[:0] = [str(TESTS / "support"), str(TESTS / "methods"), str(TESTS / "integrations"), str(TESTS)]
 
+import callbacks  # noqa: E402
 import test_faults as small  # noqa: E402
+import test_interrupted as attached  # noqa: E402
 
 import faults  # noqa: E402
 import rekindle  # noqa: E402
 from rekindle import methods  # noqa: E402
+from rekindle.advice import keeping  # noqa: E402
 
+LAST = 8
 Outcome = tuple[BaseException | None, str | None]
 
 
@@ -51,15 +58,8 @@ def mirror_fault(atomic: bool, at: int, kind: type[BaseException]) -> Outcome:
     """One fault in a call of `fire` with a mirror, which is compared too."""
     model, optimizer, _ = small.ready(methods.FIRE)
     mirror = copy.deepcopy(model)
-    before = faults.Before(model, optimizer)
-    start = {name: value.clone() for name, value in mirror.state_dict().items()}
+    before = faults.Before(model, optimizer, mirrors=[mirror])
     error = faults.interrupted(mirrored(model, optimizer, mirror, atomic), at, kind)
-    moved = {name for name, value in mirror.state_dict().items() if not torch.equal(value, start[name])}
-    receipt = getattr(error, "receipt", None)
-    named = set() if receipt is None or atomic else set(receipt.differs)
-    missing = {name for name in moved if f"mirror 0: {name}" not in named}
-    if error is not None and missing:
-        return error, f"mirror: {sorted(missing)[:3]} differ and are not named"
     return error, faults.judged(error, before, whole=atomic)
 
 
@@ -80,18 +80,29 @@ def cases() -> dict[str, tuple[int, Callable[[int, type[BaseException]], Outcome
             total,
             lambda at, kind, atomic=atomic: mirror_fault(atomic, at, kind),  # type: ignore[misc]
         )
+    for name in attached.CASES:
+        found[name] = faults.lines(attached.case(name)[3]), lambda at, kind, name=name: attached.fault(name, at, kind)  # type: ignore[misc]
+    for trainer in callbacks.TRAINERS:
+        for way in callbacks.WAYS:
+            case = callbacks.CallbackCase(trainer, way)
+            found[f"{trainer}: {way}"] = case.lines, case.failed
     return found
 
 
 def run(count: int, seed: int, seconds: float = float("inf")) -> list[str]:
     """Try so many faults, or as many as fit into the time; what is wrong."""
+    keeping.Inquiry.ask = callbacks.advice  # type: ignore[method-assign,assignment]
+    logging.disable(logging.CRITICAL)  # trainers report each training that ends with an error
     begin, tried = time.monotonic(), cases()
     each = -(-count // len(tried))
     # One fault of every case in turn, so that a run that is cut short has tried them all.
-    places = {name: list(faults.positions(total, each, seed)) for name, (total, _) in tried.items()}
+    places = {
+        name: [*faults.positions(total, each, seed), *range(max(1, total - LAST), total + 1)]
+        for name, (total, _) in tried.items()
+    }
     done = raised = 0
     wrong: list[str] = []
-    for turn in range(each):
+    for turn in range(each + LAST + 1):
         for name, (total, fail) in tried.items():
             if turn >= len(places[name]) or time.monotonic() - begin > seconds:
                 continue

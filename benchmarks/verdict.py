@@ -37,7 +37,7 @@ def fashion(count: int, seed: int) -> Tensor:
     with gzip.open(FASHION) as file:
         pixels = np.frombuffer(file.read(), dtype=np.uint8, offset=16).reshape(-1, 784)
     chosen = torch.randperm(len(pixels), generator=torch.Generator().manual_seed(seed))[:count]
-    return _standardised(torch.from_numpy(pixels[chosen.numpy()]).float())
+    return _standardized(torch.from_numpy(pixels[chosen.numpy()]).float())
 
 
 def digits(count: int | None = None) -> tuple[Tensor, Tensor]:
@@ -45,10 +45,10 @@ def digits(count: int | None = None) -> tuple[Tensor, Tensor]:
     from sklearn.datasets import load_digits
 
     found = load_digits()
-    return _standardised(torch.tensor(found.data).float())[:count], torch.tensor(found.target)[:count]
+    return _standardized(torch.tensor(found.data).float())[:count], torch.tensor(found.target)[:count]
 
 
-def _standardised(x: Tensor) -> Tensor:
+def _standardized(x: Tensor) -> Tensor:
     return (x - x.mean()) / x.std()
 
 

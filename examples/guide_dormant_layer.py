@@ -41,7 +41,7 @@ def main() -> None:
             with torch.no_grad():
                 layer.bias.zero_()
             stats = fire.reinitialize(layer.weight, optimizer=optimizer)
-            print(f"{name} layer reinitialised: norm {stats.initial_norm:.2f} → {stats.final_norm:.2f}")
+            print(f"{name} layer reinitialized: norm {stats.initial_norm:.2f} → {stats.final_norm:.2f}")
     print(f"test accuracy after 5 more epochs  {epochs(5):.3f}")
 
 

@@ -1,7 +1,7 @@
-"""A new task: before each relabelling of the digits, every hidden layer is made an isometry again.
+"""A new task: before each relabeling of the digits, every hidden layer is made an isometry again.
 
 Random labels are the plainest test of plasticity: nothing carries over from task to task, so a network that learns
-the tenth labelling more slowly than the first has lost the ability to learn. Run: python examples/guide_new_task.py
+the tenth labeling more slowly than the first has lost the ability to learn. Run: python examples/guide_new_task.py
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""A plateau: the loss has stopped falling, so the layers that look worn are reinitialised, and training goes on.
+"""A plateau: the loss has stopped falling, so the layers that look worn are reinitialized, and training goes on.
 
 The network starts from a bad place, hidden weights of nearly rank one, where plain SGD soon stands still.
 Run: python examples/guide_plateau.py
@@ -62,7 +62,7 @@ def main() -> None:
     fire = FIREReinitializer(FIREConfig(scale="paper", max_condition=1e3))
     for name, method in (("waiting", None), ("FIRE", fire)):
         accuracy, changed = train(method)
-        print(f"{name:>8}: test accuracy {accuracy:.3f}, layers reinitialised after epochs {changed}")
+        print(f"{name:>8}: test accuracy {accuracy:.3f}, layers reinitialized after epochs {changed}")
 
 
 if __name__ == "__main__":

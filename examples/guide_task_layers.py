@@ -1,7 +1,7 @@
 """Layers of a task: a shared trunk keeps what it knows, only the branch of the returning task is renewed.
 
 Two tasks share a trunk: even or odd, and small or large. The second task's labels change their meaning halfway, so
-its branch is reinitialised and trained on the frozen trunk, so the first task loses nothing.
+its branch is reinitialized and trained on the frozen trunk, so the first task loses nothing.
 Run: python examples/guide_task_layers.py
 """
 

@@ -1,11 +1,13 @@
-"""The tables and pictures of docs/evidence, made from the runs that are stored in docs/evidence/runs.
+"""The tables, pictures and figures of README and docs/evidence, from the runs that are stored in docs/evidence/runs.
 
-    python studies/evidence.py                     # make them again
+    python studies/evidence.py                     # make tables and pictures again
     python studies/evidence.py --check             # say which pages differ from their runs
     python studies/evidence.py --run factorial     # do a study again (hours), in results/lab, and store its runs
 
-In a page, what stands between `<!-- table: … -->` and `<!-- end -->` is made here; the rest is written by hand. A table
-is `KIND STORE ARGUMENTS`, see `TABLES`. `benchmarks/claims.py` and tests/lab/test_evidence.py check them all.
+In a page, what stands between `<!-- table: … -->` and `<!-- end -->` is made here: `KIND ARGUMENTS`, see `TABLES`.
+The rest is written by hand, but every figure in a sentence has a line in docs/evidence/figures.yaml that says which
+stored value it is (`figures.py`), or whose figure it is if it is not ours. `benchmarks/claims.py` and
+tests/lab/test_evidence.py check them all.
 """
 
 from __future__ import annotations
@@ -18,14 +20,21 @@ import tarfile
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
-from rekindle.lab.archive import pack, unpacked
-from rekindle.lab.results import Results
-from rekindle.lab.results.planned import PlannedComparison, planned, values
+from torch import nn
+
+from rekindle.blocks.normalization import normalizes
+from rekindle.lab.execution.store import pack, unpacked
+from rekindle.lab.networks import network
+from rekindle.lab.results import PlannedComparison, Results, planned, values
 from rekindle.lab.results.statistics import t_interval
 from rekindle.lab.results.wording import Measure, measure
+from rekindle.lab.settings import Setting
 from rekindle.lab.study import Study
 from rekindle.lab.views.atlas import Atlas
+from rekindle.lab.views.page import learning as curves_of
+from rekindle.lab.views.svg import Picture
 
 HOME = Path(__file__).resolve().parents[1]
 PAGES = HOME / "docs" / "evidence"
@@ -124,13 +133,44 @@ def atlas(name: str, metric: str, stores: str, *remedies: str) -> str:
         found = results(store).comparisons
         chosen += [found[setting] for setting in settings.split("+") if setting] or list(found.values())
     made = Atlas.of(chosen, remedies or REMEDIES, metric=metric)
-    picture(name, made)
+    picture(name, made.picture())
     return f"![Gain of each remedy over nothing, by stream]({name}.svg)\n\n{made.markdown()}\n"
 
 
-def picture(name: str, made: Atlas) -> None:
+def picture(name: str, made: Picture) -> None:
     """Write the picture of a page."""
-    (PAGES / f"{name}.svg").write_text(made.picture().file())
+    (PAGES / f"{name}.svg").write_text(made.file())
+
+
+def learning(name: str, store: str, setting: str) -> str:
+    """A picture NAME.svg of the headline over the tasks."""
+    drawn = curves_of(results(store).comparisons[setting])[0]
+    picture(name, drawn)
+    return f"![{drawn.title}]({name}.svg)\n"
+
+
+def rule(*settings: str) -> str:
+    """The default of `fire` against the best of all arms, a He reset and nothing, each stream as STORE:SETTING."""
+    lines = [["stream", "normalized", "the default", "best arm", "default − best", "− he-reset", "− nothing"]]
+    for each in settings:
+        store, name = each.split(":")
+        found = results(store).comparisons[name]
+        start = next(e.record.rows[0] for e in results(store).entries if e.setting.name == name)
+        normal = not found.setting.agents and normalizes(_network(found.setting, start["stream"]))
+        mine = "nearest-paper-heads" if normal else "nearest-he-heads"
+        first, second = found.ranked[:2]
+        unit, shown = found.headline, []
+        for other in (second if first == mine else first, "he-reset", "nothing"):
+            pair = found.against(mine, other)
+            shown.append("–" if pair is None else f"{unit.difference(pair.mean)} {unit.difference_ends(pair)}")
+        best = f"itself, then `{second}`" if first == mine else f"`{first}`"
+        lines.append([name, "yes" if normal else "no", f"`{mine}`", best, *shown])
+    return _rows(*lines)
+
+
+def _network(setting: Setting, about: dict[str, Any]) -> nn.Module:
+    shape = tuple(about["shape"])
+    return network(setting.network, shape=shape, classes=about["classes"], seed=0, **setting.network_options)
 
 
 def advice(*names: str) -> str:
@@ -183,7 +223,7 @@ def verdict() -> str:
 
 
 TABLES: dict[str, Callable[..., str]] = {
-    each.__name__: each for each in (cells, arms, claims, pairs, atlas, advice, verdict)
+    each.__name__: each for each in (cells, arms, claims, pairs, atlas, learning, rule, advice, verdict)
 }
 
 
@@ -199,7 +239,7 @@ def page(text: str) -> str:
 
 def pages() -> list[Path]:
     """The pages that hold tables."""
-    return [path for path in sorted(PAGES.glob("*.md")) if "<!-- table:" in path.read_text()]
+    return [path for path in (HOME / "README.md", *sorted(PAGES.glob("*.md"))) if "<!-- table:" in path.read_text()]
 
 
 def differing() -> list[str]:
@@ -217,7 +257,9 @@ def main() -> None:
     if options.run:
         study = Study.load(HOME / "studies" / f"{options.run}.yaml")
         study.run(progress=True, workers=options.workers)
-        print(f"{pack(study, STORES / f'{study.name}.tar.xz')} runs stored")
+        runs = [*study.runs(), *study.tuning_runs(), *study.tuned_runs()]
+        kept = pack(study.store, dict.fromkeys(run.identity for run in runs), STORES / f"{study.name}.tar.xz")
+        print(f"{kept} runs stored")
     if options.check:
         wrong = differing()
         print(

@@ -66,13 +66,13 @@ def cifar_sheets(rows: int = 4) -> dict[str, bytes]:
 
 
 def tiny_imagenet() -> tuple[dict[str, bytes], dict[str, int]]:
-    """Two classes with two training images each and two validation images; each image's grey level by its name."""
+    """Two classes with two training images each and two validation images; each image's gray level by its name."""
     words, files, levels = ("n02", "n01"), {}, {}
     for i, word in enumerate(words):
         for j in range(2):
             name = f"tiny-imagenet-200/train/{word}/images/{word}_{j}.JPEG"
             levels[name] = 40 * (2 * i + j) + 20
-            # One in grey, as some of the real ones are.
+            # One in gray, as some of the real ones are.
             shape = (64, 64) if (i, j) == (0, 1) else (64, 64, 3)
             files[name] = picture(np.full(shape, levels[name], np.uint8), "JPEG")
         files[f"tiny-imagenet-200/train/{word}/{word}_boxes.txt"] = b"n\t0\t0\t1\t1\n"

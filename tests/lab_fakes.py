@@ -133,7 +133,7 @@ class Inline:
         self._waiting.append((identity, job))
 
     def events(self, timeout: float) -> list[tuple[str, dict[str, Any]]]:
-        from rekindle.lab.execution.jobs import rows_of
+        from rekindle.lab.execution.workers import rows_of
 
         identity, job = self._waiting.pop(0)
         self.performed += 1

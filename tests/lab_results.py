@@ -5,7 +5,7 @@ from typing import Any
 
 from rekindle.lab.arms import ARMS, Arm
 from rekindle.lab.execution.store import RunRecord
-from rekindle.lab.results import Results, RunEntry
+from rekindle.lab.results import ArmComparison, Results, RunEntry
 from rekindle.lab.settings import Setting
 
 # Headline on the last task; every arm starts at FIRST, and seeds differ by a few thousandths.
@@ -103,7 +103,5 @@ def results(
     return Results({"name": "made-up", "seeds": list(range(seeds))}, tuple(entries))
 
 
-def told(**how: Any) -> dict[str, Any]:
-    """As a page gets it."""
-    data = results(**how).to_dict()
-    return data | {"study": {**data["study"], "command": "rekindle lab run labels --seeds 5"}}
+def compared(**how: Any) -> list[ArmComparison]:
+    return list(results(**how).comparisons.values())

@@ -181,7 +181,7 @@ from rekindle.lab.networks import network
 from rekindle.lab.sources import Examples, Stream, Task, Text
 from rekindle.lab.settings import Setting
 from rekindle.lab.arms import ARMS, arms
-from rekindle.lab.dawn.network import DAWN, DAWNConfig, DAWNLoss
+from rekindle.lab.dawn import DAWN, DAWNConfig, DAWNLoss
 """.strip().splitlines()
 
 

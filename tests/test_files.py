@@ -20,7 +20,7 @@ ALLOWED = {
     "cli/polar.py: numpy.save",
     "integrations/application.py: torch.save",
     "integrations/transformers.py: torch.save",
-    "lab/archive.py: open",  # into memory
+    "lab/execution/store.py: open",  # into memory
     "lab/execution/store.py: to_parquet",
     "lab/settings.py: torch.save",
 }

@@ -34,7 +34,7 @@ def draw(*shape: int, seed: int) -> Tensor:
 
 
 def released(w: Tensor, steps: int = 10) -> Tensor:
-    """Frobenius normalisation and cubic Newton–Schulz steps, as released."""
+    """Frobenius normalization and cubic Newton–Schulz steps, as released."""
     x = w / w.norm()
     for _ in range(steps):
         x = 1.5 * x - 0.5 * x @ (x.mT @ x)
@@ -70,9 +70,9 @@ def covariance(ax: Axes) -> None:
         bound.append(covariance_bound(sfe, inputs=z.norm().item(), features=least, layers=1, spectral_norm=norm))
     ax.loglog(xs, bound, label="bound")
     ax.loglog(xs, actual, label="measured")
-    ax.axhline(math.sqrt(2), color="grey", lw=0.8, ls=":")
-    ax.text(xs[0], 1.6, "√2: cannot be exceeded", fontsize=7, color="grey")
-    ax.axvline(squared_frobenius_error(w, polar(w)).item(), color="grey", lw=0.8)
+    ax.axhline(math.sqrt(2), color="gray", lw=0.8, ls=":")
+    ax.text(xs[0], 1.6, "√2: cannot be exceeded", fontsize=7, color="gray")
+    ax.axvline(squared_frobenius_error(w, polar(w)).item(), color="gray", lw=0.8)
     ax.text(
         squared_frobenius_error(w, polar(w)).item() * 0.8,
         1e-5,
@@ -146,7 +146,7 @@ def scores(ax: Axes) -> None:
 
 def mark(ax: Axes, x: float) -> None:
     """Where DfI is 1, and where the released recipe ends."""
-    ax.axvline(1, color="grey", lw=0.8, ls=":")
+    ax.axvline(1, color="gray", lw=0.8, ls=":")
     ax.axvline(x, color="C3", lw=1)
     ax.text(
         x,

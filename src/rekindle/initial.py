@@ -67,7 +67,7 @@ def draw(
     """A fresh start of the model's parameters and buffers by the model's own scheme.
 
     `names` restricts the draw (clean names); `fresh` is a factory whose new model is taken instead, for
-    models that initialise in their `__init__`. The model itself is not touched.
+    models that initialize in their `__init__`. The model itself is not touched.
 
     >>> model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     >>> start = draw(model, generator=torch.Generator().manual_seed(1))

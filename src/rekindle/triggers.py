@@ -1,10 +1,10 @@
 """The public name of `rekindle.monitoring.triggers`."""
 
+from rekindle.monitoring.joined_triggers import AllOf, AnyOf
 from rekindle.monitoring.schedules import Firing, Schedule
 from rekindle.monitoring.triggers import (
-    AllOf,
-    AnyOf,
     AtBoundary,
+    DeadAbove,
     DfIAbove,
     DormancyAbove,
     Every,
@@ -19,6 +19,7 @@ __all__ = [
     "AllOf",
     "AnyOf",
     "AtBoundary",
+    "DeadAbove",
     "DfIAbove",
     "DormancyAbove",
     "Every",

@@ -66,7 +66,7 @@ def test_a_learning_rate_is_applied_with_its_scheduler() -> None:
     )
     assert advice.chosen == "lr:30" and advice.answer == "apply"
     assert advice.passes == 10 and "10.0 passes over your data" in str(advice)
-    assert advice.price == pytest.approx(6, abs=0.2)  # two candidates with three seeds
+    assert 0.5 < advice.price < 60 and "trainings of one" in str(advice)
     assert advice.lost is None and advice.to_dict()["lost"] is None
     advice.apply(model, optimizer, scheduler=scheduler)
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.3) and scheduler.base_lrs == pytest.approx([0.3])
@@ -81,7 +81,7 @@ def test_trials_train_at_the_candidates_rate(schedule: object) -> None:
     for one in given_candidates([LearningRate(3.0), Rewarm(2.0, steps=1)]):
         trial = Trial(question, one, 0)
         seen: list[float] = []
-        trial._optimizers[0].register_step_pre_hook(lambda each, *_, to=seen: to.append(each.param_groups[0]["lr"]))
+        trial.optimizers[0].register_step_pre_hook(lambda each, *_, to=seen: to.append(each.param_groups[0]["lr"]))
         trial.advance(3, 3)
         rates[one.name] = [round(rate, 6) for rate in seen]
     assert rates == {"nothing": [0.1] * 3, "learning-rate": [0.3] * 3, "rewarm": [0.2, 0.1, 0.1]}

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -89,11 +90,11 @@ def test_advice_applies_with_what_it_was_tried_with(batches: Any) -> None:
     assert advice.chosen == "dash"  # one seed cannot tell
     model, tried = normed(), Trial(question(normed()), advice.candidates[1], 0)
     advice.apply(model, **({} if batches is None else {"batches": batches}))
-    assert same(model, tried._model)
+    assert same(model, tried.model)
 
 
 def test_advised_and_a_keeper_apply_without_a_loss_of_their_own() -> None:
-    tried = Trial(question(normed()), Candidate("dash", DASH()), 0)._model
+    tried = Trial(question(normed()), Candidate("dash", DASH()), 0).model
     advised, kept = normed(), normed()
     Advised(steps=20, candidates=[DASH()], otherwise="dash", seeds=1, workers=1)(advised, batches=data())
     keeper = Keeper(data(), candidates=[DASH()])
@@ -212,7 +213,7 @@ def test_every_seed_has_its_level_from_the_same_batches() -> None:
         calls[-1:] = [calls[-1] + (not torch.is_grad_enabled())] if calls else [1]
         return loss(model, batch)
 
-    probe(net(), data(8), loss=counted, seconds=2, seeds=3)
+    probe(net(), data(8), loss=counted, budget=2, seeds=3)
     assert calls == [24]
 
 
@@ -328,7 +329,7 @@ def test_generators_nothing_and_optimizers_that_hold_more() -> None:
     assert probe(model, iter(data()), optimizer=optimizer, steps=3, seeds=2).steps == 3
     found = advise(model, data(), old_batches=None, held_out=None, optimizer=optimizer, candidates=[FIRE()], **SHORT)
     assert found.rows[0].error is None
-    twin = Trial(Question(model, optimizer, data(), [], loss), Candidate("nothing"), 0)._optimizers[0]
+    twin = Trial(Question(model, optimizer, data(), [], loss), Candidate("nothing"), 0).optimizers[0]
     (own,) = [optimizer.state[p]["exp_avg"] for p in [model[0].weight]]
     assert torch.equal(twin.state[twin.param_groups[0]["params"][0]]["exp_avg"], own)
     for verb in (probe, advise):
@@ -355,8 +356,8 @@ def test_negative_losses_can_be_probed() -> None:
         (lambda: advise(net(), data(), steps=0), "steps=0"),
         (lambda: advise(net(), data(), budget="1.2.3"), "not a time"),
         (lambda: advise(net(), data(), judge=loss), "held_out="),
-        (lambda: probe(net(), data(), seconds=0), "seconds=0"),
-        (lambda: probe(net(), data(), seconds=math.nan), "seconds=nan"),
+        (lambda: probe(net(), data(), budget=0), "budget=0"),
+        (lambda: probe(net(), data(), budget=math.nan), "budget=nan"),
         (lambda: Keeper(data(), candidates=[WeightDecay(0.1)]), "every step"),
         (lambda: Advised(candidates=[WeightDecay(0.1)]), "every step"),
     ],
@@ -519,7 +520,7 @@ def test_a_keeper_reads_loaders_without_touching_training() -> None:
 
 
 def test_replicas_are_sent_to_the_callbacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rekindle.advice.keeping.replicas", lambda model: object())
+    monkeypatch.setattr("rekindle.advice.keeping.replicas", lambda model: SimpleNamespace(size=2))
     with pytest.raises(ValueError, match=r"rekindle\.attach"):
         Keeper(data()).bind(net(), None)
 

@@ -68,9 +68,11 @@ def test_the_spread_over_seeds_is_shared_among_candidates() -> None:
 def test_nothing_is_decided_before_anybody_has_learned() -> None:
     worse = judging.Row("fire", "", 1.0, -9.0, difference=10.0, difference_interval=(8.0, 12.0))
     rows, running = [judging.Row("nothing", "", 1.0, -19.0), worse], ["nothing", "fire"]
-    early, late, never = (judging.unlearned(rows, [Trace(begun=b)], "return") for b in (-19.0, -10.0, math.nan))
-    assert "the return began at 19" in early and late == "" and "no episode" in never
-    assert judging.unlearned(rows, [Trace()], "loss") == ""  # a loss has no such beginning
+    said = []
+    for begun in (-19.0, -10.0, math.nan):
+        played = {"nothing": [Trace(losses=[-19.0], begun=begun)], "fire": [Trace(losses=[-9.0])]}
+        said.append(judging.unlearned(played, running, "return"))
+    assert "the return began at 19" in said[0] and said[1] == "" and "no episode" in said[2]
     assert judging.decide(rows, running, 100, 100, "fire", waiting=True) == ("cannot tell", "fire")
     assert judging.decide(rows, running, 100, 100, "fire") == ("do not", "nothing")
     refused = [rows[0], judging.Row("fire", "", error="ValueError: no")]
@@ -79,7 +81,7 @@ def test_nothing_is_decided_before_anybody_has_learned() -> None:
         "cannot tell",
         "nothing",
     )
-    assert early in judging.sentence("cannot tell", rows[0], rows, 100, 100, "return", early)
+    assert said[0] in judging.sentence("cannot tell", rows[0], rows, 100, 100, "return", said[0])
 
 
 def test_where_doing_nothing_diverges_something_is_done() -> None:
@@ -122,8 +124,9 @@ def test_a_sentence_never_contradicts_its_table() -> None:
 
 def test_equal_runs_and_short_horizons_decide_nothing() -> None:
     same = traces([2.0] * 20, [2.0] * 20)
-    assert "all seeds gave the same run" in judging.unlearned([], same, "loss")
-    short = [judging.Row("fire", "", level=2.9, learned=0.03), judging.Row("nothing", "", level=3.0, learned=0.01)]
-    assert "too short" in judging.unlearned(short, [], "loss")
-    enough = [*short, judging.Row("he-reset", "", level=2.0, learned=0.3)]
-    assert judging.unlearned(enough, [], "loss") == ""
+    assert "all seeds gave the same run" in judging.unlearned({"nothing": same}, ["nothing"], "loss")
+    short = {"fire": traces([3.0, 2.9]), "nothing": traces([3.0, 2.97])}
+    assert "too short" in judging.unlearned(short, ["fire", "nothing"], "loss")
+    enough = {**short, "he-reset": traces([3.0, 2.0])}
+    assert judging.unlearned(enough, list(enough), "loss") == ""
+    assert "too short" in judging.unlearned(enough, ["fire", "nothing"], "loss")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import rekindle
-from rekindle.advice import advising, keeping, probing
+from rekindle.advice import advising, keeping, probing, racing
 from rekindle.advice.keeping import Keeper, Reply
 from rekindle.integrations.application import Application
 from rekindle.methods import FIRE, FullReset
@@ -48,7 +48,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    for module in (probing, advising):
+    for module in (probing, advising, racing):
         monkeypatch.setattr(module, "perf_counter", made)
     return made
 
@@ -88,7 +88,7 @@ def test_it_acts_where_plasticity_is_lost_and_says_why(clock: Clock) -> None:
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     candidates = {"nothing": None, "full-reset": FullReset()}
     keeper = Keeper(
-        data(), clock.loss, every=10, candidates=candidates, background=False, clock=clock, share=0.12, seeds=2
+        data(), clock.loss, every=10, candidates=candidates, background=False, clock=clock, share=0.12, seeds=3
     )
     keeper.bind(model, optimizer)
     clock.now += 200
@@ -159,7 +159,7 @@ def test_the_background_probes_a_copy_while_training_goes_on() -> None:
     model = lost()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     candidates = {"nothing": None, "full-reset": FullReset()}
-    keeper = Keeper(data(), every=1, share=0.9, candidates=candidates, steps=60, background=True, seeds=2)
+    keeper = Keeper(data(), every=1, share=0.9, candidates=candidates, steps=60, background=True, seeds=3)
     keeper.trigger.elapsed = 100.0  # a long run
     weights = copy.deepcopy(model.state_dict())
     assert keeper.step(model, optimizer, {}) is None  # it has only begun

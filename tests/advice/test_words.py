@@ -28,8 +28,8 @@ def net() -> nn.Sequential:
         (lambda: rekindle.health(net(), [{"x": X}]), "a dict with x"),
         (lambda: rekindle.health(net(), (X, Y)), "wrap it in a list"),
         (lambda: rekindle.probe(net(), [(X, Y.float())], steps=2), r"labels\.long\(\)"),
-        (lambda: rekindle.advise(net(), batches=[(X, Y)]), "it is called new_batches= here"),
-        (lambda: rekindle.probe(net(), [(X, Y)], budget="1m"), "it is called seconds= here"),
+        (lambda: rekindle.advise(net(), batches=[(X, Y)]), "it is called new_batches="),
+        (lambda: rekindle.probe(net(), [(X, Y)], seconds=60), "it is called budget="),
         (lambda: rekindle.fire(net(), targets="attention.qk"), "targets='attention.qk' matches no weight"),
     ],
 )

@@ -315,8 +315,8 @@ class TestOddParameters:
         assert "complex" in self.reason(nn.Parameter(torch.zeros(4, 4, dtype=torch.complex64)))
 
     @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.float8_e4m3fn])
-    def test_quantised(self, dtype: torch.dtype) -> None:
-        assert "quantised" in self.reason(nn.Parameter(torch.zeros(4, 4, dtype=dtype), requires_grad=False))
+    def test_quantized(self, dtype: torch.dtype) -> None:
+        assert "quantized" in self.reason(nn.Parameter(torch.zeros(4, 4, dtype=dtype), requires_grad=False))
 
     def test_tensor_subclass_that_hides_its_numbers(self) -> None:
         class Hidden(Tensor):
@@ -330,7 +330,7 @@ class TestOddParameters:
         model = nn.Sequential(nn.Linear(4, 4), layer)
         packed = by_name(model)["1.weight"]
         assert packed.shape == (3, 4)
-        assert "quantised or packed" in str(packed.reason)
+        assert "quantized or packed" in str(packed.reason)
         integers = nn.Linear(2, 2)
         integers.register_buffer("qweight", torch.zeros(2, 2, dtype=torch.int32))
         assert "torch.int32" in str(by_name(integers)["qweight"].reason)

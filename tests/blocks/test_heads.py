@@ -164,7 +164,7 @@ def test_joined_tuples_of_outputs_are_no_residual() -> None:
     assert [f.name for f in find(Translator()) if f.role == "head"] == ["decoder.projection.weight"]
 
 
-def test_networks_apart_with_a_parametrised_layer() -> None:
+def test_networks_apart_with_a_parametrized_layer() -> None:
     layer = nn.utils.parametrizations.weight_norm(nn.Linear(4, 2))
     model = nn.ModuleDict({"actor": nn.Sequential(nn.Linear(3, 4), layer), "critic": nn.Sequential(nn.Linear(3, 4))})
     assert "actor.1.weight" in {f.name for f in find(model) if "head" in f.marks}

@@ -61,7 +61,7 @@ def test_a_users_class_of_a_wrappers_name_is_no_wrapper():
     assert cleaner(DataParallel())("module.weight") == "module.weight"
 
 
-def test_parametrised_weights_are_located_under_their_own_name():
+def test_parametrized_weights_are_located_under_their_own_name():
     layer = nn.utils.parametrizations.weight_norm(nn.Linear(3, 2))
     place = locate(nn.DataParallel(nn.Sequential(layer)), "module.0.parametrizations.weight.original1")
     assert (place.name, place.owner, place.computed) == ("0.weight", layer, True)

@@ -244,7 +244,7 @@ class Tasks(Net):
         return [t((torch.softmax(g(x), -1).unsqueeze(1) @ e).squeeze(1)) for g, t in zip(self.g, self.t, strict=True)]
 
 
-class Colours(Net):
+class Colors(Net):
     """As many probabilities as layers, which leave: nothing is chosen."""
 
     def forward(self, x: Tensor) -> Any:
@@ -373,8 +373,8 @@ NETS: dict[str, tuple[Callable[[], nn.Module], str, dict[str, str]]] = {
         "experts.0 experts.1 experts.2 t.0.0 t.1.0",
         {"g.0": "router", "g.1": "router", "t.0.2": HEAD, "t.1.2": HEAD},
     ),
-    "colours": (
-        lambda: Colours(layers=many(lambda: L(8, 8), 3), rgb=nn.Sequential(L(8, 8), nn.ReLU(), L(8, 3), nn.Sigmoid())),
+    "colors": (
+        lambda: Colors(layers=many(lambda: L(8, 8), 3), rgb=nn.Sequential(L(8, 8), nn.ReLU(), L(8, 3), nn.Sigmoid())),
         "layers.0 layers.1 layers.2 rgb.0",
         {"rgb.2": HEAD},
     ),

@@ -1,4 +1,4 @@
-"""Parametrised weights: written through their originals in place, or refused with the reason."""
+"""Parametrized weights: written through their originals in place, or refused with the reason."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_another_scale_is_refused_where_it_would_be_lost(name: str, shape: tuple
         assert reason is None
     else:
         assert reason is not None
-        assert "parametrised by" in reason
+        assert "parametrized by" in reason
         assert "50% off" in reason or "cannot be inverted" in reason
 
 
@@ -102,7 +102,7 @@ def test_no_right_inverse_is_refused() -> None:
     layer = nn.Linear(3, 3)
     parametrize.register_parametrization(layer, "weight", Squashed())
     reason = parametrized.trial(layer, "weight", torch.eye(3))
-    assert reason == "parametrised by Squashed, which cannot be inverted (Squashed has no right_inverse)"
+    assert reason == "parametrized by Squashed, which cannot be inverted (Squashed has no right_inverse)"
 
 
 def test_a_plain_weight_is_written_as_it_is() -> None:
@@ -125,7 +125,7 @@ def test_a_plan_sees_the_weight_behind_the_originals(name: str) -> None:
     # √(6/4) ≠ 1, so only weight norm can hold the paper's scale; scale 1 suits all.
     drawn = plan(model, include="2.weight")
     assert (drawn.entries[0].reason is None) == ("weight_norm" in name)
-    assert "parametris" in drawn.table(width=200)
+    assert "parametriz" in drawn.table(width=200)
     assert plan(model, scale=1.0).entries[0].reason is None
 
 
@@ -140,7 +140,7 @@ def test_half_precision_reads_back_within_its_own_rounding() -> None:
     assert parametrized.trial(layer, "weight", isometry(16, 16).to(torch.bfloat16)) is None
 
 
-def test_only_some_of_several_weights_are_parametrised() -> None:
+def test_only_some_of_several_weights_are_parametrized() -> None:
     model = nn.LSTM(4, 4)
     parametrize.register_parametrization(model, "weight_hh_l0", parametrizations._WeightNorm())
     found = {f.name: f for f in find(model)}
@@ -149,7 +149,7 @@ def test_only_some_of_several_weights_are_parametrised() -> None:
     assert not found["weight_ih_l0"].parametrized
 
 
-def test_a_parametrised_layer_that_is_used_twice_is_treated_once() -> None:
+def test_a_parametrized_layer_that_is_used_twice_is_treated_once() -> None:
     layer = layer_of("weight_norm", (4, 4))
     found = find(nn.Sequential(layer, nn.ReLU(), layer, nn.Linear(4, 2)))
     assert [f.name for f in found if f.blocks] == ["0.weight", "3.weight"]

@@ -51,22 +51,48 @@ def test_a_gate_beside_experts_in_a_file() -> None:
     names = ["mlp.gate", "mlp.experts.0.up_proj", "mlp.experts.0.down_proj", "other.gate"]
     tensors = {f"layers.0.{name}.weight": torch.zeros(4, 4) for name in names}
     found = {f.name: f for f in find_in_state(tensors)}
-    assert found["layers.0.mlp.gate.weight"].reason == "router, beside experts"
+    assert found["layers.0.mlp.gate.weight"].reason == "router, by its name or the experts beside it"
     assert "router" not in found["layers.0.other.gate.weight"].marks
 
 
-def test_sorted_names_do_not_tell_the_last_matrix() -> None:
-    shapes = {"output": (2, 8), "stem": (8, 4), "zwischen": (8, 8)}
+def outputs(shapes: dict[str, tuple[int, int]]) -> list[str]:
+    """The weights of a file that may be its outputs, in both orders of its keys."""
     tensors = {}
     for name, shape in shapes.items():
         tensors |= {f"net.{name}.bias": torch.zeros(shape[0]), f"net.{name}.weight": torch.zeros(shape)}
-    marked = [f.name for f in find_in_state(tensors) if "head" in f.marks]
-    assert marked == ["net.output.weight"]
+    marked = [{f.name for f in find_in_state(t) if "head" in f.marks} for t in (tensors, dict(sorted(tensors.items())))]
+    assert marked[0] == marked[1]
+    return sorted(name.split(".", 1)[1].removesuffix(".weight") for name in marked[0])
 
 
-def test_numbered_layers_are_sorted_as_numbers() -> None:
-    tensors = {f"net.{i}.weight": torch.zeros(8, 8) for i in (0, 10, 2)}
-    assert [f.name for f in find_in_state(tensors) if "head" in f.marks] == ["net.10.weight"]
+def test_a_layer_whose_width_no_other_takes_is_an_output() -> None:
+    assert outputs({"output": (2, 8), "stem": (8, 4), "between": (8, 8)}) == ["output"]
+    assert outputs({"fc1": (8, 4), "fc2": (8, 8), "fc10": (3, 8)}) == ["fc10"]
+
+
+def test_one_head_by_name_leaves_the_others_guarded() -> None:
+    assert outputs({"trunk": (8, 4), "policy_head": (3, 8), "score_of_it": (1, 8)}) == ["policy_head", "score_of_it"]
+
+
+def test_of_equal_widths_only_numbers_show_what_reads_what() -> None:
+    assert outputs({"0": (8, 8), "10": (8, 8), "2": (8, 8)}) == ["10"]
+    assert outputs({"one": (8, 8), "two": (8, 8)}) == ["one", "two"]
+    coder = {"enc.0": (8, 4), "enc.2": (2, 8), "dec.0": (8, 2), "dec.2": (4, 8)}
+    assert outputs(coder) == ["dec.2", "enc.2"]
+    assert outputs({**coder, "classes": (3, 2)}) == ["classes", "dec.2", "enc.2"]
+    assert outputs({"b.0.mix": (8, 8), "b.1.mix": (8, 8), "last": (3, 8)}) == ["last"]
+
+
+def test_a_router_is_known_by_a_name_on_its_path_or_the_number_of_experts() -> None:
+    names = {"moe.router.net.0": (4, 8), "moe.gate.wg": (3, 8), "moe.choose": (3, 8), "moe.mix": (8, 8)}
+    tensors = {f"b.0.{name}.weight": torch.zeros(shape) for name, shape in names.items()}
+    tensors |= {f"b.0.{name}.bias": torch.zeros(shape[0]) for name, shape in names.items()}
+    tensors |= {f"b.0.moe.experts.{i}.fc.weight": torch.zeros(8, 8) for i in range(3)}
+    routers = {f.name for f in find_in_state(tensors) if "router" in f.marks}
+    assert routers == {f"b.0.{name}.weight" for name in names if name != "moe.mix"}
+    stacked = {"moe.choose.weight": torch.zeros(3, 8), "moe.choose.bias": torch.zeros(3)}
+    found = find_in_state({**stacked, "moe.experts.gate_up_proj": torch.zeros(3, 8, 8)})
+    assert [f.role for f in found if len(f.shape) > 1] == ["router", "other"]
 
 
 def test_roles_of_unfused_names() -> None:

@@ -47,7 +47,7 @@ def test_overlapping_views_are_skipped_with_the_reason_and_keep_their_bytes(tmp_
     state = {"full.weight": base, "full.bias": torch.zeros(32), "part.weight": base[:16]}
     state |= {"a.weight": torch.randn(8, 8), "z.weight": torch.eye(8)}
     torch.save(state, tmp_path / "in.pt")
-    receipt = fire_file(tmp_path / "in.pt", tmp_path / "out.pt")
+    receipt = fire_file(tmp_path / "in.pt", tmp_path / "out.pt", heads="[cz]")
     after = torch.load(tmp_path / "out.pt", weights_only=True)
     assert "shares memory with part.weight" in receipt.skipped["full.weight"]
     assert "shares memory with full.weight" in receipt.skipped["part.weight"]
@@ -72,7 +72,7 @@ def test_a_weight_that_overlaps_itself_is_skipped(tmp_path: Path) -> None:
 def test_neighboring_views_of_one_storage_are_separate_weights(tmp_path: Path) -> None:
     base = torch.randn(24, 8)
     torch.save({"a.weight": base[:8], "b.weight": base[8:16], "c.weight": base[16:]}, tmp_path / "in.pt")
-    receipt = fire_file(tmp_path / "in.pt", tmp_path / "out.pt")
+    receipt = fire_file(tmp_path / "in.pt", tmp_path / "out.pt", heads="[cz]")
     after = torch.load(tmp_path / "out.pt", weights_only=True)
     assert receipt.changed == ("a.weight", "b.weight")
     assert torch.equal(after["c.weight"], base[16:])
@@ -94,15 +94,15 @@ def test_a_dtype_that_cannot_hold_a_number_is_refused_by_name(kind: str, tmp_pat
     source = tmp_path / f"in.{kind}"
     save_file(state, source) if kind == "safetensors" else torch.save(state, source)
     with pytest.raises(CheckpointError, match=r"cannot hold 'a\.bias'"):
-        fire_file(source, tmp_path / f"out.{kind}", dtype="float16")
+        fire_file(source, tmp_path / f"out.{kind}", dtype="float16", heads="b")
     assert [path.name for path in tmp_path.iterdir()] == [source.name]
-    fire_file(source, tmp_path / f"out.{kind}", dtype="bfloat16")
+    fire_file(source, tmp_path / f"out.{kind}", dtype="bfloat16", heads="b")
 
 
 def test_infinity_stays_infinity_in_another_dtype(tmp_path: Path) -> None:
     state = {"a.weight": torch.randn(4, 4), "mask": torch.tensor([-torch.inf, 1.0]), "b.weight": torch.randn(4, 4)}
     save_file(state, tmp_path / "in.safetensors")
-    fire_file(tmp_path / "in.safetensors", tmp_path / "out.safetensors", dtype="float16")
+    fire_file(tmp_path / "in.safetensors", tmp_path / "out.safetensors", dtype="float16", heads="b")
     assert load_file(tmp_path / "out.safetensors")["mask"].tolist() == [-torch.inf, 1.0]
 
 

@@ -121,17 +121,17 @@ def test_a_hugging_face_folder_is_laid_out_by_its_config_and_loads_again(tmp_pat
 def test_without_config_what_is_unsure_is_skipped_and_said(tmp_path: Path) -> None:
     tensors = {"h.c_attn.weight": torch.randn(8, 24), "h.mlp.weight": torch.randn(8, 8), "x.weight": torch.randn(8, 8)}
     save_file(tensors, tmp_path / "in.safetensors")
-    receipt = fire_file(tmp_path / "in.safetensors", tmp_path / "out.safetensors")
+    receipt = fire_file(tmp_path / "in.safetensors", tmp_path / "out.safetensors", heads="x")
     assert "how c_attn is fused" in receipt.skipped["h.c_attn.weight"]
     config = {"model_type": "no-such-model", "num_hidden_layers": 2}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    receipt = fire_file(tmp_path / "in.safetensors", tmp_path / "out2.safetensors")
+    receipt = fire_file(tmp_path / "in.safetensors", tmp_path / "out2.safetensors", heads="x")
     assert any("config.json was not used" in note for note in receipt.notes)
     with pytest.raises(CheckpointError, match="no-such-model"):
         fire_file(tmp_path / "in.safetensors", tmp_path / "out3.safetensors", config=config)
     config["num_hidden_layers"] = 10**9  # would take forever, even on the meta device
     (tmp_path / "config.json").write_text(json.dumps(config))
-    fire_file(tmp_path / "in.safetensors", tmp_path / "out4.safetensors")
+    fire_file(tmp_path / "in.safetensors", tmp_path / "out4.safetensors", heads="x")
 
 
 def test_provenance_goes_into_the_metadata_and_earlier_runs_stay(tmp_path: Path) -> None:
@@ -176,9 +176,9 @@ def test_ties_survive_and_are_treated_once(tmp_path: Path) -> None:
     torch.save({"a.weight": shared, "b.weight": shared, "c.weight": torch.randn(8, 8)}, tmp_path / "in.pt")
     with open_checkpoint(tmp_path / "in.pt") as checkpoint:
         assert checkpoint.tied == {"b.weight": "a.weight"}
-        plan = checkpoint.plan()
+        plan = checkpoint.plan(heads="c")
     assert {e.name: e.reason for e in plan.entries}["b.weight"] == "tied to a.weight, treated there"
-    fire_file(tmp_path / "in.pt", tmp_path / "out.pt")
+    fire_file(tmp_path / "in.pt", tmp_path / "out.pt", heads="c")
     new = torch.load(tmp_path / "out.pt", weights_only=True)
     assert new["a.weight"].data_ptr() == new["b.weight"].data_ptr()
     assert torch.allclose(new["a.weight"].double(), isometry(shared), atol=1e-4)
@@ -193,7 +193,7 @@ def test_a_torch_file_keeps_strides_order_and_everything_that_is_no_weight(tmp_p
     turned = torch.randn(8, 8).T
     tree = {"model": {"z.weight": turned, "a.weight": torch.randn(8, 8), "extra": {"x": 1}}, "rng": [1, (2, "three")]}
     torch.save(tree, tmp_path / "in.pth")
-    fire_file(tmp_path / "in.pth", tmp_path / "out.pth")
+    fire_file(tmp_path / "in.pth", tmp_path / "out.pth", heads="a")
     new = torch.load(tmp_path / "out.pth", weights_only=True)
     assert new["rng"] == tree["rng"]
     assert list(new["model"]) == ["z.weight", "a.weight", "extra"]
@@ -249,7 +249,7 @@ def test_what_cannot_be_planned_or_asked_for_is_one_line(tmp_path: Path) -> None
         ({"optimizer_state": "old"}, "optimizer_state"),
     ):
         with pytest.raises(CheckpointError, match=message) as caught:
-            fire_file(file, out, **options)
+            fire_file(file, out, heads="b", **options)
         assert "\n" not in str(caught.value)
         assert sorted(p.name for p in tmp_path.iterdir()) == ["in.safetensors"]
 
@@ -274,8 +274,8 @@ def test_packed_and_8_bit_tensors_pass_through(tmp_path: Path) -> None:
     tensors = {"q.weight": torch.randn(4, 4).to(torch.float8_e4m3fn), "a.weight": torch.randn(8, 8)}
     tensors["b.weight"] = torch.randn(8, 8)
     save_file(tensors, tmp_path / "in.safetensors")
-    receipt = fire_file(tmp_path / "in.safetensors", tmp_path / "out.safetensors", dtype="bfloat16")
-    assert "quantised" in receipt.skipped["q.weight"]
+    receipt = fire_file(tmp_path / "in.safetensors", tmp_path / "out.safetensors", dtype="bfloat16", heads="b")
+    assert "quantized" in receipt.skipped["q.weight"]
     new = load_file(tmp_path / "out.safetensors")["q.weight"]
     assert torch.equal(new.view(torch.uint8), tensors["q.weight"].view(torch.uint8))
 

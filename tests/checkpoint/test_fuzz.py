@@ -248,6 +248,24 @@ def test_zip_tricks_and_trees_without_weights_are_refused(tmp_path: Path) -> Non
     refused(path, "TorchScript")
 
 
+@pytest.mark.parametrize("flag", ["folder", "encrypted"])
+def test_a_record_that_torch_would_not_read_is_refused(flag: str, tmp_path: Path) -> None:
+    torch.save({"a.weight": torch.randn(4, 4), "b.weight": torch.randn(4, 4)}, tmp_path / "in.pt")
+    data = bytearray((tmp_path / "in.pt").read_bytes())
+    entry = data.rindex(b"PK\x01\x02", 0, data.index(b"data/0", data.index(b"PK\x01\x02")))
+    data[entry + (38 if flag == "folder" else 8)] |= 0x10 if flag == "folder" else 1
+    (tmp_path / "in.pt").write_bytes(data)
+    refused(tmp_path / "in.pt", "marked as")
+
+
+def test_an_old_torch_file_that_torch_refuses_is_refused(tmp_path: Path) -> None:
+    torch.save({"a.weight": torch.randn(4, 4)}, tmp_path / "in.pt", _use_new_zipfile_serialization=False)
+    data = (tmp_path / "in.pt").read_bytes()
+    assert data.count(b"K\x10Ntq") == 1  # 16 numbers, and None for no view: torch wants both
+    (tmp_path / "in.pt").write_bytes(data.replace(b"K\x10Ntq", b"K\x10tq"))
+    refused(tmp_path / "in.pt", "not enough values")
+
+
 def test_broken_dcp_folders_are_refused(tmp_path: Path) -> None:
     save_dcp({"model": small_model().state_dict()}, tmp_path / "in")
     path = tmp_path / "in" / ".metadata"
@@ -276,6 +294,8 @@ def test_broken_dcp_folders_are_refused(tmp_path: Path) -> None:
     change(lambda m: m.storage_data.update(dict.fromkeys(m.storage_data, first(m))))  # two chunks in one place
     path.write_bytes(good.replace(b"torch.strided", b"torch.stryded"))
     refused(tmp_path / "in", "no layout")
+    path.write_bytes(good.replace(b"K\x00\x85", b"K\x03\x85"))
+    refused(tmp_path / "in", "no memory format")
     path.write_bytes(good[: len(good) // 2])
     refused(tmp_path / "in")
     path.write_bytes(good)

@@ -1,4 +1,4 @@
-"""Files as people have them: nested state dicts, a Trainer's folder, plans of parametrised models."""
+"""Files as people have them: nested state dicts, a Trainer's folder, plans of parametrized models."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_an_optimizer_is_not_taken_for_the_model(tmp_path: Path) -> None:
         assert checkpoint.names == tuple(model.state_dict())
 
 
-class TestPlansOfParametrisedModels:
+class TestPlansOfParametrizedModels:
     @pytest.mark.parametrize("wrap", [nn.utils.parametrizations.weight_norm, nn.utils.parametrizations.spectral_norm])
     def test_originals_in_a_file_are_not_taken_for_the_weight(self, tmp_path: Path, wrap: Any) -> None:
         model = net()
@@ -56,7 +56,7 @@ class TestPlansOfParametrisedModels:
         torch.save(model.state_dict(), tmp_path / "in.pt")
         receipt = fire_file(tmp_path / "in.pt", tmp_path / "out.pt", plan=tmp_path / "plan.json")
         assert receipt.changed == ("2.weight",)
-        assert "parametrised" in receipt.skipped["0.weight"]
+        assert "parametrized" in receipt.skipped["0.weight"]
         before, after = (torch.load(tmp_path / name, weights_only=True) for name in ("in.pt", "out.pt"))
         assert [name for name in before if not torch.equal(before[name], after[name])] == ["2.weight"]
 
@@ -71,7 +71,7 @@ class TestPlansOfParametrisedModels:
         model = net()
         nn.utils.parametrizations.weight_norm(model[0])
         torch.save(model.state_dict(), tmp_path / "in.pt")
-        with pytest.raises(CheckpointError, match=r"projects nothing.*parametrised.*rekindle\.fire"):
+        with pytest.raises(CheckpointError, match=r"projects nothing.*parametrized.*rekindle\.fire"):
             fire_file(tmp_path / "in.pt", tmp_path / "out.pt", plan=plan(model, targets="0.weight"))
 
 

@@ -77,9 +77,9 @@ def test_completion_is_up_to_date_with_the_library() -> None:
 
 def test_completion_is_up_to_date_with_the_laboratory_names() -> None:
     pytest.importorskip("sklearn")
-    from rekindle.lab.catalogue import catalogue
+    from rekindle.lab.catalog import catalog
 
-    found = catalogue()
+    found = catalog()
     names = {"SETTINGS": [*found["settings"]], "ARMS": [*found["arms"]], "GROUPS": [*found["groups"], "all"]}
     names["DATA"] = [*found["data"]]
     if os.environ.get("REKINDLE_RENEW"):

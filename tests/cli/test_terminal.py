@@ -1,4 +1,4 @@
-"""How the command line behaves: one line for bad input, colours, progress, completion, Ctrl-C."""
+"""How the command line behaves: one line for bad input, colors, progress, completion, Ctrl-C."""
 
 import os
 import signal
@@ -81,7 +81,7 @@ def test_hostile_names_do_not_steer_the_terminal(tmp_path: Path) -> None:
 # The terminal
 
 
-def test_no_colour_where_none_is_wanted(checkpoint: Path) -> None:
+def test_no_color_where_none_is_wanted(checkpoint: Path) -> None:
     worn = run("inspect", checkpoint, FORCE_COLOR="1")
     assert "\x1b[" in worn.stdout
     assert "\x1b[3" not in run("inspect", checkpoint, FORCE_COLOR="1", NO_COLOR="1").stdout

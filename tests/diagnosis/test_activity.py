@@ -122,7 +122,7 @@ def test_gated_units_are_the_product(function: Any, swapped: bool) -> None:
     assert len(found) == 1
     assert found[0].kind.endswith("gated")
     assert [at for at, score in enumerate(found[0].scores.tolist()) if score <= 0] == [1, 4]
-    assert found[0].linearised is None
+    assert found[0].linearized is None
 
 
 def test_glu_halves() -> None:
@@ -230,7 +230,7 @@ def test_padded_tokens_are_left_out() -> None:
     assert with_gradient.gradient_scores.tolist() == [1.0, 1.0]
 
 
-def test_saturation_usage_and_linearised_units() -> None:
+def test_saturation_usage_and_linearized_units() -> None:
     x = torch.linspace(-1, 1, 101)[:, None]
     net = nn.Sequential(nn.Linear(1, 4), nn.ReLU())
     with torch.no_grad():
@@ -238,7 +238,7 @@ def test_saturation_usage_and_linearised_units() -> None:
         net[0].bias.copy_(torch.tensor([5.0, -5.0, 2.0, 0.0]))
     found = activity(net, [x]).layers[0]
     # Always on: a line. Always off: dead. Constant: neither. Half and half: bends.
-    assert (found.linearised, found.dead, found.constant) == (1, 1, 1)
+    assert (found.linearized, found.dead, found.constant) == (1, 1, 1)
     assert found.usage == pytest.approx((1 + 0 + 1 + 50 / 101) / 4, abs=0.01)
     expected = torch.tensor([1.0, 0.0, 1.0, 0.49])
     assert found.usage_gini == pytest.approx(gini(expected), abs=0.01)

@@ -86,7 +86,7 @@ def test_embeddings_depthwise_kernels_and_fused_layouts() -> None:
     assert 0 < found.heads["attention"] <= 1
 
 
-def test_a_parametrised_weight_is_measured_as_it_is_used() -> None:
+def test_a_parametrized_weight_is_measured_as_it_is_used() -> None:
     layer = nn.utils.parametrizations.weight_norm(nn.Linear(4, 6))
     with torch.no_grad():
         layer.parametrizations.weight.original0.fill_(2.0)
@@ -324,13 +324,13 @@ def test_a_transformer_of_transformers_with_padding() -> None:
     assert len(found.heads) == 2
 
 
-def test_weights_before_a_normalisation_are_named_with_their_effective_learning_rate() -> None:
+def test_weights_before_a_normalization_are_named_with_their_effective_learning_rate() -> None:
     model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 2))
     groups = [{"params": model[0].parameters(), "lr": 0.5}, {"params": model[1:].parameters()}]
     found = health(model, optimizer=torch.optim.SGD(groups, lr=0.1))
     assert found.about["0.weight"]["norm"] == "1" and "norm" not in found.about["3.weight"]
     assert found.weights["0.weight"]["effective_lr"] == pytest.approx(0.5 / model[0].weight.norm().item() ** 2)
     assert "effective_lr" not in found.weights["3.weight"]
-    assert "1 of 2 weights (0.weight) have a normalisation right behind them" in " ".join(str(found).split())
+    assert "1 of 2 weights (0.weight) have a normalization right behind them" in " ".join(str(found).split())
     assert "lr/‖W‖²" in str(found) and "norm" in Health.from_dict(found.to_dict()).about["0.weight"]
     assert "effective_lr" not in health(model).weights["0.weight"]

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rekindle.engine.schedules import centred, cubic, halley, products, quintic
+from rekindle.engine.schedules import centered, cubic, halley, products, quintic
 
 floors = st.floats(-6, -0.01).map(lambda e: 10.0**e)
 
@@ -56,8 +56,8 @@ def test_a_schedule_of_products_ends_within_its_spread(low: float) -> None:
     assert np.abs(x - 1).max() <= 6e-4
 
 
-def test_centring_puts_the_errors_on_both_sides() -> None:
-    step = centred(cubic(0.8))
+def test_centering_puts_the_errors_on_both_sides() -> None:
+    step = centered(cubic(0.8))
     y = step.a * grid(0.8) + step.b * grid(0.8) ** 3
     assert y.max() - 1 == pytest.approx(1 - y.min(), rel=1e-3)
     assert step.reached == pytest.approx(y.min(), rel=1e-6)

@@ -79,7 +79,7 @@ def made(out: int, in_: int, s: Tensor, seed: int) -> Tensor:
 
 
 def zoo(out: int, in_: int) -> Tensor:
-    """Every spectrum twice, in one batch: what one matrix needs must not depend on its neighbours."""
+    """Every spectrum twice, in one batch: what one matrix needs must not depend on its neighbors."""
     k = min(out, in_)
     return torch.stack([made(out, in_, spectrum(k), seed) for spectrum in SPECTRA.values() for seed in (1, 5)])
 

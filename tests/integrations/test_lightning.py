@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import rekindle
-from integrations.trained import batches, keeper, kept, loop, network, penalised, same
+from integrations.trained import batches, keeper, kept, loop, network, penalized, same
 from rekindle import methods
 from rekindle.triggers import Every, Trigger, VerdictIs
 
@@ -245,7 +245,7 @@ def test_a_loss_term_is_clipped_with_the_rest_as_in_the_loss(tmp_path: Path) -> 
     module = Classifier()
     module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), lr=1.0)  # type: ignore[method-assign]
     trainer(tmp_path, RekindleCallback(methods.L2Init(0.5)), gradient_clip_val=0.05).fit(module, loader())
-    for a, b in zip(module.net.parameters(), penalised(0.05).parameters(), strict=True):
+    for a, b in zip(module.net.parameters(), penalized(0.05).parameters(), strict=True):
         assert torch.allclose(a, b, atol=1e-5)
 
 

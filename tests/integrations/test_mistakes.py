@@ -166,7 +166,7 @@ FIRST_TRIES: dict[str, tuple[Callable[[nn.Module, Any], object], str]] = {
         lambda m, o: rekindle.health(m, [(X, Y)], loss=lambda p, y: F.cross_entropy(p, y)),
         r"loss is called as loss\(model, batch\)",
     ),
-    "budget": (lambda m, o: rekindle.probe(m, [(X, Y)], loss=ENTROPY, budget=5), "it is called seconds="),
+    "budget": (lambda m, o: rekindle.probe(m, [(X, Y)], loss=ENTROPY, seconds=5), "it is called budget="),
     "batches of advise": (lambda m, o: rekindle.advise(m, batches=[(X, Y)], loss=ENTROPY), "it is called new_batches="),
     "method, optimizer first": (lambda m, o: methods.ReDo()(o, m), r"the order is \(model, optimizer\)"),
     "monitor, optimizer first": (lambda m, o: rekindle.Monitor(o, m), r"the order is \(model, optimizer\)"),

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import rekindle
-from integrations.trained import adam, batches, network, penalised, same, train
+from integrations.trained import adam, batches, network, penalized, same, train
 from rekindle import methods
 
 
@@ -145,5 +145,5 @@ def test_a_loss_term_before_clipping_is_a_term_in_the_loss(early: bool) -> None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
             optimizer.step()
             remedy.step()
-    for a, b in zip(model.parameters(), penalised(0.05, late=not early).parameters(), strict=True):
+    for a, b in zip(model.parameters(), penalized(0.05, late=not early).parameters(), strict=True):
         assert torch.allclose(a, b, atol=1e-5)

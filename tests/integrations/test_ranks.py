@@ -16,7 +16,7 @@ from torch import nn
 import rekindle
 from integrations.trained import network
 from rekindle import methods
-from rekindle.integrations import ranks
+from rekindle.integrations import arguments
 from rekindle.sharding import LayoutNotSupported
 
 WORKER = Path(__file__).with_name("ranks_worker.py")
@@ -74,4 +74,4 @@ def test_hidden_shards_are_refused() -> None:
 
     plain = network()
     with pytest.raises(NotImplementedError, match="holds its state in shards"):
-        ranks.refuse(plain, ZeroRedundancyOptimizer(plain.parameters(), lr=0.1), methods.FIRE())
+        arguments.refuse_shards_of(plain, ZeroRedundancyOptimizer(plain.parameters(), lr=0.1), methods.FIRE())

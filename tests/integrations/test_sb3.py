@@ -18,6 +18,7 @@ from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize  # noqa: 
 
 import rekindle  # noqa: E402
 from rekindle import Receipt  # noqa: E402
+from rekindle.integrations.agent_networks import _last_layers  # noqa: E402
 from rekindle.integrations.sb3 import (  # noqa: E402
     RekindleCallback,
     follow_targets,
@@ -393,6 +394,27 @@ def test_value_regression_holds_the_discounted_returns_of_what_is_stored(kind: s
         for seen, value in zip(batch["observations"], batch["returns"], strict=True):
             wanted = (expected[tuple(seen.tolist())] - values.mean()) / values.std(correction=0)
             assert abs(float(value) - float(wanted)) < 1e-3
+
+
+@pytest.mark.parametrize("kind", ["DQN", "SAC", "PPO"])
+def test_a_probe_of_an_agent_measures_learning_and_not_the_scale_of_its_values(kind: str) -> None:
+    """A fresh network whose values are shifted, or scaled, learns exactly as the same network without that."""
+    made = agent(kind)
+    made.learn(448 if kind == "SAC" else 96)
+    batches, loss = value_regression(made) or ([], None)
+    scores = []
+    for shift, scale in ((0.0, 1.0), (17.0, 1.0), (0.0, 30.0), (-17.0, 0.03)):
+        torch.manual_seed(3)
+        network = fresh_networks(made)()
+        for last in _last_layers(network):
+            last.weight.data.mul_(scale)
+            last.bias.data.mul_(scale).add_(shift)
+        before = copy.deepcopy(network.state_dict())
+        found = rekindle.probe(network, batches, loss=loss, fresh=fresh_networks(made), steps=40, seeds=4)
+        assert all(torch.equal(before[name], value) for name, value in network.state_dict().items())
+        assert found.interval[0] <= 1 <= found.interval[1]
+        scores.append(found.score)
+    assert scores == pytest.approx([scores[0]] * 4, abs=0.01)
 
 
 def test_a_probe_on_the_replay_buffer() -> None:

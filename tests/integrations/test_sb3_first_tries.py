@@ -223,7 +223,7 @@ def test_values_are_learned_from_observations_as_the_networks_see_them() -> None
     values = torch.cat([batch["observations"] for batch in found[0]])
     stored = torch.cat([batch["actions"] for batch in found[0]])
     assert len(values) == len(stored) == 400
-    assert torch.allclose(values.std(0), seen["actor"].args[0].std(0), rtol=0.3)  # unnormalised: 3.5 for the speed
+    assert torch.allclose(values.std(0), seen["actor"].args[0].std(0), rtol=0.3)  # unnormalized: 3.5 for the speed
 
 
 def test_monitoring_waits_until_something_is_learned() -> None:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import rekindle
-from integrations.trained import batches, data, keeper, kept, loop, network, penalised, same
+from integrations.trained import batches, data, keeper, kept, loop, network, penalized, same
 from rekindle import methods
 from rekindle.triggers import Plateau, Trigger, VerdictIs
 
@@ -301,8 +301,8 @@ def test_a_loss_term_is_clipped_with_the_rest_as_in_the_loss(tmp_path: Path, acc
     run.optimizer = torch.optim.SGD(run.model.parameters(), lr=1.0)
     run.train()
     assert "backward" not in run.accelerator.__dict__
-    assert within(run.model.net, penalised(0.05), 1e-5)
-    assert not within(penalised(0.05), penalised(0.05, late=True), 1e-3)
+    assert within(run.model.net, penalized(0.05), 1e-5)
+    assert not within(penalized(0.05), penalized(0.05, late=True), 1e-3)
 
 
 def within(a: nn.Module, b: nn.Module, atol: float) -> bool:

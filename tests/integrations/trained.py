@@ -58,7 +58,7 @@ def same(a: nn.Module, b: nn.Module) -> bool:
     return ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
 
 
-def penalised(clip: float, late: bool = False) -> nn.Module:
+def penalized(clip: float, late: bool = False) -> nn.Module:
     """A plain loop with L2Init in the loss, gradients clipped; or (late) the term's gradient added after clipping."""
     model, method = network(), methods.L2Init(0.5)
     method.remember(model)

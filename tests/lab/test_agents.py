@@ -17,14 +17,12 @@ pytest.importorskip("gymnasium", reason='pip install "torch-rekindle[rl]"')
 
 from rekindle.integrations.sb3 import trained
 from rekindle.lab import ARMS, Arm, Run, Setting, Study, execute
-from rekindle.lab.agents import learning, presets
+from rekindle.lab.agents import AgentStream, learning, stream
 from rekindle.lab.agents.building import build
-from rekindle.lab.agents.streams import AgentStream, stream
 from rekindle.lab.arms import arms
 from rekindle.lab.results import metrics
-from rekindle.lab.results.comparison import comparisons
 from rekindle.lab.settings import SETTINGS
-from rekindle.lab.views.text import columns, sentences
+from rekindle.lab.views import columns, sentences
 
 SIZES: dict[str, dict[str, Any]] = {
     "dqn": {"learning_starts": 16, "train_freq": 8, "buffer_size": 200, "target_update_interval": 30},
@@ -105,7 +103,7 @@ def test_wrong_words_are_refused() -> None:
     with pytest.raises(ValueError, match="buffer='burn'"):
         stream("observations", 0, env="CartPole-v1", tasks=1, steps=1, buffer="burn")
     with pytest.raises(ValueError, match="does not take"):
-        stream("observations", 0, env="CartPole-v1", tasks=1, steps=1, colour="red")
+        stream("observations", 0, env="CartPole-v1", tasks=1, steps=1, color="red")
     with pytest.raises(ValueError, match="at least one task"):
         AgentStream([], [], lambda index: None)
 
@@ -241,18 +239,17 @@ def test_a_study_of_agents_has_results_in_returns(tmp_path: Path) -> None:
         claim.release()
     found = study.results()
     assert "tiny-dqn" in str(found) and found.table()[0]["metric"] == "return"
-    data = found.to_dict()
-    assert data["arms"]["tiny-dqn"][0]["curves"]["return"]["mean"]
-    (shown,) = comparisons(data)
+    (shown,) = found.comparisons.values()
+    assert shown.curve("nothing", "return")
     assert columns(shown)[0].heading.startswith("mean return")
 
 
 def test_a_return_is_judged_against_random_actions() -> None:
     setting = tiny("sac", 2)
     rows = [{"task": index, "return": value, "chance_return": -1200.0} for index, value in enumerate((-300.0, -900.0))]
-    assert metrics.valid_stream([rows], setting) is True
-    assert metrics.valid_stream([[rows[0], {**rows[1], "return": -500.0}]], setting) is False
-    assert metrics.valid_stream([[{**rows[0], "return": -1300.0}, rows[1]]], setting) is None
+    assert metrics.share_lost([rows], setting) == pytest.approx(600 / 900)
+    assert metrics.share_lost([[rows[0], {**rows[1], "return": -500.0}]], setting) == pytest.approx(200 / 900)
+    assert metrics.share_lost([[{**rows[0], "return": -1300.0}, rows[1]]], setting) is None
 
 
 def test_a_page_of_agents_whose_first_task_ended_no_episode() -> None:
@@ -263,13 +260,13 @@ def test_a_page_of_agents_whose_first_task_ended_no_episode() -> None:
         entry.record.rows[1]["return"] = None
     data = found.to_dict()
     assert data["validity"]["tiny-sac"]["valid"] is None and "first task" in data["validity"]["tiny-sac"]["note"]
-    (shown,) = comparisons(data)
+    (shown,) = found.comparisons.values()
     assert "FIRE was best of 5" in " ".join(sentences(shown))
 
 
-@pytest.mark.parametrize("fields", [*presets.laptop(), *presets.paper()], ids=lambda fields: str(fields["name"]))
-def test_every_preset_builds(fields: dict[str, Any]) -> None:
-    setting = SETTINGS[fields["name"]]
+@pytest.mark.parametrize("name", [name for name, setting in SETTINGS.items() if setting.agents])
+def test_every_preset_builds(name: str) -> None:
+    setting = SETTINGS[name]
     needs = {"minatar": "minatar", "ale_py": "atari", "cv2": "atari", "mujoco": "v5", "Box2D": "lunar"}
     for package, word in {**needs, "pygame": "lunar", "shimmy": "dm_control", "dm_control": "dm_control"}.items():
         if word in str(setting.stream_options).lower() + setting.name:

@@ -56,7 +56,7 @@ def test_tiny_imagenet(tmp_path: Path, write: Callable[[Path, dict[str, bytes]],
     contents, levels = files.tiny_imagenet()
     raw = archives.read_tiny_imagenet(write(tmp_path / "tiny", contents))
     assert raw.x.shape == (4, 3, 64, 64) and raw.test_x.shape == (2, 3, 64, 64) and raw.classes == 2
-    # Classes are numbered in the order of their names; a flat JPEG comes back within one grey level.
+    # Classes are numbered in the order of their names; a flat JPEG comes back within one gray level.
     by_class = {
         label: sorted(image.mean().round() for image, y in zip(raw.x, raw.y, strict=True) if y == label)
         for label in (0, 1)

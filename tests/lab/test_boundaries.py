@@ -9,7 +9,7 @@ pytest.importorskip("sklearn", reason='pip install "torch-rekindle[lab]"')
 
 from rekindle.lab.arms import ARMS
 from rekindle.lab.boundaries import reach
-from rekindle.lab.execution.jobs import execute
+from rekindle.lab.execution.workers import execute
 from rekindle.lab.settings import Run, Setting
 
 STREAM = {"data": "digits", "count": 96, "tasks": 4, "epochs": 2}

@@ -13,15 +13,13 @@ import pytest
 from rich.console import Console
 
 from command_line import one_line, run
-from lab_results import ENDS, LABELS, results, told
-from rekindle.lab.results import comparisons
-from rekindle.lab.results.comparison import Pair, with_holm
-from rekindle.lab.results.statistics import Difference
-from rekindle.lab.results.wording import measure
+from lab_results import ENDS, LABELS, compared, results
+from rekindle.lab.arms import Arm
 from rekindle.lab.settings import Setting
 from rekindle.lab.study import Study
+from rekindle.lab.tuning import TunedChoice
+from rekindle.lab.views import sentences, won
 from rekindle.lab.views.terminal import Board, live, tables
-from rekindle.lab.views.text import sentences, won
 
 OWN = Path(__file__).parents[2] / "examples" / "lab_own.py"
 TINY = ("--set", "stream_options.tasks=2", "--set", "stream_options.epochs=1", "--set", "stream_options.count=64")
@@ -54,7 +52,7 @@ def test_the_command_line_does_not_import_the_laboratory() -> None:
     assert done.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize("command", ["list", "run", "resume", "show", "report", "compare", "fetch"])
+@pytest.mark.parametrize("command", ["list", "run", "resume", "show", "report", "fetch"])
 def test_each_command_has_an_example(command: str) -> None:
     result = run("lab", command, "--help", COLUMNS="120")
     assert result.exit_code == 0
@@ -244,7 +242,7 @@ def test_a_changed_setting_is_another_study() -> None:
 
 
 def said(**how: Any) -> str:
-    (found,) = comparisons(told(**how))
+    (found,) = compared(**how)
     return " ".join(sentences(found))
 
 
@@ -283,13 +281,13 @@ def test_fire_is_held_against_a_full_reset() -> None:
 
 
 def test_diverged_runs_are_told_even_where_they_have_no_mean() -> None:
-    data = told(settings=(Setting("text", "alphabet", "gpt", headline="online_loss"),))
-    assert "diverged" not in " ".join(sentences(comparisons(data)[0]))
-    for each in data["runs"]:
-        if each["arm"] == "redo":
-            each["tasks"][-1] |= {"online_loss": None, "diverged": True}
-    data["table"] = [row for row in data["table"] if row["arm"] != "redo"]
-    assert "redo diverged in 5 of 5 runs; 5 of them have no value" in " ".join(sentences(comparisons(data)[0]))
+    made = results(settings=(Setting("text", "alphabet", "gpt", headline="online_loss"),))
+    for entry in made.entries:
+        assert "diverged" in entry.record.rows[-2]
+        if entry.name == "redo":
+            entry.record.rows[-2].update(online_loss=None, diverged=True)
+    told = " ".join(sentences(made.comparisons["text"]))
+    assert "redo diverged in 5 of 5 runs; 5 of them have no value" in told and told.count("diverged in") == 1
 
 
 def test_a_useless_fire_is_called_so() -> None:
@@ -306,24 +304,24 @@ def test_nearness_is_judged_against_a_random_isometry() -> None:
 def test_like_is_compared_with_like() -> None:
     """An arm that touches the output layer is held against the random isometry that does, no other."""
     ends = {"nothing": 0.1, "fire": 0.5, "fire-heads": 0.6, "random-isometry-heads": 0.3}
-    nearest = [each for each in sentences(comparisons(told(ends=ends))[0]) if "nearest isometry" in each]
+    nearest = [each for each in sentences(compared(ends=ends)[0]) if "nearest isometry" in each]
     assert [each.partition(" made +30.")[0] for each in nearest] == [
         "Being the nearest isometry rather than a random one, both with the output layer,"
     ]
-    lines = {row["arm"]: row for row in told(ends=ends)["table"]}
+    lines = {row["arm"]: row for row in results(ends=ends).table()}
     assert lines["fire"]["random_isometry"] is None
     assert lines["fire-heads"]["random_isometry"] == pytest.approx(0.3)
 
 
 def test_losses_are_better_when_lower() -> None:
     text = Setting("text", "alphabet", "gpt", headline="online_loss")
-    (found,) = comparisons(told(settings=(text,)))
+    (found,) = compared(settings=(text,))
     assert found.ranked[0] == "fire" and found.ranked[-1] == "nothing"
     assert won(found)
 
 
 def test_tuned_arms_are_held_against_tuned_references() -> None:
-    (found,) = comparisons(told(tuned=("nothing", "fire")))
+    (found,) = compared(tuned=("nothing", "fire"))
     tuned = found.against("fire (tuned)", "nothing")
     plain = found.against("fire", "nothing")
     assert tuned is not None and plain is not None
@@ -335,7 +333,7 @@ def test_the_terminal_drops_columns_that_do_not_fit_but_never_cuts_one() -> None
     for width in (60, 80, 100, 200):
         console = Console(width=width, color_system=None)
         with console.capture() as captured:
-            console.print(tables(comparisons(told()), width))
+            console.print(tables(compared(), width))
         text = captured.get()
         assert "…" not in text
         assert "50.5" in text
@@ -421,7 +419,7 @@ def test_the_bar_never_goes_back() -> None:
 def test_results_are_as_the_table_has_them() -> None:
     """The found's own statistics must be those of the study's table."""
     made = results()
-    (found,) = comparisons(made.to_dict())
+    (found,) = made.comparisons.values()
     for row in made.table():
         assert found.interval(row["arm"]).mean == pytest.approx(row["mean"])
         difference = found.against(row["arm"], "nothing")
@@ -429,52 +427,15 @@ def test_results_are_as_the_table_has_them() -> None:
             assert difference is not None and difference.low == pytest.approx(row["difference_low"])
 
 
-# compare
-
-
-def test_compare_gives_the_difference_of_what_the_runs_say(folder: Path) -> None:
-    result = run("lab", "compare", "fire", "nothing", folder, "--json")
-    assert result.exit_code == 0, result.output
-    told_ = {each["measure"]: each["mean"] for each in json.loads(result.stdout)["differences"]}
-    last = {}
-    for file in folder.glob("runs/*.jsonl"):
-        rows = [json.loads(line) for line in file.open()]
-        tasks = [row for row in rows if row["kind"] == "task"]
-        if len(tasks) == 2:  # the third was refused
-            last[rows[0]["run"]["arm"]["name"]] = tasks
-    both = [sum(row["online_accuracy"] for row in last[arm]) / 2 for arm in ("fire", "nothing")]
-    assert told_["headline"] == pytest.approx(both[0] - both[1])
-    kept = [last[arm][1]["old_accuracy_start"] for arm in ("fire", "nothing")]
-    assert told_["old tasks right after the remedy"] == pytest.approx(kept[0] - kept[1])
-    assert "drop of the task just learned" not in told_  # nothing has none
-
-
-def test_compare_says_better_only_after_holm() -> None:
-    """Over many lines some interval misses zero by chance: `better` needs the corrected p."""
-
-    def told_pair(p: float, mean: float = 0.1) -> Pair:
-        difference = Difference(mean, 0.01, 0.2, 5, p=p)
-        return Pair("s", "headline", measure("test_accuracy"), difference)
-
-    pairs = [told_pair(0.001), told_pair(0.03), told_pair(0.04), told_pair(0.001, -0.1)]
-    corrected = with_holm(pairs)
-    assert [pair.difference.holm for pair in corrected] == pytest.approx([0.004, 0.06, 0.06, 0.004])
-    assert [pair.cells()[-1] for pair in corrected] == ["better", "–", "–", "worse"]
-
-
-def test_compare_needs_both_arms(folder: Path) -> None:
-    result = run("lab", "compare", "fire", "dash", folder)
-    assert "no study here has finished runs of both 'fire' and 'dash'" in one_line(result)
-
-
 def test_what_tuning_chose_is_said() -> None:
-    data = told(tuned=("nothing", "fire"))
-    name = next(iter(data["settings"]))
-    data["tuning"] = {
-        f"{name}/nothing": {"place": 0, "arm": {"lr": None, "options": {}}, "values": []},
-        f"{name}/fire": {"place": 2, "arm": {"lr": None, "options": {"scale": "nearest"}}, "values": []},
-        "other/dash": {"place": 0, "arm": {}, "values": []},
+    def chosen(place: int, **options: Any) -> TunedChoice:
+        return TunedChoice(Arm("fire", "FIRE", options), place, (), None)
+
+    choices = {
+        ("labels", "nothing"): chosen(0),
+        ("labels", "fire"): chosen(2, scale="nearest"),
+        ("x", "dash"): chosen(0),
     }
-    (found,) = comparisons(data)
-    (said,) = [sentence for sentence in sentences(found) if sentence.startswith("Tuning")]
+    made = replace(results(tuned=("nothing", "fire")), choices=choices)
+    (said,) = [sentence for sentence in sentences(made.comparisons["labels"]) if sentence.startswith("Tuning")]
     assert said.endswith("chose: doing nothing: its default; FIRE: scale=nearest.")

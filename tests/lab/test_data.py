@@ -1,4 +1,4 @@
-"""Image sets: standardised, drawn by seed, found where they lie, fetched with their hash checked."""
+"""Image sets: standardized, drawn by seed, found where they lie, fetched with their hash checked."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ import torch
 
 import archive_files as files
 from rekindle.lab import data
-from rekindle.lab.data import Missing, load, sets
+from rekindle.lab import data as sets
+from rekindle.lab.data import Missing, Way, find, load
 from rekindle.lab.data.archives import Corrupt
 from rekindle.lab.data.fetching import FetchError, fetch
-from rekindle.lab.data.sets import Way, find
 
 
 def trust(monkeypatch: pytest.MonkeyPatch, name: str, path: Path) -> None:
@@ -71,7 +71,7 @@ def served(tmp_path: Path) -> Iterator[tuple[Path, str]]:
         thread.join()
 
 
-def test_pixels_are_standardised_by_the_training_pixels(tmp_path: Path) -> None:
+def test_pixels_are_standardized_by_the_training_pixels(tmp_path: Path) -> None:
     x, test_x = mnist(tmp_path)
     images = load("mnist", folder=tmp_path)
     mean, deviation = x.astype(np.float64).mean(), x.astype(np.float64).std()
@@ -131,7 +131,7 @@ def test_resize_averages_the_covered_area(old: int, new: int) -> None:
     assert (data.resize(pixels, new).double() - wanted).abs().max() <= 0.5 + 1e-3
 
 
-def test_sizes_are_standardised_on_their_own_and_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sizes_are_standardized_on_their_own_and_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mnist(tmp_path)
     small = load("mnist", size=14, folder=tmp_path)
     assert small.x.shape == (40, 1, 14, 14) and abs(float(small.x.std(correction=0)) - 1) < 1e-4

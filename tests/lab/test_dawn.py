@@ -12,9 +12,8 @@ import torch
 import torch.nn.functional as F
 
 from rekindle.initial import draw
-from rekindle.lab.dawn.analysis import analyse
-from rekindle.lab.dawn.losses import diversity_loss
-from rekindle.lab.dawn.network import DAWN, BasisFFN, DAWNConfig, DAWNLoss, Router
+from rekindle.lab.dawn import DAWN, BasisFFN, DAWNConfig, DAWNLoss, Router, diversity_loss
+from rekindle.lab.dawn.analysis import analyze
 from rekindle.measures.matrices import welch_bound, welch_ratio
 from rekindle.projection.planning import plan
 
@@ -215,7 +214,7 @@ def test_it_learns_real_text_and_the_diversity_loss_undoes_a_redundant_start():
 def test_the_analysis_counts_what_a_loop_counts():
     model = DAWN(replace(SMALL, start="positive")).double()
     batches = [tokens(), (tokens(seed=1), None)]
-    found = analyse(model, batches, tau=0.7)
+    found = analyze(model, batches, tau=0.7)
     assert found.tokens == 60
     for number, layer in enumerate(found.layers):
         counts = collections.Counter()
@@ -255,7 +254,7 @@ def test_collapsed_neurons_are_seen():
     model = DAWN(SMALL)
     with torch.no_grad():
         model.layers[0].ffn.coefficients[0] = torch.arange(1.0, 7)
-    layer = analyse(model, [tokens()]).layers[0]
+    layer = analyze(model, [tokens()]).layers[0]
     assert layer.similar_pairs[0] == 1
     assert layer.similar_pairs[1] < 0.2
     assert layer.effective_rank[0] == pytest.approx(1 / 6, abs=1e-3)
@@ -263,7 +262,7 @@ def test_collapsed_neurons_are_seen():
 
 
 def test_an_analysis_shows_itself():
-    found = analyse(DAWN(SMALL), [tokens()])
+    found = analyze(DAWN(SMALL), [tokens()])
     lines = str(found).splitlines()
     assert len(lines) == 4
     assert "usage" in lines[0]
@@ -296,8 +295,8 @@ def test_wrong_inputs_are_refused():
     with pytest.raises(ValueError, match="length=24"):
         model(tokens(time=25))
     with pytest.raises(ValueError, match="not a measure"):
-        analyse(model, [tokens()]).mean("picks")
+        analyze(model, [tokens()]).mean("picks")
     with pytest.raises(ValueError, match="batches are empty"):
-        analyse(model, [])
+        analyze(model, [])
     with pytest.raises(TypeError, match="needs a DAWN"):
         DAWNLoss()(torch.nn.Linear(2, 2), (tokens(), tokens()))

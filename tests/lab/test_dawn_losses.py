@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rekindle.initial import orthogonal_
-from rekindle.lab.dawn.losses import basis_usage, basis_usage_loss, diversity_loss, mean_squared_cosine
+from rekindle.lab.dawn import basis_usage, basis_usage_loss, diversity_loss, mean_squared_cosine
 from rekindle.measures.matrices import welch_bound
 
 

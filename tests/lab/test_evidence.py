@@ -8,8 +8,8 @@ from types import ModuleType
 
 import pytest
 
-from rekindle.lab import archive
 from rekindle.lab.arms import ARMS
+from rekindle.lab.execution.store import pack, unpacked
 from rekindle.lab.settings import Setting
 from rekindle.lab.study import Study
 from rekindle.lab.views.atlas import Atlas
@@ -47,10 +47,11 @@ def test_a_page_has_a_question_an_answer_a_picture_and_a_command(name: str) -> N
 def test_an_archive_holds_the_runs_of_its_study_and_the_same_bytes(tmp_path: Path) -> None:
     made = Study("s", [TINY], [ARMS["nothing"], ARMS["fire"]], [0, 1, 2], tmp_path / "s")
     here = made.run(workers=1)
+    identities = [run.identity for run in made.runs()]
     files = [tmp_path / "a.tar.xz", tmp_path / "b.tar.xz"]
-    assert [archive.pack(made, file) for file in files] == [6, 6]
+    assert [pack(made.store, identities, file) for file in files] == [6, 6]
     assert files[0].read_bytes() == files[1].read_bytes()
-    with archive.unpacked(files[0]) as folder:
+    with unpacked(files[0]) as folder:
         there = Study.load(folder).results()
     for row, kept in zip(here.table(), there.table(), strict=True):
         assert row["arm"] == kept["arm"] and row["mean"] == pytest.approx(kept["mean"], rel=1e-4)

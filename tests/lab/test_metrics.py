@@ -40,7 +40,7 @@ def test_what_was_not_measured_is_none_and_not_zero() -> None:
     assert metrics.headline([row(0, test_loss=None), row(1)], LOSS) is None
     assert metrics.headline([], ACCURACY) is None and metrics.first_task([], ACCURACY) is None
     assert metrics.drop([row(0), row(1)], ACCURACY) is None
-    assert metrics.recovery([row(0)], [row(0)], ACCURACY) is None and metrics.drift([row(0)]) is None
+    assert metrics.recovery([row(0)], [row(0)], ACCURACY) is None and metrics.drift([row(0)], ACCURACY) is None
     assert metrics.recovery([row(1)], [row(1)], ACCURACY) is None, "no curve to read it from"
     assert metrics.auc([row(0, online_accuracy=None)], ACCURACY) is None
     assert metrics.retention([row(0)], ACCURACY) is None
@@ -79,25 +79,22 @@ def test_retention_leaves_out_the_first_task() -> None:
     assert metrics.retention_after_remedy(rows, ACCURACY) == pytest.approx(0.3)
 
 
-@pytest.mark.parametrize(("last", "valid"), [(0.24, True), (0.26, False)])
-def test_a_stream_is_valid_if_doing_nothing_loses_half(last: float, valid: bool) -> None:
-    run = [row(0, online_accuracy=0.5), row(1, online_accuracy=last), row(2, online_accuracy=last)]
-    assert metrics.valid_stream([run], ACCURACY) is valid
+def test_what_doing_nothing_loses_is_a_share_of_its_first_task() -> None:
+    run = [row(0, online_accuracy=0.5), row(1, online_accuracy=0.2), row(2, online_accuracy=0.2)]
+    assert metrics.share_lost([run], ACCURACY) == pytest.approx(0.6)
 
 
 @pytest.mark.parametrize("change", [{"stream": "warm-start"}, {"replay": 0.1}])
 def test_tasks_that_are_not_equally_hard_cannot_tell(change: dict[str, Any]) -> None:
     run = [row(0, online_accuracy=0.5), row(1, online_accuracy=0.1), row(2, online_accuracy=0.1)]
-    assert metrics.valid_stream([run], replace(ACCURACY, **change)) is None
+    assert metrics.share_lost([run], replace(ACCURACY, **change)) is None
 
 
 def test_a_loss_is_counted_from_chance() -> None:
     chance = math.log(64)
     run = [row(0, test_loss=chance - 2), *(row(i, test_loss=chance - 0.9) for i in (1, 2))]
-    assert metrics.valid_stream([run], LOSS) is None
-    assert metrics.valid_stream([run], LOSS, classes=64) is True
-    start = {"kind": "start", "stream": {"classes": 64}}
-    assert metrics.valid_stream([[start, *run]], LOSS) is True
+    assert metrics.share_lost([run], LOSS) is None
+    assert metrics.share_lost([run], LOSS, classes=64) == pytest.approx(0.55)
 
 
 def test_a_run_has_every_number_of_the_table() -> None:

@@ -22,16 +22,14 @@ def test_attention_of_the_vit_is_softmax_of_scaled_products():
     torch.testing.assert_close(attention(x[None])[0], attention.to_out(mixed), rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("pooling", ["class", "mean"])
-def test_the_vit_reads_patches_in_rows(pooling):
-    model = network("vit", shape=(2, 6, 9), classes=3, seed=0, patch=3, layers=1, width=12, pooling=pooling).double()
+def test_the_vit_reads_patches_in_rows():
+    model = network("vit", shape=(2, 6, 9), classes=3, seed=0, patch=3, layers=1, width=12).double()
     x = torch.randn(2, 2, 6, 9, dtype=torch.float64)
     patches = [x[:, :, i : i + 3, j : j + 3].reshape(2, -1) for i in (0, 3) for j in (0, 3, 6)]
     tokens = model.patch_embed(torch.stack(patches, 1))
-    if pooling == "class":
-        tokens = torch.cat([model.cls_token.expand(2, 1, 12), tokens], 1)
+    tokens = torch.cat([model.cls_token.expand(2, 1, 12), tokens], 1)
     tokens = model.blocks(tokens + model.pos_embed)
-    expected = model.head(model.norm(tokens[:, 0] if pooling == "class" else tokens.mean(1)))
+    expected = model.head(model.norm(tokens[:, 0]))
     torch.testing.assert_close(model(x), expected, rtol=1e-10, atol=1e-12)
 
 

@@ -3,14 +3,15 @@
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from browser import OFF_SCREEN, Driver, browser_only, driver, page, serving
-from lab_results import ENDS, LABELS, told
+from lab_results import ENDS, LABELS, compared, results
 from rekindle.lab.settings import Setting
-from rekindle.lab.views.page import render
+from rekindle.lab.views.page import learning, render
 
 __all__ = ["driver", "page"]  # fixtures
 EVIL = "<script>window.hacked=1</script><img src=x onerror=window.hacked=1>"
@@ -26,53 +27,53 @@ def words(page: str) -> str:
 
 
 def test_the_sentence_comes_first_and_is_computed() -> None:
-    said = words(render(told()))
+    said = words(render(results()))
     assert said.index("FIRE was best of 5 with 50.5") < said.index("full-reset")
-    lost = words(render(told(ends={**ENDS, "redo": 0.9})))
+    lost = words(render(results(ends={**ENDS, "redo": 0.9})))
     assert "FIRE did not win: redo came first with 89.9" in lost
     assert "FIRE second of 5" in lost
 
 
 def test_a_study_without_results_says_so() -> None:
-    assert "No run has finished yet." in render(told(ends={}))
-    only = render(told(ends={}, refused={"fire-qk": "no attention"}))
+    assert "No run has finished yet." in render(results(ends={}))
+    only = render(results(ends={}, refused={"fire-qk": "no attention"}))
     assert "no attention" in only
 
 
 def test_refused_and_failed_arms_have_their_reasons() -> None:
-    said = words(render(told(refused={"fire-qk": "targets match nothing"}, failed={"muon": "ValueError: broke"})))
+    said = words(render(results(refused={"fire-qk": "targets match nothing"}, failed={"muon": "ValueError: broke"})))
     assert "targets match nothing" in said
     assert "ValueError: broke" in said
 
 
 def test_losses_tuned_arms_and_one_seed_are_shown() -> None:
-    said = words(render(told(settings=(TEXT,), seeds=1, tuned=("nothing", "fire"))))
+    said = words(render(results(settings=(TEXT,), seeds=1, tuned=("nothing", "fire"))))
     assert "fire (tuned)" in said
     assert "loss while learning, nats" in said
     assert "One seed only" in said
 
 
 def test_each_arm_is_shown_as_a_call() -> None:
-    said = words(render(told()))
+    said = words(render(results()))
     assert "FIRE(" in said and "at the start of every task but the first" in said
     assert "no remedy" in said
 
 
 def test_two_seeds_show_their_values_and_no_interval() -> None:
-    said = words(render(told(seeds=2)))
+    said = words(render(results(seeds=2)))
     table = said[said.index("against nothing") : said.index("What the columns mean")]
     assert "[" not in table and "(" in table.replace("(Holm)", "")
     assert "Two seeds only" in said
 
 
 def test_how_to_reproduce_is_there() -> None:
-    page = re.sub("</?span>", "", render(told()))
+    page = re.sub("</?span>", "", render(results(), "rekindle lab run labels --seeds 5"))
     assert "rekindle lab run labels --seeds 5" in page
     assert "torch 2.13.0" in page
 
 
 def test_nothing_is_fetched() -> None:
-    page = render(told(settings=(LABELS, TEXT, GENERAL)))
+    page = render(results(settings=(LABELS, TEXT, GENERAL)))
     assert "http://" not in page and "https://" not in page
     assert len(page) < 1_500_000
 
@@ -87,9 +88,9 @@ from selenium.webdriver.common.by import By  # noqa: E402
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, list[str]]]:
     folder = tmp_path_factory.mktemp("page")
-    data = told(ends={**ENDS, EVIL: 0.4}, settings=(LABELS, GENERAL), refused={"fire-qk": EVIL})
-    data["study"]["name"] = EVIL
-    (folder / "study.html").write_text(render(data))
+    data = results(ends={**ENDS, EVIL: 0.4}, settings=(LABELS, GENERAL), refused={"fire-qk": EVIL})
+    data = replace(data, study={**data.study, "name": EVIL})
+    (folder / "study.html").write_text(render(data, EVIL))
     with serving(folder / "study.html") as found:
         yield found
 
@@ -138,8 +139,8 @@ def test_sorts_by_number_and_back(page: Driver) -> None:
 
 
 def brightness(page: Driver, script: str) -> float:
-    colour = page.execute_script(f"return {script}")
-    return sum(float(part) for part in re.findall(r"[\d.]+", colour)[:3]) / 3
+    color = page.execute_script(f"return {script}")
+    return sum(float(part) for part in re.findall(r"[\d.]+", color)[:3]) / 3
 
 
 @browser_only
@@ -230,7 +231,7 @@ def test_nothing_sticks_out_on_a_phone(page: Driver, width: int) -> None:
 def test_nothing_is_off_screen(driver: Driver, tmp_path: Path, width: int, scheme: str) -> None:
     """Labels, the forest plot's own points, and every column of the table."""
     names = {**ENDS, "random-isometry": 0.41, "self-normalized-reset": 0.33, "shrink-perturb-fresh": 0.38}
-    (tmp_path / "a.html").write_text(render(told(ends=names, settings=(LABELS, TEXT, GENERAL))))
+    (tmp_path / "a.html").write_text(render(results(ends=names, settings=(LABELS, TEXT, GENERAL))))
     driver.execute_cdp_cmd(
         "Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
     )
@@ -262,11 +263,9 @@ def test_prints(page: Driver) -> None:
 
 @browser_only
 def test_a_picture_file_opens(driver: Driver, tmp_path: Path) -> None:
-    from rekindle.lab.results import comparisons
-    from rekindle.lab.views import figures
 
     file = tmp_path / "curves.svg"
-    file.write_text(figures.learning(comparisons(told())[0])[0].file())
+    file.write_text(learning(compared()[0])[0].file())
     driver.get_log("browser")
     driver.get(file.as_uri())
     assert driver.get_log("browser") == []

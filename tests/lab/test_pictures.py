@@ -1,4 +1,4 @@
-"""Pictures: what is drawn where, in which colours, and what is said to whoever cannot see it."""
+"""Pictures: what is drawn where, in which colors, and what is said to whoever cannot see it."""
 
 import re
 from itertools import combinations, pairwise
@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lab_results import told
-from rekindle.lab.results import comparisons
+from lab_results import compared
 from rekindle.lab.settings import Setting
-from rekindle.lab.views import figures, svg
+from rekindle.lab.views import page, svg
 from rekindle.lab.views.plots import Line, Whisker, curves, forest
 
 EVIL = '"/><script>alert(1)</script>'
@@ -59,10 +58,10 @@ def test_a_label_with_room_stays_where_it_belongs() -> None:
     assert svg.apart({"a": 40.0, "b": 200.0}, 15, 0, 300) == {"a": 40.0, "b": 200.0}
 
 
-# Colours
+# Colors
 
 
-def test_known_arms_keep_their_colour_and_grey_comes_last() -> None:
+def test_known_arms_keep_their_color_and_gray_comes_last() -> None:
     names = ["redo", "fire", *(f"arm {at}" for at in range(12)), "nothing"]
     found = svg.colors(names)
     assert found["nothing"] == "k0"
@@ -72,20 +71,20 @@ def test_known_arms_keep_their_colour_and_grey_comes_last() -> None:
     assert found["arm 11"] == "rest"
 
 
-def linear(colour: str) -> list[float]:
-    parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+def linear(color: str) -> list[float]:
+    parts = [int(color[at : at + 2], 16) / 255 for at in (1, 3, 5)]
     return [part / 12.92 if part <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
 
 
-def light(colour: str) -> float:
-    return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear(colour), strict=True))
+def light(color: str) -> float:
+    return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear(color), strict=True))
 
 
 @pytest.mark.parametrize(("palette", "ground"), [(svg._LIGHT, "#ffffff"), (svg._DARK, "#201c19")])
-def test_names_in_colour_can_be_read(palette: tuple[str, ...], ground: str) -> None:
-    for colour in palette:
-        above, below = sorted((light(colour), light(ground)), reverse=True)
-        assert (above + 0.05) / (below + 0.05) >= 4.5, colour
+def test_names_in_color_can_be_read(palette: tuple[str, ...], ground: str) -> None:
+    for color in palette:
+        above, below = sorted((light(color), light(ground)), reverse=True)
+        assert (above + 0.05) / (below + 0.05) >= 4.5, color
 
 
 # Viénot, Brettel and Mollon (1999): what is left of linear RGB without the middle or the long cones.
@@ -99,8 +98,8 @@ BLIND = {
 @pytest.mark.parametrize("palette", [svg._LIGHT, svg._DARK], ids=["light", "dark"])
 def test_lines_differ_without_red_and_green(palette: tuple[str, ...], kind: str) -> None:
     seen = []
-    for colour in palette:
-        rgb = linear(colour)
+    for color in palette:
+        rgb = linear(color)
         mixed = [max(0.0, sum(w * part for w, part in zip(row, rgb, strict=True))) for row in BLIND[kind]]
         seen.append([part ** (1 / 2.2) for part in mixed])
     for (a, first), (b, second) in combinations(enumerate(seen), 2):
@@ -142,13 +141,13 @@ def test_a_missing_value_is_a_gap() -> None:
     assert len(points(path)) == 4
 
 
-def test_every_named_line_has_its_label_and_others_are_grey() -> None:
+def test_every_named_line_has_its_label_and_others_are_gray() -> None:
     lines = [Line(f"arm {at}", [1, 2], [0.5, 0.5 + at / 100]) for at in range(14)]
     drawn = curves("T", lines, x="task", y="accuracy", named=["arm 3", "arm 5"])
     labels = elements(drawn, "text", "name")
     assert {label.text for label in labels} == {"arm 3", "arm 5"}
     assert len(elements(drawn, "path", "rest")) == 12
-    assert "12 more in grey" in drawn.note
+    assert "12 more in gray" in drawn.note
     heights = sorted(float(label.get("y") or 0) for label in labels)
     assert heights[1] - heights[0] >= 14.9
 
@@ -204,26 +203,26 @@ def test_a_file_stands_alone_and_names_stay_text(drawn: svg.Picture) -> None:
 
 
 def test_a_study_shows_its_curves_differences_retention_and_health() -> None:
-    (found,) = comparisons(told())
-    (learning,) = figures.learning(found)  # labels are random: there is no test accuracy to show
+    (found,) = compared()
+    (learning,) = page.learning(found)  # labels are random: there is no test accuracy to show
     assert learning.described.startswith("Accuracy while learning on each task: nothing from 46")
     assert "chance" in texts(learning)
-    (against,) = figures.differences(found)
+    (against,) = page.differences(found)
     assert against.described.index("fire") < against.described.index("shrink-perturb")  # best first
-    assert len(figures.retention(found)) == 2
-    assert len(figures.health(found)) == 4
+    assert len(page.retention(found)) == 2
+    assert len(page.health(found)) == 4
 
 
 def test_a_band_ends_where_its_measure_does() -> None:
-    (found,) = comparisons(told(ends={"nothing": 0.001, "fire": 0.998}, seeds=3))
+    (found,) = compared(ends={"nothing": 0.001, "fire": 0.998}, seeds=3)
     wide = found.curve("fire", "online_accuracy")
     assert wide is not None and max(value for value in wide["high"] if value is not None) > 1
-    for line in figures._lines(found, "online_accuracy"):
+    for line in page._lines(found, "online_accuracy"):
         assert all(0 <= value <= 100 for value in (*line.low, *line.high) if value is not None)
 
 
 def test_the_band_of_negative_returns_is_around_them() -> None:
     agent = Setting("agent", "observations", "sac", headline="return")
-    (found,) = comparisons(told(settings=[agent], seeds=3))
-    for line in figures._lines(found, "return"):
+    (found,) = compared(settings=[agent], seeds=3)
+    for line in page._lines(found, "return"):
         assert all(low <= y <= high for low, y, high in zip(line.low, line.y, line.high, strict=True))

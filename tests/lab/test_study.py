@@ -20,9 +20,8 @@ import pytest
 from lab_fakes import TASKS, Inline
 from rekindle.lab import settings
 from rekindle.lab.arms import Arm
-from rekindle.lab.execution import MOST_LOSSES, Durations, Event, Running, described, time_left
-from rekindle.lab.execution.local import Pool
-from rekindle.lab.execution.store import RunStore
+from rekindle.lab.execution import MOST_LOSSES, Event
+from rekindle.lab.execution.workers import Pool
 from rekindle.lab.settings import Setting
 from rekindle.lab.study import Study
 from rekindle.lab.train import Run, execute
@@ -126,7 +125,7 @@ def test_killed_workers_are_replaced_and_every_run_lands_once(tmp_path: Path, po
     for entry in results.entries:
         assert [row["kind"] for row in entry.record.rows] == ["start", *["task"] * TASKS, "end"]
     before = begun(tmp_path)
-    made.resume(on=pool)
+    made.run(on=pool)
     assert begun(tmp_path) == before, "nothing is left to do"
 
 
@@ -165,7 +164,7 @@ def test_a_killed_study_goes_on_without_repeating_what_is_finished(
     assert finished and len(finished) < 6
     names = {f"{run.arm.name} {run.seed}" for run in made.runs() if run.identity in finished}
     before = begun(tmp_path)
-    results = made.resume(on=Inline())
+    results = made.run(on=Inline())
     assert all(entry.record.state == "finished" for entry in results.entries)
     assert not names & (begun(tmp_path) - before).keys()
     assert all(made.store.path(identity).read_bytes() == content for identity, content in kept.items())
@@ -251,10 +250,9 @@ def test_events_tell_what_happens_and_how_long_it_will_take(tmp_path: Path) -> N
     assert [event.done for event in events if event.kind == "finished"] == [1, 2, 3, 4]
     assert all(event.total == 4 for event in events)
     assert events[0].left is None and events[-1].left == 0.0
-    third = [event.left for event in events if event.kind == "finished"][2]
-    assert third == pytest.approx(0.1 + 0.02 * TASKS), "one run is left, as long as those before"
+    second, third = [event.left for event in events if event.kind == "finished"][1:3]
+    assert second is not None and third is not None and third < second
     study(tmp_path, sleep=0.02).run(on=Inline(), progress=pytest.fail)  # all is done: there is nothing to tell
-    assert described(events[-1]) == "[4/4, about 0 s left] finished: tiny · fire · seed 1"
 
 
 def test_a_failure_is_recorded_told_and_tried_again(tmp_path: Path) -> None:
@@ -315,7 +313,7 @@ def test_a_run_in_other_hands_is_waited_for(tmp_path: Path) -> None:
         if event.kind == "finished" and event.run.arm.name == "fire":
             for identity, row in _rows(run):
                 assert identity == run.identity
-                claim.append(row)
+                claim.append(row | {"code": run.code})
             claim.release()
 
     results = made.run(on=Inline(), progress=watch)
@@ -327,49 +325,6 @@ def _rows(run: Run) -> list[tuple[str, dict[str, Any]]]:
     inline = Inline()
     inline.submit(run.identity, run.to_dict())
     return inline.events(0)
-
-
-def test_sinks_get_every_finished_run_once(tmp_path: Path) -> None:
-    got: list[tuple[int, dict[str, float]]] = []
-    made = study(tmp_path, seeds=1, arms=("fire",))
-    for _ in range(2):
-        made.run(on=Inline(), sinks=[lambda step, numbers: got.append((step, numbers))])
-    assert [step for step, _ in got] == list(range(TASKS))
-    assert got[1][1]["tiny/fire/seed-0/remedy/function_drift"] == 0.25
-    assert got[1][1]["tiny/fire/seed-0/health/dormant"] == pytest.approx(0.1)
-
-
-def test_named_sinks_write_in_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("tensorboard")
-    pytest.importorskip("mlflow")
-    pytest.importorskip("wandb")
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    made = study(tmp_path, seeds=1, arms=("fire",))
-    made.run(on=Inline(), sinks=["tensorboard", "mlflow", "wandb"])
-    folder = made.store.folder
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(folder / "tensorboard")).Reload()
-    assert [event.step for event in events.Scalars("tiny/fire/seed-0/online_accuracy")] == list(range(TASKS))
-    assert list(folder.glob("mlruns/**/online_accuracy")) or (folder / "mlflow.db").exists()
-    assert list(folder.rglob("run-*.wandb"))
-    with pytest.raises(ValueError, match="there is no sink 'tensorbored'"):
-        made.run(on=Inline(), sinks=["tensorbored"])
-
-
-# Order and time
-
-
-def test_longest_first_then_seed_by_seed() -> None:
-    seen = Durations()
-    seen.add("short", "nothing", 1.0)
-    seen.add("long", "nothing", 100.0)
-    settings = [replace(TINY, name=name) for name in ("short", "long", "new")]
-    runs = [Run(s, Arm(arm), seed) for s in settings for arm in ("nothing", "other") for seed in (0, 1)]
-    ordered = [(run.setting.name, run.seed, run.arm.name) for run in seen.ordered(runs)]
-    assert ordered == [
-        (s, seed, arm) for s in ("new", "long", "short") for seed in (0, 1) for arm in ("nothing", "other")
-    ]
 
 
 def test_a_start_is_not_made_twice_at_once(tmp_path: Path) -> None:
@@ -384,17 +339,6 @@ def test_a_start_is_not_made_twice_at_once(tmp_path: Path) -> None:
     executor = Two()
     study(tmp_path).run(on=executor)
     assert executor.together[0] == {("nothing", 0), ("nothing", 1)}, "two seeds, not two arms of one seed"
-
-
-def test_time_left_is_never_less_than_the_longest_run_needs(tmp_path: Path) -> None:
-    run, claim = Run(TINY, Arm("nothing"), 0), RunStore(tmp_path).claim("abc")
-    assert claim is not None
-    with claim:
-        assert time_left([Running(run, claim, 50.0).left()], [2.0], 8) == pytest.approx(50.0, abs=0.5)
-        assert time_left([Running(run, claim).left()], [None], 2) is None
-        halfway = Running(run, claim, begun=time.monotonic() - 30.0, share=0.75).left()
-    assert halfway == pytest.approx(10.0, abs=0.5)
-    assert time_left([halfway], [None], 1) == pytest.approx(20.0, abs=1.0), "what is unknown is taken as the mean"
 
 
 # Code that changed
@@ -427,19 +371,6 @@ def test_a_refusal_is_not_final_when_the_code_changed(tmp_path: Path, monkeypatc
     assert made.run(on=Inline()).entries[0].record.state == "finished"
 
 
-def test_what_was_finished_before_code_was_recorded_is_kept(tmp_path: Path) -> None:
-    made = study(tmp_path, seeds=1, arms=("fire",))
-    made.run(on=Inline())
-    path = made.store.path(made.runs()[0].identity)
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    del rows[0]["code"]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    executor = Inline()
-    results = made.run(on=executor)
-    assert results.entries[0].record.code is None and executor.performed == 0
-    assert "1 of 1 runs were made by a version that did not record its code" in results.to_dict()["made"]["code"]
-
-
 def test_the_version_is_declared_and_not_read_off_the_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = study(tmp_path, seeds=1).runs()[1]
     assert run.code == "lab 1"
@@ -467,7 +398,7 @@ mine = Setting("mine", "noisy-stream", "mlp")
 """
     )
     made = Study.load(tmp_path / "mine.py", methods=["nothing"], seeds=1, folder=tmp_path / "out")
-    entry = made.run(on=Inline("rekindle.lab.execution.jobs:perform")).entries[0]
+    entry = made.run(on=Inline("rekindle.lab.execution.workers:perform")).entries[0]
     assert entry.reason == "OverflowError: too large (mine.py, line 9)"
     assert "mine · nothing · seed 0: building True" in capsys.readouterr().err
 

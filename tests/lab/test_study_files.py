@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rekindle.lab.execution.local import Pool
+from rekindle.lab.execution.workers import Pool
 from rekindle.lab.study import Study, seed_list
 
 
@@ -44,7 +44,6 @@ tune: true
         ("settings: [digits, digits]", "twice"),
         ("settings: [digits]\narms: [fyre]", "did you mean 'fire'"),
         ("settings: [digits]\ntune: true\nseeds: [100]", "are for tuning"),
-        ("settings: [digits]\nformat: 99", "format 99"),
         ("settings: [", "is not YAML"),
     ],
 )

@@ -16,9 +16,9 @@ import pytest
 import torch
 
 import archive_files as files
-from rekindle.lab.data import Missing, sets, text
+from rekindle.lab import data as sets
+from rekindle.lab.data import Missing, Place, text
 from rekindle.lab.data.archives import Corrupt
-from rekindle.lab.data.sets import Place
 
 VERSES = [
     {"citation": "Genesis 1:1", "text": "In the beginning.", "book": "Genesis", "chapter": 1, "verse": 1},

@@ -16,13 +16,13 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import rekindle
+from rekindle.advice.stacking import Stack, Unstackable
 from rekindle.lab import networks, together, train
 from rekindle.lab.arms import ARMS, Arm
-from rekindle.lab.execution.local import Pool
-from rekindle.lab.results.planned import planned
+from rekindle.lab.execution.workers import Pool
+from rekindle.lab.results import planned
 from rekindle.lab.results.statistics import holm
 from rekindle.lab.settings import Run, Setting
-from rekindle.lab.stacking import Stack, Unstackable
 from rekindle.lab.study import Study
 
 STREAM = {"data": "digits", "count": 60, "tasks": 3, "epochs": 2}
@@ -32,7 +32,6 @@ NETWORKS = {
     "cnn": {"width": 4, "depth": 2, "hidden": 8},
     "resnet18": {"width": 2},
     "vgg16": {"width": 2},
-    "vit": {"patch": 4, "layers": 1, "width": 8, "heads": 2},
 }
 
 

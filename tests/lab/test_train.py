@@ -185,7 +185,7 @@ def test_a_start_that_cannot_be_read_is_made_again(tmp_path: Path) -> None:
 def test_every_arm_runs(name: str) -> None:
     quick = replace(TINY, stream_options={**DIGITS, "count": 64, "tasks": 3, "epochs": 1})
     found = rows(quick, name)
-    lacking = {"layer-norm-reset": "no normalisation layer", "fire-paper-cnn": "conv", "shrink-reset": "conv"}
+    lacking = {"layer-norm-reset": "no normalization layer", "fire-paper-cnn": "conv", "shrink-reset": "conv"}
     lacking |= dict.fromkeys(("effective-lr", "fire-effective-lr", "start-norm"), "no weight here is followed")
     if name in lacking:
         assert lacking[name] in found[-1]["refused"]

@@ -138,20 +138,16 @@ def test_another_metric_than_the_headline(tmp_path: Path) -> None:
 def test_the_dictionary_has_all_that_a_page_needs(tmp_path: Path) -> None:
     results = study(tmp_path).run(on=Inline())
     given = json.loads(json.dumps(results.to_dict(), allow_nan=False))
-    nothing, fire, _ = given["arms"]["tiny"]
-    assert (nothing["name"], fire["name"]) == ("nothing", "fire") and fire["seeds"] == [0, 1, 2]
-    assert fire["differences"]["nothing"]["low"] > 0
-    assert fire["differences"]["random-isometry"] is None and nothing["differences"]["nothing"] is None
-    curve = fire["curves"]["online_accuracy"]
+    (compared,) = results.comparisons.values()
+    curve = compared.curve("fire", "online_accuracy")
+    assert curve is not None
     assert curve["task"] == list(range(TASKS)) and curve["mean"][0] == pytest.approx(0.9)
     rows = [each for each in results.rows if each["arm"] == "fire" and each["task"] == 3]
     assert curve["mean"][3] == pytest.approx(fmean(each["online_accuracy"] for each in rows))
     assert curve["low"][3] < curve["mean"][3] < curve["high"][3]
-    assert fire["curves"]["old_accuracy"]["mean"][0] is None, "the first task has no earlier one"
-    assert fire["health"]["dormant"]["mean"] == pytest.approx([0.0, 0.1, 0.2, 0.3])
-    assert fire["learning"]["step"] == [5, 10, 15, 20, 25, 30, 35, 40]
-    assert fire["learning"]["accuracy"][0] == pytest.approx(0.45)
-    assert fire["retained"]["before"]["mean"] == pytest.approx(0.7)
+    old, dormant = compared.curve("fire", "old_accuracy"), compared.curve("fire", "health", "dormant")
+    assert old is not None and old["mean"][0] is None, "the first task has no earlier one"
+    assert dormant is not None and dormant["mean"] == pytest.approx([0.0, 0.1, 0.2, 0.3])
     assert given["settings"]["tiny"]["classes"] == 10 and given["settings"]["tiny"]["tasks"] == TASKS
     assert given["validity"]["tiny"]["valid"] is True and given["validity"]["tiny"]["fall"] > 0.5
     assert {run["state"] for run in given["runs"]} == {"finished"} and len(given["runs"]) == 9

@@ -20,7 +20,7 @@ def draw(*shape: int, seed: int) -> Tensor:
 
 
 def released(w: Tensor, steps: int = 10) -> Tensor:
-    """The released recipe: Frobenius normalisation and cubic Newton–Schulz steps."""
+    """The released recipe: Frobenius normalization and cubic Newton–Schulz steps."""
     x = w / w.norm()
     for _ in range(steps):
         x = 1.5 * x - 0.5 * x @ (x.mT @ x)

@@ -40,7 +40,7 @@ DECOUPLED = {
     "weight decay": lambda: methods.WeightDecay(0.5),
     "l2 init": lambda: methods.L2Init(0.5, decoupled=True),
     "parseval": lambda: methods.Parseval(0.5, decoupled=True),
-    "spectral": lambda: methods.SpectralRegulariser(0.5, decoupled=True),
+    "spectral": lambda: methods.SpectralRegularizer(0.5, decoupled=True),
     "isometry": lambda: methods.IsometryLoss(0.5, decoupled=True),
     "weight clip": lambda: methods.WeightClip(0.1),
     "nap": methods.NormalizeAndProject,

@@ -79,7 +79,7 @@ def test_controls_touch_what_fire_touches_and_leave_zero_matrices(make):
 
 
 def test_rescaling_to_a_part_of_the_old_norm_leaves_directions_alone() -> None:
-    """The control of remedies that shrink weights in front of a normalisation: the norm and nothing else."""
+    """The control of remedies that shrink weights in front of a normalization: the norm and nothing else."""
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4, 2))
     before = model[0].weight.detach().clone()
     x = torch.randn(8, 3, 3, 3)

@@ -34,12 +34,13 @@ MAKERS = {
     "layer reset": lambda: methods.LayerReset(last=2),
     "norm reset": lambda: methods.LayerNormReset(),
     "redo": lambda: methods.ReDo(tau=0.9),
+    "revive": lambda: methods.Revive(tau=0.9),
     "cbp": lambda: methods.ContinualBackprop(replacement_rate=0.3, maturity_threshold=0),
     "snr": lambda: methods.SelfNormalizedReset(first_threshold=1),
     "regrama": lambda: methods.ReGraMa(tau=0.7),
     "l2 init": lambda: methods.L2Init(),
     "parseval": lambda: methods.Parseval(),
-    "spectral": lambda: methods.SpectralRegulariser(),
+    "spectral": lambda: methods.SpectralRegularizer(),
     "weight decay": lambda: methods.WeightDecay(),
     "isometry loss": lambda: methods.IsometryLoss(),
     "injection": lambda: methods.PlasticityInjection(),
@@ -58,13 +59,13 @@ MAKERS = {
     "rewarm": lambda: methods.Rewarm(),
     "compose": lambda: methods.Compose([methods.Rescale(), methods.AdamRel()]),
 }
-NEURONS = {"redo", "cbp", "snr", "regrama"}
+NEURONS = {"redo", "revive", "cbp", "snr", "regrama"}
 # nanoGPT-style code draws in __init__ only, and a tied head cannot be reset without its embedding.
 REFUSED = {
     ("head reset", "nanogpt"): "tied",
     ("head reset", "gpt2"): "tied",
-    ("norm reset", "mlp"): "no normalisation layer",
-    ("norm reset", "lstm"): "no normalisation layer",
+    ("norm reset", "mlp"): "no normalization layer",
+    ("norm reset", "lstm"): "no normalization layer",
     **{("start norm", name): "no norm is free" for name in MODELS if name != "resnet"},
     **{(name, "lstm"): "feed back into its own gates" for name in NEURONS},
 }

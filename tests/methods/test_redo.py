@@ -137,7 +137,7 @@ def test_state_continues():
 
 @pytest.mark.parametrize("make", [ReDo, ReGraMa, ContinualBackprop, SelfNormalizedReset])
 def test_new_weights_come_from_the_factory_where_there_is_one(make):
-    """A network that initialises itself is redrawn as it was made, not as torch would."""
+    """A network that initializes itself is redrawn as it was made, not as torch would."""
 
     def fresh():
         model = nn.Sequential(nn.Linear(50, 40), nn.ReLU(), nn.Linear(40, 2))

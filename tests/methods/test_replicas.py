@@ -1,18 +1,22 @@
 """Two real processes with DDP: whatever a method saw or drew, the replicas stay equal and training goes on."""
 
 import copy
+import os
 import subprocess
 import sys
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
+from stacked_models import CASES
 from torch import distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from rekindle import methods
-from rekindle.methods.call import Call, replicated
+from rekindle.methods.call import Call
+from rekindle.sharding.replicas import replicated
 
 
 def net():
@@ -46,9 +50,10 @@ METHODS = {
     "upgd": lambda rank: methods.UPGD(seed=rank),
     "hare": lambda rank: methods.HareTortoise(momentum=0.5),
     "l2 init": lambda rank: methods.L2Init(0.1, decoupled=True),
-    "spectral": lambda rank: methods.SpectralRegulariser(0.1, decoupled=True),
+    "spectral": lambda rank: methods.SpectralRegularizer(0.1, decoupled=True),
     "nap": lambda rank: methods.NormalizeAndProject(),
     "head reset": lambda rank: methods.HeadReset(seed=rank),
+    "revive": lambda rank: methods.Revive(tau=0.6, seed=rank),
 }
 
 
@@ -117,6 +122,24 @@ def together(rank):
     return same and close and bool(receipt.records)
 
 
+def revived(name, rank):
+    """Experts and codes that no rank uses, each rank with examples of its own: replicas and their buffers are equal."""
+    case = CASES[name]()
+    case.kill(case.model)
+    trained = [p for p in case.model.parameters() if p.requires_grad]
+    model = DistributedDataParallel(case.model) if trained else case.model
+    adam = torch.optim.Adam(trained) if trained else None
+    batch = case.batch + rank
+    with replicated():
+        receipt = methods.Revive(tau=None, seed=rank)(model, adam, batches=[batch])
+    tensors = torch.cat([t.detach().double().flatten() for t in case.model.state_dict().values()])
+    first = tensors.clone()
+    dist.broadcast(first, src=0)
+    worst = (tensors - first).abs().max()
+    dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+    return worst.item() if receipt.records else float("inf")
+
+
 def injection():
     model = DistributedDataParallel(net())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -151,6 +174,7 @@ def worker(rank, results):
     for name in ("cbp", "snr"):
         found[f"{name} bare"] = bare(name, rank)
     found["as one"] = together(rank)
+    found["revived experts"], found["revived codes"] = revived("switch", rank), revived("quantizer ema", rank)
     found["injection"] = injection()
     found["rewrapped"] = rewrapped(rank)
     torch.save(found, f"{results}/{rank}.pt")
@@ -161,7 +185,10 @@ def worker(rank, results):
 def found(tmp_path_factory):
     results = tmp_path_factory.mktemp("replicas")
     command = [sys.executable, __file__, str(results)]
-    ranks = [subprocess.Popen([*command, str(rank)], stderr=subprocess.PIPE, text=True) for rank in range(2)]
+    tests = Path(__file__).parents[1]
+    paths = os.pathsep.join([str(tests), str(tests / "support"), os.environ.get("PYTHONPATH", "")])
+    place = {**os.environ, "PYTHONPATH": paths}
+    ranks = [subprocess.Popen([*command, str(rank)], stderr=subprocess.PIPE, text=True, env=place) for rank in range(2)]
     errors = [rank.communicate(timeout=240)[1] for rank in ranks]
     # Not by exit codes: torch 2.13 sometimes aborts while it takes down gloo's threads, after all work (docs/LOG.md).
     assert all((results / f"{rank}.pt").exists() for rank in range(2)), "\n".join(errors)
@@ -188,7 +215,7 @@ def test_injection_refuses_inside_the_wrapper_and_names_the_way_out(found):
 def test_without_replicas_everything_is_local():
     call = Call(net())
     values = [torch.ones(2), torch.zeros(1)]
-    assert call.replicas is None
+    assert call.replicas.size == 1
     assert all(a is b for a, b in zip(call.total(values), values, strict=True))
     assert all(a is b for a, b in zip(call.mean(values), values, strict=True))
 

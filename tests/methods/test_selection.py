@@ -74,7 +74,7 @@ CHANGING = {
     "l2 init": lambda: methods.L2Init(0.1, decoupled=True, targets="query"),
     "weight decay": lambda: methods.WeightDecay(0.1, targets="query"),
     "rescale": lambda: methods.Rescale(targets="query"),
-    "spectral": lambda: methods.SpectralRegulariser(0.1, decoupled=True, targets="query"),
+    "spectral": lambda: methods.SpectralRegularizer(0.1, decoupled=True, targets="query"),
     "parseval": lambda: methods.Parseval(0.1, decoupled=True, norms=True, targets="query"),
     "isometry loss": lambda: methods.IsometryLoss(0.1, decoupled=True, targets="query"),
 }
@@ -139,18 +139,18 @@ def test_upgd_gates_the_part_and_leaves_the_rest_to_the_optimizer(make):
         torch.testing.assert_close(mine[name], theirs[name])
 
 
-def test_the_spectral_regulariser_takes_the_biases_and_norms_of_its_targets():
+def test_the_spectral_regularizer_takes_the_biases_and_norms_of_its_targets():
     model = net()
-    term = methods.SpectralRegulariser(1.0, targets="head").loss_term(model)
+    term = methods.SpectralRegularizer(1.0, targets="head").loss_term(model)
     term.backward()
     assert {n for n, p in model.named_parameters() if p.grad is not None} == {"head.weight", "head.bias"}
     model = net()
-    methods.SpectralRegulariser(1.0, targets="query").loss_term(model).backward()
+    methods.SpectralRegularizer(1.0, targets="query").loss_term(model).backward()
     bias = model.attention.in_proj_bias.grad
     assert bias[:WIDTH].abs().min() > 0
     assert bias[WIDTH:].abs().max() == 0
     model = net()
-    methods.SpectralRegulariser(1.0).loss_term(model).backward()
+    methods.SpectralRegularizer(1.0).loss_term(model).backward()
     assert all(p.grad is not None for p in model.parameters())
 
 
@@ -211,7 +211,7 @@ EVERY = {
     "snr": lambda: methods.SelfNormalizedReset(first_threshold=1),
     "l2 init": lambda: methods.L2Init(decoupled=True),
     "parseval": lambda: methods.Parseval(decoupled=True),
-    "spectral": lambda: methods.SpectralRegulariser(decoupled=True),
+    "spectral": lambda: methods.SpectralRegularizer(decoupled=True),
     "weight decay": methods.WeightDecay,
     "isometry loss": lambda: methods.IsometryLoss(decoupled=True),
     "weight clip": lambda: methods.WeightClip(0.1),

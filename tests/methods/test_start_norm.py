@@ -117,7 +117,7 @@ def test_each_channel_by_itself_where_its_norm_is_free(training: bool) -> None:
 
 
 class OwnNorm(nn.Module):
-    """A normalisation of somebody's own, with statistics and without an ε."""
+    """A normalization of somebody's own, with statistics and without an ε."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ class OwnNorm(nn.Module):
         (lambda bias: nn.Linear(6, 4, bias=bias), nn.BatchNorm1d(4, eps=EPS), (16, 6)),
     ],
 )
-def test_a_normalisation_of_another_axis_is_not_one_of_channels(
+def test_a_normalization_of_another_axis_is_not_one_of_channels(
     per: Any, bias: bool, layer: Any, behind: nn.Module, shape: tuple[int, ...]
 ) -> None:
     torch.manual_seed(0)

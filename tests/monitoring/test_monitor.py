@@ -118,7 +118,36 @@ def test_weights_can_be_looked_at_less_often() -> None:
     with Monitor(net, optimizer, every=1, weights_every=2) as monitor:
         for seed in range(4):
             step(net, optimizer, seed)
-    assert [bool(sample.health.weights) for sample in monitor.history] == [True, False, True, False]
+    slow = ("weights/0.weight/norm", "units/0/feature_rank", "units/0/rank_limit", "feature_rank_worst", "weight_norm")
+    flats = [sample.flat() for sample in monitor.history]
+    for name in slow:  # stand as they were
+        values = [flat[name] for flat in flats]
+        assert values[0] == values[1] and values[2] == values[3]
+    assert flats[0]["weight_norm"] != flats[2]["weight_norm"]
+    assert len({flat["units/0/usage"] for flat in flats}) > 2
+    assert flats[2].keys() == flats[3].keys()
+    about = [sample.health.about for sample in monitor.history]
+    assert about[0] == about[1]
+
+
+def test_a_weight_that_broke_stays_broken_until_it_is_measured_again() -> None:
+    net, optimizer = build()
+    with torch.no_grad():
+        net[4].weight[0, 0] = torch.nan
+    with Monitor(net, optimizer, every=1, weights_every=2) as monitor:
+        for seed in range(2):
+            step(net, optimizer, seed)
+    assert all("4.weight" in sample.health.broken for sample in monitor.history)
+
+
+def test_hooks_are_there_only_around_the_step_that_is_sampled() -> None:
+    net, optimizer = build()
+    counts = []
+    with Monitor(net, optimizer, every=4):
+        for seed in range(9):
+            step(net, optimizer, seed)
+            counts.append(hooks(net, optimizer))
+    assert counts == [1, 1, 3, 1, 1, 1, 3, 1, 1]
 
 
 def test_sinks_get_every_sample() -> None:

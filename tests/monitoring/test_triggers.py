@@ -12,7 +12,8 @@ from torch import nn
 from rekindle.diagnosis.examination import health
 from rekindle.monitoring.monitor import Monitor
 from rekindle.monitoring.schedules import Firing, Schedule
-from rekindle.monitoring.triggers import (
+from rekindle.projection.receipt import Receipt
+from rekindle.triggers import (
     AllOf,
     AnyOf,
     AtBoundary,
@@ -25,7 +26,6 @@ from rekindle.monitoring.triggers import (
     Trigger,
     VerdictIs,
 )
-from rekindle.projection.receipt import Receipt
 
 
 def fired(trigger: Trigger, rows: list[dict[str, Any]]) -> list[int]:
@@ -269,3 +269,12 @@ class TestMetricsOfASchedule:
     def test_anything_else_is_an_error_that_says_what_to_pass(self) -> None:
         with pytest.raises(TypeError, match="metrics is a dict, a Health"):
             Schedule(self.method, Every(1)).step(nn.Linear(2, 2), None, 0.5)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "written",
+    ["AtBoundary()", "Every(5, cooldown=3)", "Plateau(2, key='x')", "AllOf(Every(3), RankBelow(0.2, most=1))"],
+)
+def test_a_trigger_prints_as_it_is_written(written: str) -> None:
+    trigger = eval(written)
+    assert repr(trigger) == written == repr(copy.deepcopy(trigger))

@@ -155,7 +155,7 @@ def test_muon_variants_are_known() -> None:
             assert torch.equal(weight, new_weight)
 
 
-def test_single_rows_of_quantised_state_are_refused() -> None:
+def test_single_rows_of_quantized_state_are_refused() -> None:
     optimizer, a, _, _ = trained(("bitsandbytes.optim", "AdamW8bit", SMALL))
     with pytest.raises(ValueError, match="single neurons cannot be reset"):
         reset_rows(optimizer, a, rows=[0], name="a")

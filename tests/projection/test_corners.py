@@ -42,13 +42,12 @@ class TestSurroundings:
     def test_a_default_device_of_another_kind_does_no_harm(self) -> None:
         plain, other = mlp(), mlp()
         fire(plain, biases="zero")
-        before = torch.get_default_device()
         torch.set_default_device("meta")
         try:
             fire(other, biases="zero")
             assert torch.get_default_device() == torch.device("meta")
         finally:
-            torch.set_default_device(before)
+            torch.set_default_device(None)  # a device would leave its mode behind
         assert same(state_of(plain), state_of(other))
 
     def test_forward_passes_keep_the_callers_default_device(self) -> None:
@@ -128,7 +127,7 @@ class TestReceipt:
         assert fire(mlp()).outputs_moved is None
 
 
-def test_a_parametrised_weight_is_solved_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_parametrized_weight_is_solved_once(monkeypatch: pytest.MonkeyPatch) -> None:
     import rekindle.projection.execution as execution
 
     real, sizes = execution.solve, []

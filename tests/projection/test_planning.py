@@ -226,16 +226,16 @@ def test_entries_know_their_scale() -> None:
     assert PlanEntry.from_dict(json.loads(json.dumps(entry.to_dict()))) == entry
 
 
-def test_weights_before_a_normalisation_are_counted() -> None:
+def test_weights_before_a_normalization_are_counted() -> None:
     model = nn.Sequential(
         nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.Flatten(), nn.Linear(4, 2)
     )
     found = plan(model)
     assert {e.name: e.norm for e in found.selected} == {"0.weight": "1", "3.weight": ""}
-    assert "1 of the 2 have a normalisation right behind them" in " ".join(str(found).split())
+    assert "1 of the 2 have a normalization right behind them" in " ".join(str(found).split())
     assert Plan.from_dict(found.to_dict()) == found
     old = found.to_dict()
     for entry in old["entries"]:
         del entry["norm"]  # a plan that was saved before
     assert Plan.from_dict(old).selected[0].norm == ""
-    assert "normalisation right behind" not in str(plan(model, measure="none"))
+    assert "normalization right behind" not in str(plan(model, measure="none"))

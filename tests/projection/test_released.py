@@ -13,7 +13,7 @@ from rekindle.projection.firing import fire
 
 
 def recipe(w: Tensor, steps: int) -> Tensor:
-    """Frobenius normalisation and cubic Newton–Schulz steps, on the transpose where in > out."""
+    """Frobenius normalization and cubic Newton–Schulz steps, on the transpose where in > out."""
     x = w / w.norm()
     wide = w.shape[1] > w.shape[0]
     x = x.T if wide else x

@@ -52,7 +52,7 @@ def test_numbers_and_fan_in(out: int, in_: int, factor: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spec", "initialise"),
+    ("spec", "initialize"),
     [
         ("init:kaiming", lambda w: nn.init.kaiming_normal_(w)),
         ("init:kaiming(1)", lambda w: nn.init.kaiming_normal_(w, nonlinearity="linear")),
@@ -67,12 +67,12 @@ def test_numbers_and_fan_in(out: int, in_: int, factor: float) -> None:
 )
 @pytest.mark.parametrize("shape", [(160, 90), (90, 160), (64, 48, 3, 3), (48, 64, 3, 3)])
 def test_an_isometry_at_an_init_scale_has_the_variance_of_that_scheme(
-    spec: str, initialise: object, shape: tuple[int, ...]
+    spec: str, initialize: object, shape: tuple[int, ...]
 ) -> None:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         weight = torch.empty(shape)
-        initialise(weight)  # type: ignore[operator]
+        initialize(weight)  # type: ignore[operator]
     block = matrices("out in")(shape)[0] if len(shape) == 2 else conv(shape[0], shape[1], 3)
     scale = Scale.parse(spec).known(block)
     assert scale is not None
@@ -93,7 +93,7 @@ def test_depth_shrinks_what_writes_to_the_residual_stream(role: str) -> None:
 @given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 3), st.integers(0, 9))
 @settings(max_examples=40, deadline=None)
 def test_measured_scales_per_matrix(out: int, in_: int, count: int, seed: int) -> None:
-    """nearest minimises ‖W − sQ‖_F, norm keeps ‖W‖_F, reference takes ‖W₀‖_F."""
+    """nearest minimizes ‖W − sQ‖_F, norm keeps ‖W‖_F, reference takes ‖W₀‖_F."""
     generator = torch.Generator().manual_seed(seed)
     w = torch.randn(count, out, in_, generator=generator, dtype=torch.float64)
     start = torch.randn(count, out, in_, generator=generator, dtype=torch.float64)

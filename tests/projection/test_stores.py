@@ -1,4 +1,4 @@
-"""A change drags along the right things: optimizer slots, gradients, biases, mirrors, parametrisations."""
+"""A change drags along the right things: optimizer slots, gradients, biases, mirrors, parametrizations."""
 
 from __future__ import annotations
 

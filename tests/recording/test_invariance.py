@@ -1,4 +1,4 @@
-"""Layers with a normalisation behind them: found by tracing, and checked by scaling their weight."""
+"""Layers with a normalization behind them: found by tracing, and checked by scaling their weight."""
 
 from __future__ import annotations
 

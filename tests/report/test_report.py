@@ -197,7 +197,7 @@ def test_layers_are_laid_out_by_depth(names: list[str], columns: int, lines: int
 @pytest.mark.parametrize(
     ("value", "worse", "shade"), [(0.001, "high", 0), (1.5, "high", 5), (99.0, "high", 8), (99.0, "low", 0)]
 )
-def test_the_worse_the_stronger_the_colour(value: float, worse: str, shade: int) -> None:
+def test_the_worse_the_stronger_the_color(value: float, worse: str, shade: int) -> None:
     drawn = charts.heat_map("x", [view.BlockRow("a.0.w")], {"a.0.w": value}, charts.DFI_BOUNDS, worse)
     assert f'<rect class="q{shade}"' in drawn
 

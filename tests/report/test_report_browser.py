@@ -196,8 +196,8 @@ def test_a_cell_of_the_heat_map_leads_to_its_layer(page: Driver) -> None:
 
 
 def brightness(page: Driver) -> float:
-    colour = page.execute_script("return getComputedStyle(document.body).backgroundColor")
-    return sum(int(part) for part in colour.strip("rgb()").split(",")) / 3
+    color = page.execute_script("return getComputedStyle(document.body).backgroundColor")
+    return sum(int(part) for part in color.strip("rgb()").split(",")) / 3
 
 
 def test_dark_mode_follows_the_system_and_the_button(page: Driver) -> None:

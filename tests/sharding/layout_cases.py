@@ -181,8 +181,8 @@ def case_fsdp1_is_refused_and_works_when_summoned() -> None:
             assert torch.allclose(a, b, atol=1e-5)
 
 
-def case_a_parametrised_sharded_weight_is_skipped_with_the_reason() -> None:
+def case_a_parametrized_sharded_weight_is_skipped_with_the_reason() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(6, 6)), nn.Linear(6, 6), nn.Linear(6, 2))
     plan = rekindle.plan(fully_shard(model, mesh=world_mesh()))
-    assert "parametrised and sharded" in next(e.reason for e in plan.entries if e.name == "0.weight")
+    assert "parametrized and sharded" in next(e.reason for e in plan.entries if e.name == "0.weight")

@@ -6,7 +6,7 @@ import ast
 import copy
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from types import FrameType
@@ -89,19 +89,34 @@ def _is_with(file: str, number: int) -> bool:
 
 
 class Before:
-    """A copy of everything that a method may touch."""
+    """A copy of everything that a method may touch.
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self.model, self.optimizer = model, optimizer
-        self._tensors = _tensors(model)
-        self._slots = _slots(model, optimizer)
+    mirrors: networks that follow the model. others: what else may change, by the name that a receipt gives it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *optimizers: torch.optim.Optimizer,
+        mirrors: Sequence[nn.Module] = (),
+        others: Callable[[], dict[str, Any]] = dict,
+    ) -> None:
+        self.model, self.optimizers, self.mirrors, self._others = model, optimizers, mirrors, others
+        self._held = self._everything()
         self._around = self._surroundings()
 
     def differences(self) -> set[str]:
         """Names of parameters, buffers and slots whose value differs now."""
-        now = {**_tensors(self.model), **_slots(self.model, self.optimizer)}
-        old = {**self._tensors, **self._slots}
+        now, old = self._everything(), self._held
         return {name for name in old.keys() | now.keys() if not _equal(old.get(name), now.get(name))}
+
+    def _everything(self) -> dict[str, Any]:
+        held = {**_tensors(self.model), **copy.deepcopy(self._others())}
+        for number, mirror in enumerate(self.mirrors):
+            held |= {f"mirror {number}: {name}": value for name, value in _tensors(mirror).items()}
+        for optimizer in self.optimizers:
+            held |= _slots(self.model, optimizer)
+        return held
 
     def surroundings_differ(self, written: set[str]) -> list[str]:
         """What else differs: modes, gradients of parameters that were not written, random states, hooks, flags."""
@@ -118,7 +133,7 @@ class Before:
         for name, parameter in self.model.named_parameters():
             held[f"gradient of {name}"] = None if parameter.grad is None else parameter.grad.clone()
             held[f"trained {name}"] = parameter.requires_grad
-        held["optimizer hooks"] = len(self.optimizer._optimizer_step_post_hooks)
+        held["optimizer hooks"] = [len(each._optimizer_step_post_hooks) for each in self.optimizers]
         return held
 
 
@@ -137,7 +152,7 @@ def judged(error: BaseException | None, before: Before, *, whole: bool) -> str |
         equal = {name for name in said - written if not name.startswith("mirror ")}
         if equal:
             return f"named, and they do not differ: {sorted(equal)[:4]}"
-        if not said:
+        if not said and "everything was put back" not in str(error):
             return "a MethodError that names nothing"
     elif written:
         return f"{type(error).__name__} without a receipt, and {sorted(written)[:4]} differ"

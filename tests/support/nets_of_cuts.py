@@ -775,3 +775,28 @@ class WholeNormOfGroups(nn.Module):
         y = self.c(x).view(3, 2, 4)
         y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + 1e-6)
         return self.out(y.flatten(1).relu())
+
+
+class ChannelNorm(nn.Module):
+    """A norm whose gain has four axes."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.g = nn.Parameter(torch.full((1, width, 1, 1), 0.7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.normalize(x, dim=1) * self.g * x.shape[1] ** 0.5
+
+
+@case(lambda: {"x": noise(2, 4, 6, 6)(), "time": noise(2, 8)()}, heads="last", cuts={"mlp": (12, 12)})
+class ScaledByTime(nn.Module):
+    """A diffusion block: a time embedding scales and shifts what a norm with four axes has made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp, self.conv, self.last = nn.Linear(8, 24), nn.Conv2d(4, 12, 3), nn.Conv2d(12, 3, 1)
+        self.norm = ChannelNorm(12)
+
+    def forward(self, x: Tensor, time: Tensor) -> Tensor:
+        scale, shift = self.mlp(time.sigmoid())[:, :, None, None].chunk(2, 1)
+        return self.last(F.silu(self.norm(self.conv(x)) * (scale + 1) + shift))

@@ -2,13 +2,14 @@
 
 May import everything up to `methods`. `probing` is the verb `probe`, `advising` the verb `advise`, `advised` a method
 that applies the advice, `keeping` the Keeper for long runs; `tasks` says what a probe learns, `candidates` what is
-tried, `trials` tries it, `executors` says where, `judging` decides with `intervals`, `progress` says how far
-it is. Start reading at `probing.probe`.
+tried, `trials` tries it on `copies`, `together` many at once (`stacking`), `executors` says where; `racing` drops who
+is behind, `judging` decides with `intervals`, `progress` says how far it is. Start reading at `probing.probe`.
 """
 
 from rekindle.advice.advised import Advised
 from rekindle.advice.advising import Advice, advise
 from rekindle.advice.keeping import Keeper
 from rekindle.advice.probing import ProbeResult, probe
+from rekindle.diagnosis.agreement import conclusion
 
-__all__ = ["Advice", "Advised", "Keeper", "ProbeResult", "advise", "probe"]
+__all__ = ["Advice", "Advised", "Keeper", "ProbeResult", "advise", "conclusion", "probe"]

@@ -13,7 +13,7 @@ from torch import nn
 
 from rekindle.advice.advising import Advice, advise
 from rekindle.advice.candidates import acting_at_once
-from rekindle.advice.trials import optimizers_like, twins
+from rekindle.advice.copies import optimizers_like, twins
 from rekindle.isolation import random_states_kept
 from rekindle.methods.call import Call
 from rekindle.methods.remedy import Remedy
@@ -72,7 +72,7 @@ class Advised(Remedy):
 
     def apply(self, call: Call) -> Receipt:
         """Call `advise`, and apply its choice."""
-        if call.replicas is not None:
+        if call.replicas.size > 1:
             raise ValueError(
                 "Advised decides by trials, which differ from process to process: give it to rekindle.attach or to a "
                 "trainer's callback, which let the first process decide for all"

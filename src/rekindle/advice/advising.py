@@ -1,44 +1,41 @@
 """advise(): which remedy, for this model and this data? Candidates are tried on copies, and the best is named.
 
-Trials share their seeds, so candidates are compared pairwise. All run for a quarter of the horizon; then, if the time
-is short, those that are clearly behind are dropped, and the rest goes on to a half and to the whole. Short horizons are
-misleading, so nothing is dropped earlier, or without need, and ranks are shown for each horizon.
+Trials share their seeds and batches, so candidates are compared pairwise, in a race (`racing`).
 """
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice
+from statistics import median
 from time import perf_counter
 from typing import Any
 
 from torch import nn
 
 from rekindle.advice.candidates import NOTHING, Candidate, to_try
-from rekindle.advice.executors import Triable, TrialExecutor, executor
-from rekindle.advice.intervals import Interval, mean_interval
+from rekindle.advice.executors import Triable, executor
+from rekindle.advice.intervals import Interval
 from rekindle.advice.judging import (
-    HORIZONS,
     Answer,
     Measure,
     Row,
     decide,
-    levels,
     lost,
-    ranked,
     risen,
     row,
     sentence,
     typical_spread,
     unlearned,
 )
-from rekindle.advice.progress import Progress
-from rekindle.advice.tasks import default_loss, instead
-from rekindle.advice.trials import JUDGED, SHOWN, Judge, Question, Rate, Trace, shown, spread_out
+from rekindle.advice.progress import seconds_of
+from rekindle.advice.racing import Race
+from rekindle.advice.tasks import default_loss, same_words
+from rekindle.advice.trials import JUDGED, SHOWN, Judge, Question, Rate, shown, spread_out
 from rekindle.blocks.names import unwrapped
+from rekindle.diagnosis.agreement import STANDING
 from rekindle.isolation import Batch, Loss, check_asked, check_loss, gradients_kept, random_states_kept
 from rekindle.methods.learning_rate import LearningRate, Rewarm
 from rekindle.methods.remedy import moments
@@ -47,16 +44,13 @@ from rekindle.projection.receipt import Receipt
 from rekindle.sharding.team import refuse_shards
 from rekindle.tables import table, terminal_width
 
-_FIRST_STEPS = 4  # at least, of a first round
-_LEAST = 20  # steps of the shortest horizon
-_LOOKS = 16  # at the clock, and at held-out data, per horizon
-
 
 @dataclass(frozen=True)
 class Advice:
     """What was found. `choice` is the method to apply, None for doing nothing; prints as a table.
 
-    `passes` is the horizon in passes over the new data; `price` what all trials cost, in trainings of that length.
+    `passes` is the horizon in passes over the new data; `price` the time that it all took, in trainings of one network
+    over the horizon.
     """
 
     answer: Answer
@@ -154,12 +148,12 @@ class Advice:
             reached += f" (the horizon = {self.passes:.1f} passes over your data)"
         at_first = "; right after, old: change of the loss; drift: of the function (KL)" if at_once else ""
         notes = [
-            f"{reached}, {self.seeds} seeds, {self.seconds:.0f} s, as much training as {self.price:.1f} horizons;",
+            f"{reached}, {self.seeds} seeds, {self.seconds:.0f} s, as long as {self.price:.1f} trainings of one;",
             f"{self.measure}: on {self.judged_on}, mean over the last quarter of the steps;",
             f"ranks: at a quarter, a half and the whole{at_first}; [95% intervals]",
         ]
         notes += ["expected: the curve's line in log(step) at the whole horizon ± the error of the fit"] * short
-        return "\n".join([self.sentence, self.call, "", *shown, "", *notes])
+        return "\n".join([self.sentence, self.call, "", *shown, "", *notes, STANDING["advise"]])
 
 
 def _around(value: float, interval: Interval, sign: str = "+") -> str:
@@ -170,7 +164,7 @@ def _around(value: float, interval: Interval, sign: str = "+") -> str:
     return f"{value:{sign}.3g}" + (f" [{low:{sign}.2g}, {high:{sign}.2g}]" if math.isfinite(low + high) else "")
 
 
-@instead(batches="new_batches", seconds="budget")
+@same_words
 def advise(
     model: nn.Module,
     new_batches: Iterable[Batch] | None = None,
@@ -201,7 +195,7 @@ def advise(
     tasks: several lists of batches instead of new_batches, learned one after the other with the remedy at the
         beginning of each; candidates are judged on the last, so that a remedy that stops helping is seen.
     held_out: batches of the new data that the model has never seen and that are not trained on: candidates are then
-        judged by the loss on these (what generalises) instead of the loss while learning (what fits). `judge(model,
+        judged by the loss on these (what generalizes) instead of the loss while learning (what fits). `judge(model,
         batch)` is another number to judge them by, less is better: the share of wrong answers, where that counts.
     loss: `loss(model, batch)`; without it cross entropy of (inputs, labels), or the model's own `.loss`.
     schedule, clip: as training will be: the factor of the learning rate by the share of the training that has passed
@@ -301,7 +295,7 @@ def compared(
         raise ValueError(f"otherwise={otherwise!r} is none of the candidates: {', '.join(known)}")
     where = executor(question, tried, seeds, on=on, workers=workers)
     try:
-        race = _Race(where, tried, seeds, *until, progress, question.first_steps, otherwise or NOTHING)
+        race = Race(where, tried, seeds, until, progress, question.first_steps, otherwise or NOTHING, measure)
         horizon = race.to_the_end(steps)
     finally:
         where.close()
@@ -311,7 +305,7 @@ def compared(
         for one in tried
     ]
     rows.sort(key=lambda each: (each.error is not None, -each.share, each.level))
-    waiting = unlearned([each for each in rows if each.name in race.running], nothing, measure)
+    waiting = unlearned(race.traces, race.running, measure)
     answer, name = decide(rows, race.running, race.steps, horizon, otherwise or NOTHING, waiting=bool(waiting))
     if (
         waiting
@@ -335,142 +329,7 @@ def compared(
         *(answer, said, method, tuple(rows), race.steps, horizon, len(seeds), perf_counter() - until[0], judged_on),
         measure=measure,
         passes=horizon / batches if batches else None,
-        price=sum(trace.steps for traces in race.traces.values() for trace in traces) / horizon,
+        price=(perf_counter() - until[0]) / (horizon * median(trace.pace for trace in nothing)),
         candidates=tuple(tried),
         tried_with=tried_with,
     )
-
-
-def seconds_of(budget: float | str) -> float:
-    """A budget in seconds.
-
-    >>> seconds_of("2m"), seconds_of("1.5h"), seconds_of(30)
-    (120.0, 5400.0, 30.0)
-    """
-    found = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([smh]?)\s*", str(budget))
-    if not found or float(found[1]) <= 0:
-        raise ValueError(f'budget={budget!r} is not a time: give seconds, or a text such as "90s", "2m", "1h"')
-    return float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[found[2]]
-
-
-class _Race:
-    """All trials, advanced together from horizon to horizon."""
-
-    def __init__(
-        self,
-        where: TrialExecutor,
-        candidates: Sequence[Candidate],
-        seeds: Sequence[int],
-        began: float,
-        seconds: float,
-        progress: bool | None,
-        first_steps: int,
-        otherwise: str,
-    ) -> None:
-        self._first_steps, self._otherwise = first_steps, otherwise
-        self._where, self._seconds, self._end = where, seconds, began + seconds
-        self._seeds = len(seeds)
-        self._progress = Progress(progress)
-        self.names = [candidate.name for candidate in candidates]
-        self.traces: dict[str, list[Trace]] = {}
-        self.running = list(self.names)
-        self.ranks: dict[str, list[int]] = {name: [] for name in self.names}
-        self.steps = 0
-        self._horizon = math.inf
-        self._rounds: list[tuple[int, float]] = []  # steps and seconds
-        self._per_step = 0.0  # of all that are running, as the last rounds were
-
-    def to_the_end(self, steps: int | None) -> int:
-        """Advance to each horizon in turn, dropping candidates in between; the horizon in steps."""
-        self._horizon = max(steps, _LEAST) if steps else math.inf
-        self._begin()
-        first = min(self._first_steps, self._horizon - 1)
-        while self.steps <= first and perf_counter() < self._end:
-            piece = max(1, min(_FIRST_STEPS, first), min(first // _LOOKS, self.steps))
-            self._advance(int(min(piece, first + 1 - self.steps)))
-        # All go to a quarter, about half of them to a half, a quarter of them to the end.
-        allowed = int((self._end - perf_counter()) / max(self._per_step, 1e-9) / (0.25 + 0.125 + 0.125))
-        self._horizon = horizon = max(steps or allowed, _LEAST)
-        for share in HORIZONS:
-            goal = round(share * horizon)
-            while self.steps < goal and self._advance_in_time(goal, horizon):
-                self._say(horizon)
-            for name, rank in ranked(self.traces, self.running, horizon).items():
-                self.ranks[name].append(rank)
-            if self.steps < goal:
-                break
-            if share < 1 and not self._in_time(horizon):
-                self._drop()
-        self._progress.close()
-        # If no horizon was given, it is what was reached: fewer candidates were dropped than expected.
-        return horizon if steps is not None else max(self.steps, _LEAST)
-
-    def _begin(self) -> None:
-        """The first step, in which the remedies are applied. Who has not begun when the time is over is not tried.
-
-        Doing nothing and what is chosen where trials cannot tell begin in any case.
-        """
-        began, first = perf_counter(), dict.fromkeys([NOTHING, self._otherwise])
-        waiting = [name for name in self.names if name not in first]
-        self.running = self._tried(list(first), 1)
-        together = max(1, -(-self._where.workers // self._seeds))
-        while waiting:
-            turn, waiting = waiting[:together], waiting[together:]
-            if perf_counter() < self._end:
-                self.running += self._tried(turn, 1)
-                continue
-            for name in turn:
-                self.traces[name] = [Trace(error="the budget was over before its turn")] * self._seeds
-        self.steps, self._per_step = 1, perf_counter() - began
-        self._rounds.append((1, self._per_step))
-
-    def _in_time(self, horizon: int) -> bool:
-        """Whether all that still run can go to the end in the time that is left: then nobody need be dropped."""
-        return perf_counter() + (horizon - self.steps) * self._per_step < self._end
-
-    def _advance_in_time(self, goal: int, horizon: int) -> bool:
-        """One round of a sixteenth of the horizon or of the time; False if that time is not left."""
-        fitting = int(self._seconds / _LOOKS / max(self._per_step, 1e-9))
-        steps = max(min(goal - self.steps, horizon // _LOOKS, fitting), 1)
-        if perf_counter() + steps * self._per_step > self._end:
-            return False
-        self._advance(steps)
-        return True
-
-    def _advance(self, steps: int) -> None:
-        began = perf_counter()
-        self.running = self._tried(self.running, steps)
-        self.steps += steps
-        self._rounds.append((steps, perf_counter() - began))
-        # An on-policy agent trains after many steps: the time of a step is that over as many.
-        taken, passed = 0, 0.0
-        for count, seconds in reversed(self._rounds):
-            taken, passed = taken + count, passed + seconds
-            if taken >= self._first_steps:
-                break
-        self._per_step = passed / taken
-
-    def _tried(self, names: Sequence[str], steps: int) -> list[str]:
-        """Advance these candidates; those of them that can go on."""
-        numbers = [self.names.index(name) * self._seeds + s for name in names for s in range(self._seeds)]
-        for number, trace in self._where.advance(numbers, steps, self._horizon).items():
-            name, seed = self.names[number // self._seeds], number % self._seeds
-            self.traces.setdefault(name, [Trace() for _ in range(self._seeds)])[seed] = trace
-        return [name for name in names if not any(trace.error for trace in self.traces[name])]
-
-    def _drop(self) -> None:
-        """Drop the worse half; candidates that are not clearly worse than the best stay, and so does doing nothing."""
-        order = sorted(self.running, key=lambda name: self.ranks[name][-1])
-        best = levels(self.traces[order[0]])
-        out = []
-        for name in order[-(-len(order) // 2) :]:
-            own = levels(self.traces[name])
-            _, (low, _) = mean_interval([a - b for a, b in zip(own, best, strict=True)])
-            if name != NOTHING and (low > 0 or not all(map(math.isfinite, own))):
-                out.append(name)
-        self.running = [name for name in self.running if name not in out]
-        self._where.drop([self.names.index(name) * self._seeds + s for name in out for s in range(self._seeds)])
-
-    def _say(self, horizon: int) -> None:
-        text = f"advise: {len(self.running)} candidates, step {self.steps} of {horizon}"
-        self._progress.show(text, self.steps / horizon)

@@ -7,11 +7,14 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
-from typing import Protocol
+from time import perf_counter
+from typing import Any, Protocol
 
 import torch
 
 from rekindle.advice.candidates import Candidate
+from rekindle.advice.stacking import Unstackable
+from rekindle.advice.together import TrialStack, kind_of
 from rekindle.advice.trials import Trace
 from rekindle.engine.cpu import cores, may_fork
 from rekindle.extras import require
@@ -19,6 +22,8 @@ from rekindle.extras import require
 
 class RunningTrial(Protocol):
     """One candidate with one seed, that can pause and continue."""
+
+    trace: Trace
 
     def advance(self, steps: int, horizon: float) -> Trace:
         """Train so many steps more; what it has shown so far."""
@@ -57,22 +62,51 @@ class Trials:
     def __init__(self, question: Triable, candidates: Sequence[Candidate], seeds: Sequence[int]) -> None:
         self._question, self._candidates, self._seeds = question, candidates, seeds
         self._trials: dict[int, RunningTrial] = {}
+        self._stacks: dict[tuple[int, ...], TrialStack] = {}
+
+    @property
+    def count(self) -> int:
+        """How many there are: candidates × seeds, those of one seed one after the other."""
+        return len(self._candidates) * len(self._seeds)
 
     def advance(self, numbers: Iterable[int], steps: int, horizon: float) -> dict[int, Trace]:
         """Advance these trials; what each has shown so far."""
-        found = {}
         for number in numbers:
             if number not in self._trials:
-                candidate, seed = divmod(number, len(self._seeds))
+                seed, candidate = divmod(number, len(self._candidates))
                 self._trials[number] = self._question.trial(self._candidates[candidate], self._seeds[seed])
-            found[number] = self._trials[number].advance(steps, horizon)
-        return found
+        alone = self._together(list(numbers), steps, horizon)
+        for number in alone:
+            began = perf_counter()
+            self._trials[number].advance(steps, horizon)
+            self._trials[number].trace.pace = (perf_counter() - began) / steps
+        return {number: self._trials[number].trace for number in numbers}
+
+    def _together(self, numbers: Sequence[int], steps: int, horizon: float) -> list[int]:
+        """Advance in stacks those that can learn as one; the others."""
+        groups: dict[Any, list[int]] = {}
+        for number in numbers:
+            groups.setdefault(kind_of(self._trials[number]), []).append(number)
+        alone, stacks = groups.pop(None, []), {}
+        for group in map(tuple, groups.values()):
+            try:
+                if len(group) == 1:
+                    raise Unstackable("nothing is like it")
+                members: list[Any] = [self._trials[number] for number in group]
+                stacks[group] = self._stacks.get(group) or TrialStack(members)
+            except Unstackable:
+                alone += group
+        self._stacks = stacks
+        for stack in stacks.values():
+            stack.advance(steps, horizon)
+        return alone
 
     def drop(self, numbers: Iterable[int]) -> None:
         """Forget trials: their copies are freed."""
         for number in numbers:
             if number in self._trials:
                 self._trials.pop(number).close()
+        self._stacks = {}
 
     def close(self) -> None:
         """Forget all."""
@@ -120,7 +154,7 @@ class _Forked:
 
     def __init__(self, trials: Trials, workers: int) -> None:
         context = get_context("fork")
-        self.workers = workers
+        self.workers, self._count = workers, trials.count
         self._pipes, self._processes = [], []
         for _ in range(workers):
             here, there = context.Pipe()
@@ -132,7 +166,8 @@ class _Forked:
 
     def advance(self, numbers: Sequence[int], steps: int, horizon: float) -> dict[int, Trace]:
         for worker, pipe in enumerate(self._pipes):
-            pipe.send(("advance", [n for n in numbers if n % len(self._pipes) == worker], steps, horizon))
+            own = [n for n in numbers if n * self.workers // self._count == worker]
+            pipe.send(("advance", own, steps, horizon))
         found: dict[int, Trace] = {}
         for pipe in self._pipes:
             try:
@@ -196,11 +231,11 @@ class _OnRay:
             self._ray.init(num_cpus=workers, include_dashboard=False, log_to_driver=False)
         actor = self._ray.remote(num_cpus=1)(Trials)
         self._actors = [actor.remote(question, candidates, seeds) for _ in range(workers)]
+        self._count = len(candidates) * len(seeds)
 
     def advance(self, numbers: Sequence[int], steps: int, horizon: float) -> dict[int, Trace]:
-        count = len(self._actors)
         asked = [
-            actor.advance.remote([n for n in numbers if n % count == worker], steps, horizon)
+            actor.advance.remote([n for n in numbers if n * self.workers // self._count == worker], steps, horizon)
             for worker, actor in enumerate(self._actors)
         ]
         return {number: trace for part in self._ray.get(asked) for number, trace in part.items()}

@@ -31,6 +31,21 @@ def mean_interval(values: Sequence[float]) -> tuple[float, Interval]:
     return mean, _around(mean, deviation, len(values), len(values) - 1)
 
 
+def another_interval(values: Sequence[float]) -> tuple[float, Interval]:
+    """The mean, and where one more value lies in 95 % of all cases (the t interval of a prediction).
+
+    A fresh network is one draw too: the one that is probed differs from the mean by as much as any other.
+
+    >>> mean, (low, high) = another_interval([1.0, 2.0, 3.0])
+    >>> mean, round(low, 2), round(high, 2)
+    (2.0, -2.97, 6.97)
+    """
+    mean, deviation = sum(values) / len(values), spread(values)
+    if deviation is None:
+        return mean, (-math.inf, math.inf)
+    return mean, _around(mean, deviation * math.sqrt(len(values) + 1), len(values), len(values) - 1)
+
+
 def shared_interval(values: Sequence[float], typical: float) -> tuple[float, Interval]:
     """The mean and its interval, where `typical` is the spread of other groups like this one.
 

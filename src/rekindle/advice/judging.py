@@ -21,7 +21,7 @@ Measure = Literal["loss", "judged", "return"]
 
 Trials of agents have −return in place of a loss, until `risen`.
 """
-HORIZONS = (0.25, 0.5, 1.0)
+LEAST = 0.25  # of the horizon: earlier nothing is decided
 LEARNED = 0.2  # of the level at the beginning: until a candidate is better by this, none has learned (probe's gain)
 SMALL = 0.02  # of the loss: gains below this are no reason to act
 _WORDS = {"loss": "loss", "judged": "judged value"}
@@ -37,8 +37,8 @@ class Row:
     level − that of nothing over the same steps, pairwise; `expected` the level extrapolated to the whole horizon by a
     line in log(step), with the standard error of that fit. `rise` is the change of the loss on the new data right
     after the remedy, `old_rise` and `old_end` the change on the old data right after it and at the end; `drift` how
-    far the function moved (KL divergence of class scores). `curve` is [step, loss], the mean over seeds. `learned` is
-    the share of its first loss by which the candidate came down, `resets` whether nothing of the old network is left.
+    far the function moved (KL divergence of class scores). `curve` is [step, loss], the mean over seeds.
+    `resets` says whether nothing of the old network is left.
     """
 
     name: str
@@ -60,7 +60,6 @@ class Row:
     drift_interval: Interval = _NONE
     ranks: tuple[int, ...] = ()
     curve: tuple[tuple[int, float], ...] = ()
-    learned: float = math.nan
     resets: bool = False
     error: str | None = None
 
@@ -69,7 +68,7 @@ def levels(traces: Sequence[Trace], steps: int | None = None) -> list[float]:
     """Per seed the mean loss over the last quarter of the first `steps` steps (of the last task, if of several)."""
     found = []
     for trace in traces:
-        end = steps or trace.steps
+        end = trace.steps if steps is None else steps
         curve = [(step, loss) for step, loss in trace.curve() if step <= end] or trace.curve()[:1]
         last = [loss for step, loss in curve if step > (1 - 0.25 / trace.tasks) * end] or [curve[-1][1]]
         found.append(sum(last) / len(last))
@@ -103,12 +102,12 @@ def mean_curve(traces: Sequence[Trace]) -> list[tuple[int, float]]:
     return [(points[0][0], sum(loss for _, loss in points) / len(points)) for points in zip(*curves, strict=True)]
 
 
-def typical_spread(traces: Mapping[str, Sequence[Trace]]) -> float:
-    """How far the differences from doing nothing spread over seeds: the median over the candidates."""
+def typical_spread(traces: Mapping[str, Sequence[Trace]], base: str = NOTHING) -> float:
+    """How far the differences from doing nothing (or another `base`) spread over seeds: the median over candidates."""
     found = []
     for name, own in traces.items():
-        if name != NOTHING and not any(trace.error for trace in own):
-            different = spread(_differences(own, traces[NOTHING]))
+        if name != base and not any(trace.error for trace in own):
+            different = spread(_differences(own, traces[base]))
             if different is not None and math.isfinite(different):
                 found.append(different)
     return median(found) if found else 0.0
@@ -159,29 +158,30 @@ def row(
         drift_interval,
         tuple(ranks),
         tuple(_thinned(curve, stride)),
-        _learned(traces),
         candidate.resets,
     )
 
 
-def unlearned(rows: Sequence[Row], nothing: Sequence[Trace], measure: Measure) -> str:
+def unlearned(traces: Mapping[str, Sequence[Trace]], running: Sequence[str], measure: Measure) -> str:
     """Why it is too early to decide: no candidate has learned, or seeds do not differ; empty where that is not so.
 
-    >>> unlearned([Row("fire", "", level=-21.0)], [Trace(begun=-20.0)], "return")
+    >>> played = {"nothing": [Trace(losses=[-20.0], begun=-20.0)], "fire": [Trace(losses=[-21.0])]}
+    >>> unlearned(played, ["nothing", "fire"], "return")
     'no candidate has learned anything yet, the return began at 20'
-    >>> unlearned([Row("fire", "", level=-30.0)], [Trace(begun=-20.0)], "return")
+    >>> unlearned({**played, "fire": [Trace(losses=[-30.0])]}, ["nothing", "fire"], "return")
     ''
-    >>> unlearned([Row("fire", "", level=2.0, learned=0.03)], [], "loss")
+    >>> unlearned({"nothing": [Trace(losses=[2.0, 1.94])]}, ["nothing"], "loss")
     'no candidate has lowered its loss by 20% (3% at most), so the horizon is too short'
     """
-    tried = [each for each in rows if each.error is None]
+    nothing = traces[NOTHING]
+    reached = {name: levels(traces[name]) for name in running}
     if measure != "return":
         if len(nothing) > 1 and len({tuple(trace.losses) for trace in nothing}) == 1 and nothing[0].losses:
             return "all seeds gave the same run, so there is no interval: give several batches"
-        known = [each.learned for each in tried if not math.isnan(each.learned)]
-        if not known or max(known) >= LEARNED or not all(math.isfinite(each.level) for each in tried):
+        shares = [share for name in running if not math.isnan(share := _learned(traces[name]))]
+        if not shares or max(shares) >= LEARNED or not all(math.isfinite(sum(each)) for each in reached.values()):
             return ""
-        most = f"{LEARNED:.0%} ({max(known):.0%} at most)"
+        most = f"{LEARNED:.0%} ({max(shares):.0%} at most)"
         return f"no candidate has lowered its loss by {most}, so the horizon is too short"
     if any(trace.losses and not math.isfinite(trace.losses[-1]) for trace in nothing):
         return ""
@@ -189,7 +189,7 @@ def unlearned(rows: Sequence[Row], nothing: Sequence[Trace], measure: Measure) -
     if not begins:
         return "no episode of doing nothing has ended"
     begun = sum(begins) / len(begins)
-    if any(each.level < begun - LEARNED * abs(begun) for each in tried):
+    if any(sum(each) / len(each) < begun - LEARNED * abs(begun) for each in reached.values()):
         return ""
     return f"no candidate has learned anything yet, the return began at {0.0 - begun:.3g}"
 
@@ -198,11 +198,13 @@ def lost(rows: Sequence[Row]) -> bool | None:
     """Whether a reset learns better than the network as it is: the test of lost plasticity. None where none was tried.
 
     >>> better = Row("he-reset", "", difference_interval=(-0.4, -0.1), resets=True)
-    >>> lost([better]), lost([replace(better, difference_interval=(-0.1, 0.2))]), lost([])
+    >>> lost([better]), lost([replace(better, difference_interval=(-0.1, 0.2), share=1.0)]), lost([])
     (True, False, None)
     """
     resets = [each for each in rows if each.resets and each.error is None]
-    return any(each.difference_interval[1] < 0 for each in resets) if resets else None
+    if any(each.difference_interval[1] < 0 for each in resets):
+        return True
+    return False if any(each.share >= 0.5 for each in resets) else None  # early on a reset is always behind
 
 
 def decide(
@@ -220,14 +222,14 @@ def decide(
     to be worse than doing nothing at a time when something had been learned.
     """
     alive = [each for each in rows if each.error is None and each.name in running]
-    nothing = next(each for each in alive if each.name == NOTHING)
+    nothing = next(each for each in rows if each.name == NOTHING)
     others = [each for each in rows if each.error is None and each.name != NOTHING]
     if not others:
         return "cannot tell" if any(each.error for each in rows) else "do nothing", NOTHING
     usual = next((each.name for each in alive if each.name == otherwise and each.difference_interval[0] <= 0), NOTHING)
     if waiting:
         return "cannot tell", otherwise if any(each.name == otherwise for each in alive) else NOTHING
-    if steps < round(HORIZONS[0] * horizon):
+    if steps < round(LEAST * horizon):
         return "cannot tell", usual
     if not math.isfinite(nothing.level):
         sound = [each for each in alive if math.isfinite(each.level)]
@@ -300,18 +302,19 @@ def sentence(
     if answer == "do not":
         return "Do not: every remedy that was tried learns worse than the network as it is."
     if answer == "do nothing":
+        kept = "nothing was lost (a reset learns no better), and " if gone is False else ""
         if best is not None and sign * best.difference > 0:
             low, high = sorted(map(abs, best.difference_interval)) if _signed(best) else best.difference_interval
             return (
-                f"Do nothing: the best remedy, {best.name}, has a {what} that is {abs(best.difference):.3g}"
+                f"Do nothing: {kept}the best remedy, {best.name}, has a {what} that is {abs(best.difference):.3g}"
                 f"{_share(best, nothing)} {side} [{low:.3g}, {high:.3g}], and a gain below {SMALL:.0%} is no reason "
                 "to act."
             )
-        return "Do nothing: no remedy learns better than the network as it is."
+        return f"Do nothing: {kept}no remedy learns better than the network as it is."
     if not others:
         return "Cannot tell: no candidate could be tried (the table says why)."
-    if steps < round(HORIZONS[0] * horizon):
-        reason = f"a quarter of the horizon is {round(HORIZONS[0] * horizon)} steps, and earlier orders mislead"
+    if steps < round(LEAST * horizon):
+        reason = f"a quarter of the horizon is {round(LEAST * horizon)} steps, and earlier orders mislead"
     elif waiting:
         reason = waiting
     elif best is not None and sign * best.difference > 0:
@@ -351,9 +354,9 @@ def ranked(traces: Mapping[str, Sequence[Trace]], names: Sequence[str], horizon:
 
 
 def _differences(own: Sequence[Trace], nothing: Sequence[Trace]) -> list[float]:
-    """Per seed the level of a candidate − that of nothing over the same steps."""
-    base = levels(nothing, own[0].steps)
-    return [a - b for a, b in zip(levels(own), base, strict=True)]
+    """Per seed the level of a candidate − that of nothing over the steps that both took."""
+    end = min(own[0].steps, nothing[0].steps)
+    return [a - b for a, b in zip(levels(own, end), levels(nothing, end), strict=True)]
 
 
 def _over_batches(measured: Sequence[Sequence[float]]) -> tuple[float, Interval]:

@@ -25,7 +25,7 @@ from rekindle.advice.trials import shown
 from rekindle.blocks.names import is_sharded, unwrapped
 from rekindle.engine.cpu import cores, may_fork
 from rekindle.isolation import Batch, Loss, check_loss, random_states_kept
-from rekindle.methods.call import Call, replicas
+from rekindle.methods.call import Call
 from rekindle.methods.remedy import Remedy, moments
 from rekindle.monitoring.guard import Guard
 from rekindle.monitoring.monitor import Monitor
@@ -34,6 +34,7 @@ from rekindle.monitoring.sinks import Sink, send
 from rekindle.monitoring.triggers import Metrics, Trigger, VerdictIs
 from rekindle.projection.method import Method
 from rekindle.projection.receipt import Receipt
+from rekindle.sharding.replicas import replicas
 
 SHARE = 0.02
 _OVERRUN = 1.2  # probes and advice keep their time within a fifth
@@ -183,7 +184,7 @@ class Inquiry:
             loss=self.loss,
             optimizer=optimizer,
             fresh=self.fresh,
-            seconds=min(seconds / (_WORTH + 1), _LONGEST) / _OVERRUN,
+            budget=min(seconds / (_WORTH + 1), _LONGEST) / _OVERRUN,
             seeds=self.seeds,
             progress=False,
         )
@@ -254,7 +255,7 @@ class Asking(Trigger):
         if self._model is model:
             self._optimizer = optimizer
             return
-        if replicas(model) is not None:
+        if replicas(model).size > 1:
             raise ValueError(
                 "a Keeper probes on the first process alone, and the others must follow it: give it to "
                 "rekindle.attach or to a trainer's callback, which keep the processes in step"

@@ -28,13 +28,15 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from rekindle import initial
-from rekindle.advice.intervals import Interval, mean_interval
-from rekindle.advice.progress import Progress
-from rekindle.advice.tasks import Prepared, Task, instead, prepare
-from rekindle.advice.trials import optimizers_like
+from rekindle.advice.copies import optimizers_like
+from rekindle.advice.intervals import Interval, another_interval
+from rekindle.advice.progress import Progress, seconds_of
+from rekindle.advice.stacking import WithLoss
+from rekindle.advice.tasks import Prepared, Task, prepare, same_words
 from rekindle.blocks.names import cleaner, unwrapped
+from rekindle.diagnosis.agreement import STANDING
 from rekindle.engine.arithmetic import to_float64
-from rekindle.isolation import Batch, Loss, attributes_kept, check_asked, check_loss, explained, forked_rng, isolated
+from rekindle.isolation import Batch, Loss, attributes_kept, check_asked, check_loss, forked_rng, isolated
 from rekindle.sharding.team import refuse_shards
 
 GAIN = 0.2
@@ -46,7 +48,8 @@ _MOST_STEPS = 20_000
 class ProbeResult:
     """What a probe measured.
 
-    `score` is the mean over seeds of learned(model) / learned(fresh), with a 95 % `interval`; `difference` is
+    `score` is the mean over seeds of learned(model) / learned(fresh), with the `interval` in which one more fresh
+    network would lie in 95 % of all cases (around the score instead of around 1); `difference` is
     learned(model) − learned(fresh), in units of the loss. `speed` is how many steps the fresh network needs for each
     step of the model, to the loss halfway between the untrained level and the fresh network's last; a model that never
     reaches it counts as reaching it at its last step. A geometric mean over seeds. `enough` is False where even the
@@ -91,7 +94,7 @@ class ProbeResult:
         if not self.enough:
             return (
                 f"too short to say: in {self.steps} steps a fresh network lowered its loss by {self.gained:.0%}, and "
-                f"{self.gain:.0%} are needed for a comparison; give more steps= or seconds= ({budget})"
+                f"{self.gain:.0%} are needed for a comparison; give more steps= or budget= ({budget})"
             )
         words = {
             "lost": "the model learns less than a fresh network: plasticity is lost",
@@ -111,58 +114,57 @@ class ProbeResult:
             lines.append(f"a fresh network reaches the model's last loss after {by_fresh} of {self.steps} steps")
         elif by_model is not None:
             lines.append(f"the model reaches the fresh network's last loss after {by_model} of {self.steps} steps")
-        return "\n".join(lines)
+        return "\n".join([*lines, STANDING["probe"]])
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON and for the page."""
         return {**asdict(self), "verdict": self.verdict, "reached": self.reached}
 
 
-@instead(budget="seconds", new_batches="batches")
+@same_words
 def probe(
     model: nn.Module,
-    batches: Iterable[Batch],
+    new_batches: Iterable[Batch],
     *,
     loss: Loss | None = None,
     task: Task = "next",
     fresh: nn.Module | Callable[[], nn.Module] | None = None,
     optimizer: Any = None,
     steps: int | None = None,
-    seconds: float | None = None,
+    budget: float | str | None = None,
     seeds: int | Sequence[int] = 3,
     gain: float = GAIN,
     progress: bool | None = None,
 ) -> ProbeResult:
     """How well does the model learn, against a fresh network? The model itself is not changed.
 
-    batches: what is learned, in the order of training; repeated as needed.
+    new_batches: what is learned, in the order of training; repeated as needed.
     loss: `loss(model, batch)`; without it cross entropy of (inputs, labels), or the model's own `.loss`.
     task: "next" learns the batches as they are; "random-labels" their inputs with labels drawn anew;
         "regression" the outputs of another fresh network on their inputs; "next-token" the next token of each.
     fresh: a fresh model, or a factory of one; without it each module's own scheme is drawn again.
     optimizer: its class and settings are used for the copies; Adam with lr 1e-3 without one.
-    steps, seconds: the budget. With neither, 30 seconds. The number of steps grows within `seconds` until the fresh
-        network has lowered its loss by `gain`; fixed `steps` are taken as they are.
+    steps, budget: how long; the budget is seconds or a text such as "30s", "2m". With neither, 30 seconds. The number
+        of steps grows within the budget until the fresh network has lowered its loss by `gain`; fixed `steps` are
+        taken as they are.
     seeds: how many, or which: each draws a fresh network, an order of batches and the noise of dropout.
     """
     began = perf_counter()
-    check_asked("probe", model, batches)
+    check_asked("probe", model, new_batches)
     refuse_shards(model, "probe()", "batches")
     chosen = list(range(seeds)) if isinstance(seeds, int) else list(seeds)
     if not chosen:
         raise ValueError("probe needs at least one seed")
     if steps is not None and steps < 1:
         raise ValueError(f"steps={steps}: a probe needs at least one step")
-    if seconds is not None and not seconds > 0:
-        raise ValueError(f"seconds={seconds}: give the time that a probe may take")
     check_loss(loss)
-    allowed = (30.0 if steps is None else float("inf")) if seconds is None else seconds
+    allowed = (30.0 if steps is None else math.inf) if budget is None else seconds_of(budget)
     model = unwrapped(model)
     bar = Progress(progress)
     # A module that is kept in evaluation mode (a frozen BatchNorm) stays so; a model that is in it as a whole trains.
     trained = [module for module in model.modules() if module.training] if model.training else True
     with attributes_kept(model), isolated(model, training=trained):
-        batches = list(batches)
+        batches = list(new_batches)
         learned: dict[str, list[list[float]]] = {"fresh": [], "model": []}
         taken, levels = steps, list[float]()
         for number, seed in enumerate(chosen):
@@ -170,6 +172,8 @@ def probe(
             starts = {"fresh": _fresh(model, fresh, generator), "model": _state(model)}
             with forked_rng(torch.Generator().manual_seed(seed), model):
                 todo = prepare(task, model, batches, loss, partial(_fresh, model, fresh, generator), generator)
+                for start in starts.values():
+                    _refit(model, start, todo)
                 levels.append(_level(model, starts["fresh"], todo, perf_counter() + allowed / 8 / len(chosen)))
             order_seed = int(torch.randint(2**31 - 1, (), generator=generator))
             for who in ("fresh", "model"):
@@ -202,10 +206,10 @@ def _result(
     ratios = [m / f if f > 0 else float("nan") for m, f in zip(below["model"], below["fresh"], strict=True)]
     differences = [m - f for m, f in zip(below["model"], below["fresh"], strict=True)]
     gained = sum((level - _end(curve)) / abs(level) for curve in curves["fresh"]) / len(ratios) if level else 0.0
-    score, interval = mean_interval(ratios)
-    difference, around = mean_interval(differences)
+    score, interval = another_interval(ratios)
+    difference, around = another_interval(differences)
     speeds = [math.log(_speed(m, f, level)) for m, f in zip(curves["model"], curves["fresh"], strict=True)]
-    speed, (slow, fast) = mean_interval(speeds)
+    speed, (slow, fast) = another_interval(speeds)
     enough = gained >= gain and score == score
     both = {who: tuple(tuple(curve) for curve in kept) for who, kept in curves.items()}
     return ProbeResult(
@@ -240,7 +244,7 @@ class _Learner:
             p: self._tensors[f"model.{n}"] for n, p in model.named_parameters() if n in trained
         }
         self._optimizers = optimizers_like(optimizer, twins)
-        self._module = _WithLoss(model, todo.loss)
+        self._module = WithLoss(model, todo.loss)
         self._batches, self._order = todo.batches, torch.Generator().manual_seed(seed)
         self._noise = torch.Generator().manual_seed(seed + 1)
         self._queue: list[int] = []
@@ -277,21 +281,18 @@ class _Learner:
         return len(self.losses)
 
 
-class _WithLoss(nn.Module):
-    """The loss as a module's forward, so that torch.func can run the model with other tensors."""
-
-    def __init__(self, model: nn.Module, loss: Loss) -> None:
-        super().__init__()
-        self.model, self._loss = model, loss
-
-    def forward(self, batch: Any) -> Tensor:
-        with explained(self.model, batch):
-            return self._loss(self.model, batch)
+def _refit(model: nn.Module, start: Mapping[str, Tensor], todo: Prepared) -> None:
+    """Let a loss that knows how begin at the same scale in each network: a critic's values (`ValueLoss`)."""
+    refit = getattr(todo.loss, "refit", None)
+    if refit is not None:
+        frozen = {name: p.detach().clone() for name, p in model.named_parameters() if name not in start}
+        lent = {f"model.{name}": tensor for name, tensor in {**start, **frozen}.items()}
+        functional_call(WithLoss(model, refit), lent, (todo.batches,))
 
 
 def _level(model: nn.Module, start: Mapping[str, Tensor], todo: Prepared, until: float) -> float:
     """The loss of an untrained network, over the first batches; over fewer if the clock passes `until`."""
-    module = _WithLoss(model, todo.loss)
+    module = WithLoss(model, todo.loss)
     lent = {f"model.{name}": tensor.clone() for name, tensor in start.items()}
     losses: list[Tensor] = []
     with torch.no_grad():

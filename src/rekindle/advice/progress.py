@@ -1,7 +1,8 @@
-"""How far a probe or advice is: one line that is renewed on a terminal, plain lines elsewhere."""
+"""The time of a probe or of advice: how much it may take, and how far it is (a line, renewed on a terminal)."""
 
 from __future__ import annotations
 
+import re
 import sys
 from time import perf_counter
 
@@ -40,3 +41,16 @@ class Progress:
         if self._shown and self._renewed:
             sys.stderr.write("\r\x1b[K")
             sys.stderr.flush()
+
+
+def seconds_of(budget: float | str) -> float:
+    """A budget in seconds.
+
+    >>> seconds_of("2m"), seconds_of("1.5h"), seconds_of(30)
+    (120.0, 5400.0, 30.0)
+    """
+    found = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([smh]?)\s*", budget) if isinstance(budget, str) else None
+    seconds = float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[found[2]] if found else budget
+    if isinstance(seconds, str) or not seconds > 0:
+        raise ValueError(f'budget={budget!r} is not a time: give seconds, or a text such as "90s", "2m", "1h"')
+    return float(seconds)

@@ -19,28 +19,27 @@ R = TypeVar("R")
 Task = Literal["next", "random-labels", "regression", "next-token"]
 
 
-def instead(**names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """A verb that says what an argument is called here, where another verb calls it otherwise.
+_WORDS = {"batches": "new_batches", "seconds": "budget"}
 
-    >>> @instead(budget="seconds")
-    ... def wait(seconds: int) -> int:
-    ...     return seconds
-    >>> wait(budget=3)
+
+def same_words(verb: Callable[P, R]) -> Callable[P, R]:
+    """A verb that says what an argument is called where it is given another verb's word.
+
+    >>> @same_words
+    ... def wait(budget: int) -> int:
+    ...     return budget
+    >>> wait(seconds=3)
     Traceback (most recent call last):
-    TypeError: wait() has no budget=: it is called seconds= here
+    TypeError: wait() has no seconds=: it is called budget=
     """
 
-    def wrap(verb: Callable[P, R]) -> Callable[P, R]:
-        @wraps(verb)
-        def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-            for other, name in names.items():
-                if other in kwargs:
-                    raise TypeError(f"{verb.__name__}() has no {other}=: it is called {name}= here")
-            return verb(*args, **kwargs)
+    @wraps(verb)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        for other in kwargs.keys() & _WORDS.keys():
+            raise TypeError(f"{verb.__name__}() has no {other}=: it is called {_WORDS[other]}=")
+        return verb(*args, **kwargs)
 
-        return checked
-
-    return wrap
+    return checked
 
 
 @dataclass(frozen=True)
@@ -152,8 +151,8 @@ def _targets(model: nn.Module, batch: Any, other: Mapping[str, Tensor]) -> Tenso
     lent = {f"model.{name}": tensor.detach().clone() for name, tensor in other.items()}
     with torch.no_grad():
         out = functional_call(_Output(model), lent, (batch,)).float()
-    centred = out - out.mean(0, keepdim=True)
-    return torch.sin(2 * centred / centred.square().mean().sqrt().clamp_min(1e-12))
+    centered = out - out.mean(0, keepdim=True)
+    return torch.sin(2 * centered / centered.square().mean().sqrt().clamp_min(1e-12))
 
 
 def _regression_loss(model: nn.Module, batch: Any) -> Tensor:

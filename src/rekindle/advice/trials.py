@@ -7,23 +7,23 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from rekindle.advice.candidates import Candidate
+from rekindle.advice.copies import copied, optimizers_like, twins
 from rekindle.advice.tasks import output
 from rekindle.blocks.names import unwrapped
 from rekindle.engine.arithmetic import to_float64
 from rekindle.isolation import Loss, explained, forked_rng, isolated
 from rekindle.methods.learning_rate import LearningRate
 from rekindle.methods.remedy import Moment, Remedy, moments
-from rekindle.optimizers import unwrap
 from rekindle.projection.recalibration import recalibrate
 
 _FIRST_STEPS = 4
@@ -31,6 +31,7 @@ _LOOKED_AT = 8  # batches for the loss before and after
 SHOWN = 20  # batches that a method is applied with
 _STATISTICS = 4  # batches that BatchNorm's statistics are estimated from before a look
 JUDGED = 4  # held-out batches per look
+RUNGS = (0.125, 0.25, 0.5, 1.0)  # of the horizon: where candidates are compared
 
 
 Rate = Callable[[float], float]
@@ -39,7 +40,7 @@ Judge = Callable[[nn.Module, Any], Any]
 """`judge(model, batch)`: a number, less is better."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Question:
     """What every trial has in common."""
 
@@ -54,6 +55,7 @@ class Question:
     clip: float | None = None
     judge: Judge | None = None
     later: Sequence[list[Any]] = ()
+    _before: Measured | None = field(default=None, init=False, repr=False)
 
     @property
     def device(self) -> str:
@@ -69,9 +71,40 @@ class Question:
         """What to write to apply this candidate."""
         return candidate.call
 
+    def before(self, twin: nn.Module) -> Measured:
+        """What was measured on a copy before any remedy: the same for every trial."""
+        if self._before is None:
+            self._before = self.measured(twin)
+        return self._before
+
+    def measured(self, model: nn.Module) -> Measured:
+        """The losses and outputs of a model on a few batches."""
+        outputs: list[Tensor] = []
+        with isolated(model), torch.no_grad(), suppress(Exception):  # a loss may call the model otherwise
+            outputs = [output(model, batch).float() for batch in spread_out(self.new, _LOOKED_AT)]
+        return Measured(self.losses(model, self.new), self.losses(model, self.old), outputs)
+
+    def losses(self, model: nn.Module, batches: Sequence[Any], judge: Judge | None = None) -> list[float]:
+        """The loss on each of a few batches, in evaluation mode."""
+        judged = judge or self.loss
+        with isolated(model), torch.no_grad():
+            found = []
+            for batch in spread_out(batches, _LOOKED_AT):
+                with explained(model, batch):
+                    found.append(float(judged(model, batch)))
+        return [loss if math.isfinite(loss) else math.inf for loss in found]
+
     def trial(self, candidate: Candidate, seed: int) -> Trial:
         """A copy of the model with this candidate's remedy."""
         return Trial(self, candidate, seed)
+
+
+class Measured(NamedTuple):
+    """The losses on new and on old batches, and the outputs on the new ones."""
+
+    new: list[float]
+    old: list[float]
+    outputs: list[Tensor]
 
 
 @dataclass
@@ -92,6 +125,7 @@ class Trace:
     begun: float = math.nan
     error: str | None = None
     tasks: int = 1
+    pace: float = math.nan  # seconds per step, of the last steps that it took alone
 
     @property
     def steps(self) -> int:
@@ -108,27 +142,26 @@ class Trial:
 
     def __init__(self, question: Question, candidate: Candidate, seed: int) -> None:
         self.trace = Trace(tasks=1 + len(question.later))
-        self._question, self._task = question, 0
+        self.seed = seed
+        self.question, self.task = question, 0
         self._parts: dict[Moment, Any] = {}
         self._draws = torch.Generator().manual_seed(seed)
         self._order = torch.Generator().manual_seed(seed)
-        self._noise = torch.Generator().manual_seed(seed + 1)
+        self.noise = torch.Generator().manual_seed(seed + 1)
         self._queue: list[int] = []
-        self._model = copied(question)
-        self._optimizers = optimizers_like(
-            question.optimizer, twins(unwrapped(question.model), self._model), state=True
-        )
+        self.model = copied(unwrapped(question.model), question.copy)
+        self.optimizers = optimizers_like(question.optimizer, twins(unwrapped(question.model), self.model), state=True)
         # A module kept in evaluation mode (a frozen BatchNorm) stays so; a model that is in it as a whole trains.
-        every = not self._model.training
-        self._training = [module for module in self._model.modules() if every or module.training]
-        before, at_first, old = self._outputs(), self._losses(question.new), self._losses(question.old)
-        self.trace.old_before = _mean(old)
+        every = not self.model.training
+        self._training = [module for module in self.model.modules() if every or module.training]
+        before = question.before(self.model)
+        self.trace.old_before = _mean(before.old)
         try:
             method = copy.deepcopy(candidate.method)  # trials that take turns must not share what it gathers
             self._parts = {} if method is None else moments(method)
             self._period = _period(self._parts.get("event"))
             if getattr(method, "watches", False):
-                method.observe(self._model)  # type: ignore[union-attr]  # the hooks are freed with the copy
+                method.observe(self.model)  # type: ignore[union-attr]  # the hooks are freed with the copy
             if "event" in self._parts and self._period is None:
                 self._apply("event")
         except KeyboardInterrupt:  # also one that a method has put its receipt on
@@ -136,130 +169,142 @@ class Trial:
         except Exception as error:
             self._refuse(error)
             return
-        self._rates = [[_base(group) for group in each.param_groups] for each in self._optimizers]
-        after, old_after = self._losses(question.new), self._losses(question.old)
-        self.trace.rises = [a - b for a, b in zip(after, at_first, strict=True)]
-        self.trace.old_rises = [a - b for a, b in zip(old_after, old, strict=True)]
-        self.trace.old_end = _mean(old_after)
-        self.trace.drifts = _drifts(before, self._outputs())
+        refit = getattr(question.loss, "refit", None)  # a critic's values: every candidate begins at the same scale
+        if refit is not None:
+            refit(self.model, question.new)
+        self._rates = [[_base(group) for group in each.param_groups] for each in self.optimizers]
+        after = before if candidate.method is None and refit is None else question.measured(self.model)
+        self.trace.rises = [a - b for a, b in zip(after.new, before.new, strict=True)]
+        self.trace.old_rises = [a - b for a, b in zip(after.old, before.old, strict=True)]
+        self.trace.old_end = _mean(after.old)
+        self.trace.drifts = _drifts(before.outputs, after.outputs)
 
     def advance(self, steps: int, horizon: float = math.inf) -> Trace:
         """Train `steps` more steps of `horizon` in all, then measure on the held-out and the old data."""
         if self.trace.error is None:
-            with forked_rng(self._noise, self._model):
+            with forked_rng(self.noise, self.model):
                 for _ in range(steps):
-                    self._set_rate((self.trace.steps + 0.5) / horizon)
-                    self._begin_task(int(self.trace.steps * self.trace.tasks / horizon))
-                    loss = self._step()
+                    batch = self.prepare(horizon)
+                    if self.trace.error is None:
+                        self.learn(batch)
                     if self.trace.error is not None:
                         return self.trace
-                    self.trace.losses.append(loss)
-            if self._question.held_out or self._question.old:
-                # After a strong remedy running statistics lag behind the weights for longer than a short trial.
-                with suppress(Exception):  # a loss may call the model otherwise; then the running statistics stay
-                    recalibrate(self._model, spread_out(self._question.new, _STATISTICS))
-            self.trace.old_end = _mean(self._losses(self._question.old))
-            if self._question.held_out:
-                judge = self._question.judge or self._question.loss
-                held_out = self._losses(spread_out(self._question.held_out, JUDGED), judge)
-                self.trace.looks.append((self.trace.steps, _mean(held_out)))
+            self.look(horizon)
         return self.trace
+
+    def learn(self, batch: Any) -> None:
+        """One step on a batch."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        with explained(self.model, batch):
+            plain = self.question.loss(self.model, batch)
+        plain.backward()  # type: ignore[no-untyped-call]
+        if self.trace.steps == 0:
+            self._check_learning()
+        self.before_step()
+        if self.question.clip is not None:
+            trained = [p for each in self.optimizers for group in each.param_groups for p in group["params"]]
+            nn.utils.clip_grad_norm_(trained, self.question.clip)
+        self.act("backward")
+        if self.trace.error is None:
+            for optimizer in self.optimizers:
+                optimizer.step()
+        self.after_step(float(plain.detach()))
+
+    def prepare(self, horizon: float) -> Any:
+        """What comes before a step: the learning rate, the task, training mode; the batch."""
+        if self.question.schedule is not None:
+            factor = self.question.schedule(min((self.trace.steps + 0.5) / horizon, 1.0))
+            for optimizer, rates in zip(self.optimizers, self._rates, strict=True):
+                for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                    group["lr"] = factor * rate
+        self._begin_task(int(self.trace.steps * self.trace.tasks / horizon))
+        batches = self.question.later[self.task - 1] if self.task else self.question.new
+        if not self._queue:
+            self._queue = torch.randperm(len(batches), generator=self._order).tolist()
+        self.train()
+        return batches[self._queue.pop()]
+
+    def train(self) -> None:
+        """The mode of training, which a module that was kept out of it does not take."""
+        for module in self._training:
+            module.training = True
+
+    def before_step(self) -> None:
+        """Add what a method adds to the loss; the gradients of the loss itself are there."""
+        if "loss" in self._parts:
+            try:
+                self._parts["loss"].loss_term(self.model).backward()
+            except Exception as error:
+                self._refuse(error)
+
+    def after_step(self, loss: float) -> None:
+        """What a method does after a step, and the loss of the step."""
+        self.act("step")
+        if self._period is not None and (self.trace.steps + 1) % self._period == 0:
+            self.act("event")
+        if self.trace.error is None:
+            self.trace.losses.append(loss if math.isfinite(loss) else math.inf)
+
+    @property
+    def changes_steps(self) -> bool:
+        """Whether its method acts at every step."""
+        return bool(self._parts.keys() - {"event"}) or self._period is not None
+
+    def look(self, horizon: float = math.inf) -> None:
+        """Measure on the held-out and the old data, in the last quarter of the way to where candidates are compared."""
+        question, share = self.question, self.trace.steps / horizon
+        if self.trace.looks and not any(0.75 * rung < share <= rung for rung in RUNGS):
+            return
+        if question.held_out or question.old:
+            # After a strong remedy running statistics lag behind the weights for longer than a short trial.
+            with suppress(Exception):  # a loss may call the model otherwise; then the running statistics stay
+                recalibrate(self.model, spread_out(question.new, _STATISTICS))
+        self.trace.old_end = _mean(question.losses(self.model, question.old))
+        if question.held_out:
+            held_out = spread_out(question.held_out, JUDGED)
+            judged = question.losses(self.model, held_out, question.judge or question.loss)
+            self.trace.looks.append((self.trace.steps, _mean(judged)))
 
     def close(self) -> None:
         """Nothing to stop: the copy is freed with the trial."""
 
-    def _set_rate(self, share: float) -> None:
-        if self._question.schedule is not None:
-            factor = self._question.schedule(min(share, 1.0))
-            for optimizer, rates in zip(self._optimizers, self._rates, strict=True):
-                for group, rate in zip(optimizer.param_groups, rates, strict=True):
-                    group["lr"] = factor * rate
-
     def _begin_task(self, task: int) -> None:
         """Go on to a later task, with the remedy at its beginning; a learning rate is set once."""
-        if not self._task < task < self.trace.tasks:
+        if not self.task < task < self.trace.tasks:
             return
-        self._task, self._queue = task, []
-        if "event" in self._parts and self._period is None and not isinstance(self._parts["event"], LearningRate):
-            try:
-                self._apply("event")
-            except KeyboardInterrupt:
-                raise
-            except Exception as error:
-                self._refuse(error)
+        self.task, self._queue = task, []
+        if self._period is None and not isinstance(self._parts.get("event"), LearningRate):
+            self.act("event")
 
-    def _step(self) -> float:
-        batches = self._question.later[self._task - 1] if self._task else self._question.new
-        if not self._queue:
-            self._queue = torch.randperm(len(batches), generator=self._order).tolist()
-        for module in self._training:
-            module.training = True
-        for optimizer in self._optimizers:
-            optimizer.zero_grad()
-        batch = batches[self._queue.pop()]
-        with explained(self._model, batch):
-            plain = self._question.loss(self._model, batch)
+    def act(self, moment: Moment) -> None:
+        """Let the method act, if it does at this moment; where it cannot, the trial is over."""
+        if moment not in self._parts or self.trace.error is not None:
+            return
         try:
-            term = self._parts["loss"].loss_term(self._model) if "loss" in self._parts else None
-        except Exception as error:
-            self._refuse(error)
-            return math.nan
-        (plain if term is None else plain + term).backward()
-        self._check_learning()
-        if self._question.clip is not None:
-            trained = [p for each in self._optimizers for group in each.param_groups for p in group["params"]]
-            nn.utils.clip_grad_norm_(trained, self._question.clip)
-        try:
-            if "backward" in self._parts:
-                self._apply("backward")
-            for optimizer in self._optimizers:
-                optimizer.step()
-            if "step" in self._parts:
-                self._apply("step")
-            if self._period is not None and (self.trace.steps + 1) % self._period == 0:
-                self._apply("event")
+            self._apply(moment)
         except KeyboardInterrupt:  # also one that a method has put its receipt on
             raise
         except Exception as error:
-            if not self._parts:
-                raise
             self._refuse(error)
-        value = float(plain.detach())
-        return value if math.isfinite(value) else math.inf
 
     def _apply(self, moment: Moment) -> None:
         method = self._parts[moment]
         more: dict[str, Any] = {"generator": self._draws} if isinstance(method, Remedy) or moment == "event" else {}
         if moment == "event":
-            more |= {"batches": shown(method, self._question.new), "loss": self._question.loss}
-        method(self._model, self._optimizers, **more)
+            more |= {"batches": shown(method, self.question.new), "loss": self.question.loss}
+        method(self.model, self.optimizers, **more)
 
     def _refuse(self, error: Exception) -> None:
         self.trace.error = f"{type(error).__name__}: {error}".splitlines()[0]
 
     def _check_learning(self) -> None:
         """Raise where the loss is one of another model: every candidate would then look the same."""
-        if self.trace.steps == 0 and all(p.grad is None for p in self._model.parameters()):
+        if all(p.grad is None for p in self.model.parameters()):
             raise ValueError(
                 "loss(model, batch) gave no parameter of the copy a gradient: it must compute with the model that it "
                 "is given, not with one that it remembers, and the copy must not be frozen"
             )
-
-    def _losses(self, batches: Sequence[Any], judge: Judge | None = None) -> list[float]:
-        """The loss on each of a few batches, in evaluation mode."""
-        judged = judge or self._question.loss
-        with isolated(self._model), torch.no_grad():
-            found = []
-            for batch in spread_out(batches, _LOOKED_AT):
-                with explained(self._model, batch):
-                    found.append(float(judged(self._model, batch)))
-        return [loss if math.isfinite(loss) else math.inf for loss in found]
-
-    def _outputs(self) -> list[Tensor]:
-        found: list[Tensor] = []
-        with isolated(self._model), torch.no_grad(), suppress(Exception):  # a loss may call the model otherwise
-            found = [output(self._model, batch).float() for batch in spread_out(self._question.new, _LOOKED_AT)]
-        return found
 
 
 def _period(event: Any) -> int | None:
@@ -301,73 +346,6 @@ def shown(method: Any, batches: Sequence[Any]) -> list[Any]:
     if kind is dict and all(isinstance(each, Tensor) and each.dim() for one in first for each in one.values()):
         return [{name: torch.cat([one[name] for one in first]) for name in first[0]}]
     return first
-
-
-def copied(question: Question) -> nn.Module:
-    """A copy of the model that can be trained on its own."""
-    model = unwrapped(question.model)
-    if question.copy is not None:
-        made = question.copy()
-        if {id(p) for p in made.parameters()} & {id(p) for p in model.parameters()}:
-            raise ValueError("copy() returned the model itself, or one that shares its parameters: it must copy them")
-        found, wanted = (len(list(each.parameters())) for each in (made, model))
-        if found != wanted:
-            raise ValueError(f"copy() returned a model with {found} parameters, and the model has {wanted}")
-        return made
-    try:
-        return copy.deepcopy(model)
-    except Exception as error:
-        raise ValueError(
-            f"{type(model).__name__} cannot be deep-copied ({type(error).__name__}: {error}): pass copy=, a function "
-            "that returns a copy of the model with its present weights"
-        ) from error
-
-
-def optimizers_like(
-    optimizer: Any, twins: Mapping[Tensor, Tensor], *, state: bool = False
-) -> list[torch.optim.Optimizer]:
-    """Optimizers of the same classes and settings for other tensors, with or without their state.
-
-    twins: the tensor that stands for each parameter; what the optimizers hold beside these is left out. Without an
-    optimizer it is Adam with a rate of 1e-3.
-    """
-    given = unwrap(optimizer)
-    if not given:
-        return [torch.optim.Adam([twin for twin in twins.values() if twin.requires_grad], lr=1e-3)]
-    made = []
-    for one in given:
-        if isinstance(one, torch.optim.LBFGS):
-            raise ValueError("LBFGS computes the loss several times a step: give another optimizer=, such as Adam")
-        groups = [
-            {**{k: v for k, v in group.items() if k != "params"}, "params": own}
-            for group in one.param_groups
-            if (own := [twins[p] for p in group["params"] if p in twins])
-        ]
-        if not groups:
-            continue
-        again: torch.optim.Optimizer = type(one)(groups, lr=groups[0].get("lr", 1e-3))  # type: ignore[call-arg]
-        if state:
-            _copy_state(one, again, twins)
-        made.append(again)
-    if not made:
-        raise ValueError("the given optimizer holds none of the model's trainable parameters")
-    return made
-
-
-def _copy_state(one: torch.optim.Optimizer, again: torch.optim.Optimizer, twins: Mapping[Tensor, Tensor]) -> None:
-    kept = one.state_dict()
-    held = [p for group in one.param_groups for p in group["params"]]
-    if all(p in twins for p in held):
-        again.load_state_dict(copy.deepcopy(kept))
-        return
-    own = [place for place, p in enumerate(held) if p in twins]  # places count through all groups
-    state = {new: kept["state"][old] for new, old in enumerate(own) if old in kept["state"]}
-    again.load_state_dict(copy.deepcopy({"state": state, "param_groups": again.state_dict()["param_groups"]}))
-
-
-def twins(model: nn.Module, other: nn.Module) -> dict[Tensor, Tensor]:
-    """The parameters of a copy by those of the model."""
-    return dict(zip(model.parameters(), other.parameters(), strict=True))
 
 
 def _base(group: dict[str, Any]) -> float:

@@ -2,7 +2,8 @@
 
 Knows modules and tensors; imports no other package. `finding` walks a live model, `state_dicts` a file, `configs`
 builds the model of a config without weights; `entries` is what is found of one parameter, `evidence` what a recorded
-pass showed; `names` says what parameters are called, where they sit, how they are stored, and which modules are layers;
+pass showed; `normalization` says whether activations are
+normalized; `names` says what parameters are called, where they sit, how they are stored, and which modules are layers;
 `layouts` are the index
 rules, `families` what the class of a module and the names around a weight say about it (`known_classes` has the table),
 `outputs` which layers are heads or fused, `parametrized` weights that are computed. `source` reads what classes do with

@@ -14,7 +14,7 @@ from rekindle.blocks.layouts import Block
 class Found:
     """What a parameter is; what a plan decides about it is a `rekindle.projection.entries.PlanEntry`.
 
-    `name` is the clean name (wrappers seen through; `layer.weight` for a parametrised weight), `key` the name in
+    `name` is the clean name (wrappers seen through; `layer.weight` for a parametrized weight), `key` the name in
     `named_parameters()`. `marks` map a kind ("head", "frozen", …) to the reason, in words, for which it is skipped by
     default; `refusal` says why there is nothing to project at all. `also` lists the other names of a tied parameter.
     `evidence` is what the layout and the place in the network rest on: user, recorded, class, source or name.

@@ -44,6 +44,8 @@ class Fact:
             return named
         if self.role in _ROLES:
             return self.role
+        if self.role == "gate" and named in ("other", *_ROLES):
+            return "gate"
         return "other" if self.role == "not attention" and named in _ROLES else named
 
     def blocks(self, role: str) -> tuple[Block, ...]:
@@ -87,6 +89,7 @@ class Facts:
 
     by_name: dict[str, Fact] = field(default_factory=dict)
     ran: set[int] = field(default_factory=set)
+    normalizes: bool | None = None  # a weight read what a normalization made
 
     def __getitem__(self, name: str) -> Fact:
         return self.by_name.get(name, Fact())

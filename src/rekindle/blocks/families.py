@@ -135,9 +135,9 @@ def _experts(m: Any) -> dict[str, Recipe]:
 
 
 _ATTENTION_ROLES = (
-    ("query", {"q", "query_proj", "w_q", "linear_q", "q_head"}),
-    ("key", {"k", "key_proj", "w_k", "linear_k", "k_head"}),
-    ("value", {"v", "value_proj", "w_v", "linear_v", "v_head"}),
+    ("query", {"q", "query", "query_proj", "w_q", "linear_q", "q_head", "c_q"}),
+    ("key", {"k", "key", "key_proj", "w_k", "linear_k", "k_head", "c_k"}),
+    ("value", {"v", "value", "value_proj", "w_v", "linear_v", "v_head", "c_v"}),
     (
         "attention-output",
         {"o", "out_proj", "to_out", "linear_out", "wo", "w_o", "c_proj", "proj", "dense", "projection", "out"},
@@ -151,9 +151,9 @@ _MLP_ROLES = (
 
 # Names that mean one thing wherever they stand; the others need an attention or MLP module above them.
 _ANYWHERE = {
-    **dict.fromkeys(("q_proj", "query", "to_q", "wq", "q_lin", "q_attn", "q_proj_weight"), "query"),
-    **dict.fromkeys(("k_proj", "key", "to_k", "wk", "k_lin", "k_proj_weight"), "key"),
-    **dict.fromkeys(("v_proj", "value", "to_v", "wv", "v_lin", "v_proj_weight"), "value"),
+    **dict.fromkeys(("q_proj", "to_q", "wq", "q_lin", "q_attn", "q_proj_weight"), "query"),
+    **dict.fromkeys(("k_proj", "to_k", "wk", "k_lin", "k_proj_weight"), "key"),
+    **dict.fromkeys(("v_proj", "to_v", "wv", "v_lin", "v_proj_weight"), "value"),
     **dict.fromkeys(("o_proj", "out_lin"), "attention-output"),
     **dict.fromkeys(("up_proj", "c_fc", "dense_h_to_4h"), "mlp-in"),
     "gate_proj": "mlp-gate",
@@ -164,9 +164,10 @@ _ATTENTION = re.compile(r"att(n|ention)|^mha$", re.IGNORECASE)
 _MLP = re.compile(
     r"mlp|ffn|feed_?forward|densereludense|densegated|denseact|expert|intermediate|^ff(_layer)?$", re.IGNORECASE
 )
+_GATED = re.compile(r"(.*_)?gates?")
 _ROUTER = re.compile(r"router|topk.*gate|(?<!gru)gating$", re.IGNORECASE)
-_ROUTER_NAME = re.compile(r"(^|_)router(_|$)|^shared_expert_gate$")
-_GATE = re.compile(r"gates?|wg|gat(e|ing)_(network|layer|net)|gating|selector")
+ROUTER_NAME = re.compile(r"(^|_)router(_|$)|^shared_expert_gate$")
+GATE = re.compile(r"gates?|wg|gat(e|ing)_(network|layer|net)|gating|selector")
 _ADAPTERS = ("lora_", "ia3_", "hada_", "vera_", "oft_", "boft_")
 
 
@@ -185,12 +186,13 @@ def role(place: Location) -> str:
     # `to_out.0` and `dense.base_layer` are named by the module above; a bare parameter names itself.
     steps = [(n, type(m).__name__) for n, m in zip(place.names, place.modules[1:], strict=True)]
     steps = [(n, c) for n, c in steps if not n.isdigit() and n != "base_layer"]
-    leaf = place.tensor
+    leaf, beside = place.tensor, set[str]()
     if leaf == "weight" and steps:
         leaf, _ = steps.pop()
+        beside = {name for module in place.modules if leaf in module._modules for name in module._modules}
     root = type(place.modules[0]).__name__
     above = [root] if _ATTENTION.search(root) and len(place.modules) > 1 else []
-    return named_role(leaf.lower(), [*above, *(word for step in steps for word in step)])
+    return named_role(leaf.lower(), [*above, *(word for step in steps for word in step)], beside)
 
 
 def roles(places: Iterable[Location]) -> dict[str, str]:
@@ -198,24 +200,26 @@ def roles(places: Iterable[Location]) -> dict[str, str]:
     return {place.name: role(place) for place in places}
 
 
-def named_role(leaf: str, above: Sequence[str]) -> str:
+def named_role(leaf: str, above: Sequence[str], beside: Iterable[str] = ()) -> str:
     """The role of a layer called `leaf` under layers of these names and classes, outermost first.
+
+    `beside` are the names in the same place: a `value` beside a `query` is an attention's, one alone is a critic.
 
     >>> named_role("wo", ["layers", "0", "attention"]), named_role("wo", ["DenseReluDense"])
     ('attention-output', 'mlp-out')
-    >>> named_role("fc1", []), named_role("q_proj", [])
-    ('other', 'query')
+    >>> named_role("fc1", []), named_role("q_proj", []), named_role("value", []), named_role("value", [], ["query"])
+    ('other', 'query', 'other', 'value')
     """
     if leaf in _ANYWHERE:
         return _ANYWHERE[leaf]
-    context = _context(above)
+    context = _context(above) or ("attention" if leaf in ("query", "key", "value") and "query" in beside else "")
     tables = _ATTENTION_ROLES if context == "attention" else _MLP_ROLES if context == "mlp" else ()
     for name, leaves in tables:
         if leaf in leaves:
             return name
     if not context and leaf == "dense" and "output" in above[-2:]:
         return "mlp-out"  # BERT's layer.N.output.dense; its twin in the attention has the attention above it
-    return "other"
+    return "gate" if _GATED.fullmatch(leaf) else "other"
 
 
 def is_adapter(place: Location) -> bool:
@@ -238,7 +242,7 @@ def is_router(place: Location) -> bool:
     >>> is_router(Location(("gate",), (moe, moe["gate"]), "weight"))
     True
     """
-    if any(_ROUTER_NAME.search(name) for name in place.names):
+    if any(ROUTER_NAME.search(name) for name in place.names):
         return True
     if any(_ROUTER.search(type(m).__name__) and not _holds_experts(m) for m in place.modules):
         return True
@@ -254,7 +258,7 @@ def _scores_experts(name: str, parent: nn.Module, child: nn.Module) -> bool:
     # The check that visits every module inside comes last: this runs for each weight and each module above it.
     if not (beside or _chooses_among(child, parent)) or any(_holds_experts(m) for m in child.modules()):
         return False
-    if beside and _GATE.fullmatch(name):
+    if beside and GATE.fullmatch(name):
         return True
     uses = uses_of(parent)
     path = f"{name}.*" if _is_list(child) else name

@@ -85,7 +85,7 @@ def find(
         found = [replace(f, blocks=tuple(b.per_head() for b in f.blocks)) for f in found]
     for name, module, shape, dtype in packed_weights(model):
         kind, path = type(module), finder.clean(name)
-        why = f"quantised or packed ({dtype})"
+        why = f"quantized or packed ({dtype})"
         owner = path.rpartition(".")[0]
         found.append(Found(path, name, "other", shape, dtype, (), owner, kind.__name__, why, classes=kind.__mro__))
     return found
@@ -131,7 +131,7 @@ class _Finder:
                 self.head_names[name] = self.heads[id(place.owner)]
             if original and name in found:
                 # Further originals (the magnitude beside the direction) are written through the first.
-                part = f"part of the parametrisation of {name}, written through it"
+                part = f"part of the parametrization of {name}, written through it"
                 found[key] = self._refused(place, key, parameter, part, name=self.clean(key))
                 continue
             if id(parameter) in first:
@@ -151,7 +151,7 @@ class _Finder:
     def _found(self, place: Location, key: str, parameter: Tensor, original: bool) -> Found:
         refusal, _, sharded = self._storage[id(parameter)]
         if original and sharded:
-            refusal = "parametrised and sharded (DTensor): remove the parametrisation before sharding"
+            refusal = "parametrized and sharded (DTensor): remove the parametrization before sharding"
         if refusal:
             return self._refused(place, key, parameter, refusal)
         weight = parametrized.read(place.owner, place.tensor) if original else parameter
@@ -182,7 +182,7 @@ class _Finder:
         )
 
     def _refused(self, place: Location, key: str, parameter: Tensor, refusal: str | None, **more: Any) -> Found:
-        stored = self._storage.get(id(parameter))  # a parametrised weight is computed, not a parameter
+        stored = self._storage.get(id(parameter))  # a parametrized weight is computed, not a parameter
         shape = () if stored is not None and stored.lazy else tuple(parameter.shape)
         owner = place.owner
         stated: dict[str, Any] = {

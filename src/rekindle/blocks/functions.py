@@ -60,6 +60,30 @@ def may_cut(module: nn.Module, function: ast.expr) -> bool:
     return any(_cuts(code, _DEEP, space) for code, space in _codes(called))
 
 
+def names_used(called: Any, deep: int = _DEEP) -> set[str]:
+    """The names that a function, or every method of a class, and what these call use; none of torch's own code.
+
+    An operator that takes powers is called `pow`.
+
+    >>> names_used(lambda x: x.relu())
+    {'relu'}
+    """
+    found: set[str] = set()
+    waiting = [(code, space, deep) for code, space in _codes(called)]
+    seen: set[CodeType] = set()
+    while waiting:
+        code, space, level = waiting.pop()
+        if code in seen:
+            continue
+        seen.add(code)
+        found |= set(code.co_names) | ({"pow"} if _raises(code) else set())
+        waiting += [(inner, space, level) for inner in code.co_consts if isinstance(inner, CodeType)]
+        if level:
+            named = (space[name] for name in code.co_names if name in space)
+            waiting += [(inner, around, level - 1) for called in named for inner, around in _codes(called)]
+    return found
+
+
 def _meaning(module: nn.Module, function: ast.expr) -> Any:
     if isinstance(function, ast.Attribute):
         if isinstance(function.value, ast.Name) and function.value.id == "self":
@@ -102,3 +126,8 @@ def _cuts(code: CodeType, deep: int, space: dict[str, Any]) -> bool:
 @functools.lru_cache(maxsize=4096)
 def _slices(code: CodeType) -> bool:
     return any(instruction.opname in _SLICES for instruction in dis.get_instructions(code))
+
+
+@functools.lru_cache(maxsize=4096)
+def _raises(code: CodeType) -> bool:
+    return any(i.argrepr in ("**", "**=") for i in dis.get_instructions(code))

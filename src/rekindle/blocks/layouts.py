@@ -28,6 +28,7 @@ ROLES = (
     "mlp-in",
     "mlp-gate",
     "mlp-out",
+    "gate",
     "conv",
     "depthwise",
     "head",
@@ -334,7 +335,7 @@ def convolution(shape: Sequence[int], *, groups: int, transposed: bool, flat: bo
 
 
 def _role_of(part: str) -> str:
-    return part if part in ROLES else PART_ROLES.get(part, "")
+    return PART_ROLES.get(part) or (part if part in ROLES else "")
 
 
 def _groups(pattern: str) -> list[list[str]]:

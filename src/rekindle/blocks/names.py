@@ -3,7 +3,7 @@
 No other module sees through wrappers.
 
 `torch.compile`, DDP, FSDP, activation checkpointing, Lightning Fabric and DeepSpeed hold the user's model as an
-attribute, which then stands in every parameter's name. A wrapper is recognised by its class, so an attribute of the
+attribute, which then stands in every parameter's name. A wrapper is recognized by its class, so an attribute of the
 user's own that happens to be called `module` stays in the name. A state dict has no classes: there the unmistakable
 names are removed anywhere, and `module.` only where all keys begin with it.
 
@@ -44,7 +44,7 @@ _UNMISTAKABLE = {name for names in _WRAPPERS.values() for name in names} - {"mod
 class Location:
     """Where a parameter sits: clean attribute names and modules from the root to its owner, and its own name.
 
-    `computed` says that the parameter is an original of a parametrised weight; `tensor` is then that weight.
+    `computed` says that the parameter is an original of a parametrized weight; `tensor` is then that weight.
 
     >>> model = nn.Sequential(nn.Linear(2, 2))
     >>> Location(("0",), (model, model[0]), "weight").name
@@ -145,7 +145,7 @@ def locations(model: nn.Module) -> list[tuple[str, nn.Parameter, Location]]:
 def cleaner(model: nn.Module) -> Callable[[str], str]:
     """A function that takes the wrappers of this model out of names of its modules, parameters and buffers.
 
-    Originals of parametrised weights keep their own names, so that names stay different.
+    Originals of parametrized weights keep their own names, so that names stay different.
 
     >>> class Net(nn.Module):
     ...     def __init__(self):
@@ -222,7 +222,7 @@ def unusable(parameter: Tensor) -> str | None:
     """Why no matrix can be read from or written to this tensor, whatever its shape; None if it can.
 
     >>> unusable(torch.zeros(2, 2, dtype=torch.int8))
-    'quantised or packed (torch.int8)'
+    'quantized or packed (torch.int8)'
     """
     if is_lazy(parameter):
         return "lazy: run one forward pass first, it has no shape yet"
@@ -233,9 +233,9 @@ def unusable(parameter: Tensor) -> str | None:
     if parameter.dtype.is_complex:
         return f"complex ({parameter.dtype}): only real weights are supported"
     if not parameter.dtype.is_floating_point:
-        return f"quantised or packed ({parameter.dtype})"
+        return f"quantized or packed ({parameter.dtype})"
     if parameter.dtype.itemsize == 1:
-        return f"quantised ({parameter.dtype})"
+        return f"quantized ({parameter.dtype})"
     data = type(parameter.data)
     if type(parameter).__name__ == "FlatParameter":
         return "flattened by FSDP1: use fully_shard (FSDP2) or use_orig_params"
@@ -444,5 +444,5 @@ def fits(layer: nn.Module, reader: nn.Module) -> bool:
 
 
 def _size(module: nn.Module, axis: int) -> int | None:
-    weight = module.weight  # a parametrised one is a tensor, not a Parameter
+    weight = module.weight  # a parametrized one is a tensor, not a Parameter
     return weight.shape[axis] if isinstance(weight, Tensor) else None

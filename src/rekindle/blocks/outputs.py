@@ -113,7 +113,7 @@ def is_backbone(model: nn.Module) -> bool:
     """Whether a transformers model says that it is the body without a head.
 
     Such a model is its own `base_model`; so is one whose class has no body of the usual name (`ParakeetForCTC`), which
-    is recognised by its class name.
+    is recognized by its class name.
 
     >>> is_backbone(nn.Linear(2, 2))
     False

@@ -47,7 +47,7 @@ def hooked_tensor(module: nn.Module, parameter: str) -> str | None:
 
 
 def originals(module: nn.Module, name: str) -> list[nn.Parameter]:
-    """The parameters that the optimizer holds for this weight; the weight itself if it is not parametrised.
+    """The parameters that the optimizer holds for this weight; the weight itself if it is not parametrized.
 
     >>> layer = nn.utils.parametrizations.weight_norm(nn.Linear(3, 2))
     >>> [tuple(p.shape) for p in originals(layer, "weight")]
@@ -111,7 +111,7 @@ def trial(module: nn.Module, name: str, value: Tensor) -> str | None:
     >>> layer = nn.utils.parametrizations.orthogonal(nn.Linear(3, 3))
     >>> trial(layer, "weight", torch.eye(3))
     >>> trial(layer, "weight", 2 * torch.eye(3))
-    'parametrised by _Orthogonal, which does not keep this value (reads back 50% off)'
+    'parametrized by _Orthogonal, which does not keep this value (reads back 50% off)'
     """
     if not is_parametrized(module, name):
         return None
@@ -125,14 +125,14 @@ def trial(module: nn.Module, name: str, value: Tensor) -> str | None:
             else:
                 back = _hook_trial(module, name, value)
     except (RuntimeError, ValueError, NotImplementedError) as error:
-        return f"parametrised by {kinds}, which cannot be inverted ({str(error).splitlines()[0]})"
+        return f"parametrized by {kinds}, which cannot be inverted ({str(error).splitlines()[0]})"
     size = torch.linalg.vector_norm(value.float()).clamp_min(torch.finfo(torch.float32).tiny)
     off = float(torch.linalg.vector_norm((back - value).float()) / size)
     # Half precision cannot read back better than its own rounding.
     allowed = max(READ_BACK, 2 * torch.finfo(value.dtype).eps)
     if off <= allowed:
         return None
-    return f"parametrised by {kinds}, which does not keep this value (reads back {off:.0%} off)"
+    return f"parametrized by {kinds}, which does not keep this value (reads back {off:.0%} off)"
 
 
 def _list(module: nn.Module, name: str) -> Any:

@@ -11,6 +11,7 @@ memory). `converted(model, keys)` reads the library's own mapping and says what 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from rekindle.blocks.configs import meta_model
-from rekindle.blocks.families import FUSED, named_role
+from rekindle.blocks.families import FUSED, GATE, ROUTER_NAME, named_role
 from rekindle.blocks.finding import Found, find, mark_heads, named_heads
 from rekindle.blocks.layouts import Block, convolution, matrices
 from rekindle.blocks.names import state_cleaner, unusable
@@ -137,40 +138,55 @@ def _unmatched(key: str, tensor: Tensor, tensors: Mapping[str, Tensor], origin: 
 
 
 def _bare_heads(found: list[Found], heads: Any) -> list[Found]:
+    """Every layer that may be an output is skipped. The order of the keys says nothing: safetensors sorts them.
+
+    A layer whose width no other one takes is an output. Where there is none, or at the end of a numbered sequence,
+    equal widths prove nothing: an autoencoder ends as wide as it begins.
+    """
     if heads is not None:
         return mark_heads(found, named_heads(found, heads))
-    weights = [f for f in found if f.blocks and f.role != "embedding"]
     # Matrices that a bare file cannot explain (convolutions) count too: a single Linear behind them is the head.
-    matrices = [f for f in found if len(f.shape) > 1 and f.role != "embedding"]
-    names = [f.name for f in found]
-    if names == sorted(names) and len(weights) > 1:
-        return _sorted_heads(found, weights)
-    alone = not weights or len(matrices) < 2 or (len(weights) < 2 and matrices[-1] is not weights[-1])
-    if alone or weights[-1].role != "other" or any("head" in f.marks for f in weights):
+    if sum(len(f.shape) > 1 and f.role != "embedding" for f in found) < 2:
         return found
-    why = "last matrix of the file, taken for the output head (heads= tells otherwise)"
-    return mark_heads(found, {weights[-1].name}, why)
+    weights = [f for f in found if f.blocks and f.role != "embedding"]
+    taken = Counter(f.blocks[0].in_ for f in weights)
+    plain = [f for f in weights if f.role in ("other", "gate")]
+    unread = {f.name for f in plain if taken[f.blocks[0].out] - (f.blocks[0].in_ == f.blocks[0].out) < 1}
+    ends = bool(unread) or any("head" in f.marks for f in weights)
+    onwards = {f.name: _reads_on(f, weights) for f in plain}
+    unsure = unread | {name for name, read in onwards.items() if not (read or (read is None and ends))}
+    return mark_heads(
+        found, unsure, "possibly the output head: nothing in the file surely reads it (heads= tells otherwise)"
+    )
 
 
-def _sorted_heads(found: list[Found], weights: list[Found]) -> list[Found]:
-    """safetensors sorts its names, so the last one is the last of the alphabet: every possible head is skipped.
+def _reads_on(f: Found, weights: list[Found]) -> bool | None:
+    """Whether the next layer of the same numbered sequence takes what this one makes; None if it is in no sequence."""
+    before, number, after = _numbered(f.module)
+    if number is None:
+        return None
+    pattern = _NUMBER.sub("*", f.module)
+    if _NUMBER.search(before) or after:  # blocks.3.mix, blocks.3.mlp.2: heads are not repeated in every block
+        alike = [w for w in weights if _NUMBER.sub("*", w.module) == pattern and w.blocks[0].out == f.blocks[0].out]
+        if len(alike) > 1:
+            return True
+    following = {
+        n: w for w in weights for b, n, a in [_numbered(w.module)] if b == before and n is not None and n > number
+    }
+    return bool(following) and following[min(following)].blocks[0].in_ == f.blocks[0].out
 
-    Possible is the last layer of a numbered sequence, and a layer whose outputs no other matrix of the file takes.
+
+_NUMBER = re.compile(r"\d+")
+
+
+def _numbered(module: str) -> tuple[str, int | None, str]:
+    """The last number in a name, with what stands before and after it.
+
+    >>> _numbered("net.fc10"), _numbered("layers.3.mix"), _numbered("stem")
+    (('net.fc', 10, ''), ('layers.', 3, '.mix'), ('stem', None, ''))
     """
-    if any("head" in f.marks for f in weights):
-        return found
-    plain = [f for f in weights if f.role == "other"]
-    inputs = [f.blocks[0].in_ for f in weights]
-    unread = {f.name for f in plain if f.blocks[0].out not in inputs}
-    if not unread and plain:
-        numbered = [f for f in plain if f.module.rpartition(".")[2].isdigit()]
-        unread = {max(numbered or plain, key=lambda f: _natural(f.name)).name}
-    why = "possibly the output head: the names of the file are sorted and nothing in it reads this (heads= tells)"
-    return mark_heads(found, unread, why)
-
-
-def _natural(name: str) -> tuple[tuple[int, str], ...]:
-    return tuple((int(part), "") if part.isdigit() else (-1, part) for part in name.split("."))
+    match = re.fullmatch(r"(.*?(?:^|\D))(\d+)(\D*)", module)
+    return (match[1], int(match[2]), match[3]) if match else (module, None, "")
 
 
 def _untied(tensors: Mapping[str, Tensor], found: dict[str, Found]) -> list[Found]:
@@ -198,7 +214,9 @@ def _bare(key: str, tensor: Tensor, tensors: Mapping[str, Tensor], flat: bool = 
     steps = state_cleaner(())(module).split(".")
     words = [p for p in steps if not p.isdigit()]
     leaf = words[-1].lower() if words else ""
-    does = named_role(leaf, words[:-1])
+    above = ".".join(steps[:-1])
+    beside = {"query"} if f"{above}.query.weight".lstrip(".") in tensors else ()
+    does = named_role(leaf, words[:-1], beside)
     refusal = unusable(tensor) or _unclear(key, leaf, does, tensor, tensors)
     marks: dict[str, str] = {}
     transposed = False
@@ -211,8 +229,8 @@ def _bare(key: str, tensor: Tensor, tensors: Mapping[str, Tensor], flat: bool = 
             does, marks = "embedding", {"embedding": "embedding, by its name"}
         elif steps and _is_head(steps, tensors):
             does, marks = "head", {"head": "output head, by its name"}
-        elif leaf in ("gate", "router", "wg") and _beside_experts(module, tensors):
-            does, marks = "router", {"router": "router, beside experts"}
+        elif _is_router(steps, tuple(tensor.shape), tensors):
+            does, marks = "router", {"router": "router, by its name or the experts beside it"}
     blocks = () if refusal else matrices("in out" if transposed else "out in")(tuple(tensor.shape), does)
     shape = () if tensor.dim() == 0 else tuple(tensor.shape)
     return Found(key, key, does, shape, tensor.dtype, blocks, module, "", refusal, marks)
@@ -236,10 +254,27 @@ def _is_head(steps: list[str], tensors: Mapping[str, Tensor]) -> bool:
     return bool(named) or (leaf in _HEADS and len(steps) <= 2)
 
 
-def _beside_experts(module: str, tensors: Mapping[str, Tensor]) -> bool:
-    above = module.rpartition(".")[0]
-    beside = re.compile(rf"{re.escape(above)}\.(\w*experts?)(\.|$)" if above else r"(\w*experts?)(\.|$)")
-    return any(beside.match(key) for key in tensors)
+def _is_router(steps: list[str], shape: tuple[int, ...], tensors: Mapping[str, Tensor]) -> bool:
+    """Whether some name on the path means a router, or stands beside experts and means a gate, or has their number."""
+    if any(ROUTER_NAME.search(step) for step in steps):
+        return True
+    for i, step in enumerate(steps):
+        above = ".".join(steps[:i])
+        count = 0 if "expert" in step else _experts_below(above, tensors)
+        if count and (GATE.fullmatch(step) or (i == len(steps) - 1 and count > 1 and count in shape)):
+            return True
+    return False
+
+
+def _experts_below(path: str, tensors: Mapping[str, Tensor]) -> int:
+    """How many experts are in this module: their numbers, or the first axis of their stacks; 0 without experts."""
+    inside = re.compile(
+        rf"{re.escape(path)}\.\w*experts?(?:\.(\d+))?(?:\.|$)" if path else r"\w*experts?(?:\.(\d+))?(?:\.|$)"
+    )
+    matches = [(key, match) for key in tensors if (match := inside.match(key)) and "shared" not in match[0]]
+    numbers = {int(match[1]) for _, match in matches if match[1]}
+    stacks = {tensors[key].shape[0] for key, match in matches if not match[1] and tensors[key].dim() > 2}
+    return max([len(numbers), *stacks, int(bool(matches))])
 
 
 def _unclear(key: str, leaf: str, does: str, tensor: Tensor, tensors: Mapping[str, Tensor]) -> str | None:

@@ -16,6 +16,7 @@ from rekindle.checkpoint.parts import CheckpointError
 
 MOST_RECORDS = 2_000_000
 _LOCAL, _CENTRAL, _DESCRIPTOR = b"PK\x03\x04", b"PK\x01\x02", b"PK\x07\x08"
+_FOLDER, _ENCRYPTED = 0x10, 0x2061  # as the reader in torch understands these flags
 _PIECE = 1 << 24
 
 
@@ -59,6 +60,8 @@ def records(file: IO[bytes]) -> list[Record]:
         start = info.header_offset + 30 + name_length + extra_length
         if start + info.file_size > size:
             raise CheckpointError(f"truncated: record {info.filename[:200]!r} reaches beyond the end")
+        if info.external_attr & _FOLDER or info.flag_bits & _ENCRYPTED:  # torch would not read its bytes
+            raise CheckpointError(f"record {info.filename[:200]!r} is marked as a folder or as encrypted")
         flagged = bool(info.flag_bits & 8)
         found.append(Record(info.filename, start, info.file_size, info.header_offset, central, flagged, info.CRC))
         fixed = _at(file, central, 46)

@@ -33,14 +33,29 @@ class _Fields:
     """What a class of the format is read into: its fields, and nothing that runs."""
 
     def __setstate__(self, state: Any) -> None:
-        names = _TUPLES.get(type(self).__name__, ())
-        fields = dict(zip(names, state, strict=False)) if isinstance(state, tuple) else state
-        self.__dict__.update(fields)
+        self.__dict__.update(state)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
         return None  # as the defaults of these classes are
+
+
+class _TensorProperties(_Fields):
+    """The properties of a tensor, which torch stores as a tuple."""
+
+    def __setstate__(self, state: Any) -> None:
+        self.dtype, _, _, memory_format, _ = state
+        if not isinstance(memory_format, _MemoryFormat):
+            raise CheckpointError(f".metadata: {memory_format!r:.100} is no memory format")
+
+
+class _MemoryFormat:
+    """One of torch's memory formats, by its number; nothing depends on it."""
+
+    def __init__(self, number: int) -> None:
+        if number not in range(3):
+            raise CheckpointError(f".metadata: {number!r:.100} is no memory format")
 
 
 def _parts(*values: Any) -> Any:
@@ -54,14 +69,7 @@ def _layout(name: str) -> str:
     return name
 
 
-def _memory_format(number: int) -> int:
-    if number not in range(4):
-        raise CheckpointError(f".metadata: {number!r:.100} is no memory format")
-    return number
-
-
-_TUPLES = {"TensorProperties": ("dtype", "layout", "requires_grad", "memory_format", "pin_memory")}
-_RECORDS = ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties")
+_RECORDS = ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata")
 _PATHS = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath", "Path")
 _CLASSES: dict[tuple[str, str], Any] = {
     **{
@@ -69,7 +77,8 @@ _CLASSES: dict[tuple[str, str], Any] = {
         for name in (*_RECORDS, "MetadataIndex", "StorageMeta")
     },
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): type("_StorageInfo", (_Fields,), {}),
-    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"): _memory_format,
+    ("torch.distributed.checkpoint.metadata", "TensorProperties"): _TensorProperties,
+    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"): _MemoryFormat,
     ("torch.serialization", "_get_layout"): _layout,
     ("torch", "Size"): lambda sides=(): tuple(sides),
     ("collections", "OrderedDict"): dict,

@@ -318,7 +318,7 @@ def _zeroed(journal: Journal, biases: Biases) -> Biases:
 
 
 def batches(entries: Iterable[PlanEntry]) -> list[tuple[PlanEntry, ...]]:
-    """Neighbouring entries in groups of about `BATCH` numbers."""
+    """Neighboring entries in groups of about `BATCH` numbers."""
     groups: list[list[PlanEntry]] = [[]]
     size = 0
     for entry in entries:

@@ -268,7 +268,7 @@ class _ReadOnDemand(Mapping[str, Tensor]):
         return len(self._names)
 
 
-_COMPUTED = "parametrised: the file holds its originals only; project the live model with rekindle.fire, and save that"
+_COMPUTED = "parametrized: the file holds its originals only; project the live model with rekindle.fire, and save that"
 
 
 def match_plan(plan: Plan, checkpoint: Checkpoint) -> Plan:
@@ -276,7 +276,7 @@ def match_plan(plan: Plan, checkpoint: Checkpoint) -> Plan:
 
     A plan of a live model says `encoder.0.weight` where a Lightning checkpoint says `model.encoder.0.weight`: one
     prefix for all, on either side, is removed. Anything that does not fit is refused; a weight of which the file holds
-    the originals of a parametrisation is skipped.
+    the originals of a parametrization is skipped.
     """
     names, clean = set(checkpoint.names), state_cleaner(checkpoint.names)
     plain = [entry for entry in plan.selected if not entry.parametrized]
@@ -325,7 +325,7 @@ def _ways(first: PlanEntry, checkpoint: Checkpoint) -> list[Callable[[PlanEntry]
 
 
 def _key(entry: PlanEntry) -> str:
-    # The key of a parametrised weight is one of its originals, which is another tensor, maybe of the same shape.
+    # The key of a parametrized weight is one of its originals, which is another tensor, maybe of the same shape.
     return entry.name if entry.parametrized else entry.key
 
 

@@ -287,7 +287,7 @@ def _encoded(spans: Mapping[str, Span], metadata: Mapping[str, str], room: int) 
 
 
 def _runs(old: Mapping[str, Span], new: Mapping[str, Span], changed: Iterable[str]) -> Iterable[tuple[int, int, int]]:
-    """(start, stop, target start) of neighbouring tensors that are copied as they are."""
+    """(start, stop, target start) of neighboring tensors that are copied as they are."""
     run: list[int] = []
     for name, span in old.items():
         if name in changed or new[name].code != span.code:

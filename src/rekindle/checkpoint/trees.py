@@ -53,6 +53,8 @@ class TorchTree:
         file.seek(0)
         with _in_one_line(path):
             self.value: Any = self._read_archive(file) if self.zipped else self._read_sequence(file)
+            file.seek(0)
+            torch.load(file, map_location="meta", weights_only=True)  # what torch refuses is of no use to anybody
 
     def storage(self, tensor: Tensor) -> ByteRange | None:
         """Where the storage of a tensor is; None if the file has no numbers of it."""
@@ -114,8 +116,6 @@ class TorchTree:
             if record is None:
                 raise CheckpointError(f"{self._path}: the record of storage {key[:100]!r} is missing")
             self._settle(key, record.start, record.size)
-        file.seek(0)
-        torch.load(file, map_location="meta", weights_only=True)  # what torch refuses could not be loaded afterwards
         return value
 
     def _read_sequence(self, file: IO[bytes]) -> Any:

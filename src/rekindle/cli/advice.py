@@ -112,7 +112,6 @@ def probe(
         raise ValueError(
             f"{what}: the agent has no stored returns to learn (loading restores no buffers): let it play first"
         )
-    from rekindle.advice.advising import seconds_of
     from rekindle.advice.probing import probe as measure
 
     heed()
@@ -124,7 +123,7 @@ def probe(
         fresh=asked.fresh,
         optimizer=asked.optimizer,
         steps=steps,
-        seconds=None if steps is not None else seconds_of(budget),
+        budget=None if steps is not None else budget,
         seeds=seeds,
     )
     _give(asked, "probe", found, json, html, force)
@@ -201,7 +200,7 @@ def _give(asked: Asked, command: str, found: Any, json: bool, html: Path | None,
     if json:
         show_json(facts)
     else:
-        text = str(found).replace("more steps= or seconds=", "more --steps or --budget")
+        text = str(found).replace("more steps= or budget=", "more --steps or --budget")
         typer.echo("\n".join(map(printable, text.splitlines())))  # otherwise unchanged: the call must stay Python
 
 
@@ -280,7 +279,7 @@ def _from_agent(path: Path, defined: Any) -> Asked:
 
 def _from_laboratory(name: str, index: int | None, seed: int, changed: Any) -> Asked:
     from rekindle.lab.boundaries import quiet, reach
-    from rekindle.lab.catalogue import altered
+    from rekindle.lab.catalog import altered
     from rekindle.lab.settings import setting
 
     chosen = quiet(altered(setting(name), list(changed)) if changed else setting(name))

@@ -122,7 +122,6 @@ _LABORATORY: dict[str, Callable[..., None]] = {
     "resume": lab.resume,
     "show": lab.lab_show,
     "report": lab.lab_report,
-    "compare": lab.lab_compare,
     "atlas": lab.lab_atlas,
     "fetch": lab.fetch,
 }

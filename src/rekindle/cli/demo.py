@@ -11,9 +11,8 @@ import typer
 
 from rekindle import files
 from rekindle.cli import options
-from rekindle.cli.page import write_page
-from rekindle.cli.studies import described, needing_extras, print_tables, run_live
-from rekindle.cli.terminal import FINDINGS, reported, say, show_json
+from rekindle.cli.studies import needing_extras, present, run_live, write_study_page
+from rekindle.cli.terminal import FINDINGS, reported, say
 
 GROUP, SEEDS = "main", 3
 # A little shorter than the setting itself, so that three seeds of nine arms take a minute and a half on two cores.
@@ -51,27 +50,22 @@ def demo(
     """
     with needing_extras(), tempfile.TemporaryDirectory(prefix="rekindle-demo-") as folder:
         from rekindle.lab.arms import arms
-        from rekindle.lab.results import comparisons
         from rekindle.lab.settings import SETTINGS
         from rekindle.lab.study import Study
-        from rekindle.lab.views import figures
+        from rekindle.lab.views.page import learning
 
         digits = SETTINGS["digits"]
         setting = replace(digits, name="demo", about=ABOUT, stream_options={**digits.stream_options, **SHORTER})
         study = Study("demo", [setting], arms(methods.split(",")), list(range(seeds)), Path(folder))
         say(ABOUT)
         results = run_live(study, again="rekindle demo", workers=workers)
-        data = described(results, f"rekindle demo --seeds {seeds} --methods {methods}")
+        command = f"rekindle demo --seeds {seeds} --methods {methods}"
         for path in filter(None, (html, picture)):
             path.absolute().parent.mkdir(parents=True, exist_ok=True)
-        found = comparisons(data)
         if picture is not None:
-            files.write(picture, figures.learning(found[0])[0].file())
-        write_page(html, data, force=True)
-        if json:
-            show_json(data)
-        else:
-            print_tables(found)
+            files.write(picture, learning(results.comparisons["demo"])[0].file())
+        write_study_page(html, results, command, force=True)
+        present(results, command, json)
         if study.last is not None and study.last.errors:
             reason = next(iter(study.last.errors.values()))[-300:]
             say(reason, f"{len(study.last.errors)} runs failed:", "bold red")

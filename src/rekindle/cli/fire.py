@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from rekindle.projection.entries import PlanEntry
     from rekindle.projection.planning import Plan
     from rekindle.projection.receipt import Receipt
-    from rekindle.sharding.estimate import Estimate
 
 NOTHING = "nothing to project; --include NAME asks for a tensor that has a shape here, --model shows how all are used"
 _SAFETENSORS, _TORCH = (".safetensors",), (".pt", ".pth", ".bin", ".ckpt")
@@ -86,19 +85,16 @@ def plan(
     if output is not None:
         files.write(output, as_json(drawn.to_dict()), overwrite=force)
         say(f"plan: {output}")
-    costs = [] if ranks is None or not drawn.selected else _costs(drawn, ranks)
+    costs = []
+    if ranks is not None and drawn.selected:
+        from rekindle.sharding.owners import estimate
+
+        weights = [([block.layout for block in entry.blocks], entry.dtype.itemsize) for entry in drawn.selected]
+        costs = [estimate(weights, ranks)]
     if json:
         show_json({**drawn.to_dict(), **({"costs": [asdict(cost) for cost in costs]} if costs else {})})
     else:
         show("\n".join([drawn.table(width(), as_options), *map(str, costs)]))
-
-
-def _costs(drawn: Plan, ranks: int) -> list[Estimate]:
-    """What carrying out the plan on so many processes would cost, on CPUs like this one and on GPUs."""
-    from rekindle.sharding.estimate import estimate, measured_here
-
-    weights = [([block.layout for block in entry.blocks], entry.dtype.itemsize) for entry in drawn.selected]
-    return [estimate(weights, ranks, measured_here())]
 
 
 def draw(checkpoint: Checkpoint, config: Any, asked: Mapping[str, Any]) -> Plan:

@@ -9,15 +9,14 @@ import typer
 
 from rekindle import files
 from rekindle.cli import options
-from rekindle.cli.page import write_page
 from rekindle.cli.studies import (
-    described,
     kept_command,
     loaded,
     needing_extras,
     opened,
     perform,
     present,
+    write_study_page,
 )
 from rekindle.cli.terminal import progress, refuse_existing, reported, say, show_json, width
 from rekindle.report.words import printable, size
@@ -46,10 +45,6 @@ Workers = Annotated[int | None, typer.Option(help="Runs at once.", show_default=
 Batched = Annotated[
     bool, typer.Option(help="Train the networks of a setting as one, where that works; else every run by itself.")
 ]
-Sinks = Annotated[
-    list[str] | None,
-    typer.Option("--sink", help="Also send results to tensorboard, wandb (offline) or mlflow.", show_default=False),
-]
 
 
 @reported
@@ -63,9 +58,9 @@ def lab_list(json: options.Json = False) -> None:
       rekindle lab list --json
     """
     with needing_extras():
-        from rekindle.lab.catalogue import catalogue, listed
+        from rekindle.lab.catalog import catalog, listed
 
-        found = catalogue()
+        found = catalog()
     if json:
         show_json(found)
     else:
@@ -103,7 +98,6 @@ def run(
     workers: Workers = None,
     batched: Batched = True,
     folder: Annotated[Path | None, typer.Option(help="Where results go.", show_default="results/lab/<name>")] = None,
-    sink: Sinks = None,
     html: options.Html = None,
     json: options.Json = False,
     force: options.Force = False,
@@ -122,7 +116,7 @@ def run(
         refuse_existing(html, force)
     with needing_extras():
         study = loaded(names, methods, seeds, tune or None, folder, replay, changed or ())
-        perform(study, sink or (), html, json, force, on=on, workers=workers, batched=batched)
+        perform(study, html, json, force, on=on, workers=workers, batched=batched)
 
 
 @reported
@@ -131,7 +125,6 @@ def resume(
     on: On = "local",
     workers: Workers = None,
     batched: Batched = True,
-    sink: Sinks = None,
     html: options.Html = None,
     json: options.Json = False,
     force: options.Force = False,
@@ -145,7 +138,7 @@ def resume(
     if html is not None:
         refuse_existing(html, force)
     with needing_extras():
-        perform(opened(folder), sink or (), html, json, force, on=on, workers=workers, batched=batched)
+        perform(opened(folder), html, json, force, on=on, workers=workers, batched=batched)
 
 
 @reported
@@ -160,7 +153,7 @@ def lab_show(folder: Folder, json: options.Json = False) -> None:
     """
     with needing_extras():
         study = opened(folder)
-        present(described(study.results(), kept_command(study)), json)
+        present(study.results(), kept_command(study), json)
 
 
 @reported
@@ -178,55 +171,7 @@ def lab_report(
     refuse_existing(html, force)
     with needing_extras():
         study = opened(folder)
-        write_page(html, described(study.results(), kept_command(study)), force)
-
-
-@reported
-def lab_compare(
-    arm: Annotated[
-        str, typer.Argument(help="The arm, such as fire.", show_default=False, autocompletion=options.complete_arms)
-    ],
-    other: Annotated[
-        str,
-        typer.Argument(
-            help="What it is compared with, such as random-isometry.",
-            show_default=False,
-            autocompletion=options.complete_arms,
-        ),
-    ],
-    folders: Annotated[
-        list[Path], typer.Argument(metavar="FOLDER...", help="The folders of studies.", show_default=False)
-    ],
-    json: options.Json = False,
-) -> None:
-    """Compare two arms in everything that is measured, over one study or several, as Markdown.
-
-    [bold]Examples[/]
-
-      rekindle lab compare fire random-isometry results/lab/nearness results/lab/random-labels
-    """
-    with needing_extras():
-        from rekindle.lab.views.text import pair_table
-
-        pairs = [
-            pair
-            for folder in folders
-            for found in opened(folder).results().comparisons.values()
-            if arm in found.arms and other in found.arms
-            for pair in found.pairs(arm, other)
-        ]
-        if not pairs:
-            raise ValueError(f"no study here has finished runs of both {arm!r} and {other!r} in one setting")
-        if json:
-            cells = [{"setting": p.setting, "measure": p.what, **p.difference.to_dict()} for p in pairs]
-            show_json({"arm": arm, "other": other, "differences": cells})
-        else:
-            typer.echo(
-                printable(
-                    f"{arm} minus {other}, paired by seed; better and worse are {arm}'s, after Holm over a setting"
-                )
-            )
-            typer.echo("\n".join(map(printable, pair_table(pairs))))
+        write_study_page(html, study.results(), kept_command(study), force)
 
 
 @reported
@@ -252,7 +197,7 @@ def lab_atlas(
     if output is not None:
         refuse_existing(output, force)
     with needing_extras():
-        from rekindle.lab.archive import unpacked
+        from rekindle.lab.execution.store import unpacked
         from rekindle.lab.views.atlas import Atlas
 
         found: list[Any] = []
@@ -289,7 +234,8 @@ def fetch(
       rekindle lab fetch cifar-10
     """
     with needing_extras():
-        from rekindle.lab.data import fetching, sets
+        from rekindle.lab import data as sets
+        from rekindle.lab.data import fetching
 
         expected = max((way.size for way in sets.known(name).ways), default=0)
         so_far = 0

@@ -1,6 +1,6 @@
 """Names of the laboratory as plain data, so that a shell's completion need not import it (that takes seconds).
 
-They come from `rekindle.lab.catalogue`; a test compares the two and renews this file on request:
+They come from `rekindle.lab.catalog`; a test compares the two and renews this file on request:
 REKINDLE_RENEW=1 python -m pytest tests/cli/test_first_hour.py -k laboratory_names
 """
 

@@ -62,14 +62,11 @@ def described(checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
-def write_page(path: Path, data: Mapping[str, Any], force: bool) -> None:
-    """The page of a result, written whole or not at all."""
-    if data.get("command") == "lab":
-        from rekindle.lab.views.page import render
-    else:
-        from rekindle.report import render
+def write_page(path: Path, data: Mapping[str, Any] | str, force: bool) -> None:
+    """The page of a result, or one that is rendered, written whole or not at all."""
+    from rekindle.report import render
 
-    text = page_as_options(render(data))
+    text = data if isinstance(data, str) else page_as_options(render(data))
     files.write(path, text, overwrite=force)
     say(f"page: {path} ({len(text.encode()) / 1e6:.2g} MB)")
 

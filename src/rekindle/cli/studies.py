@@ -17,7 +17,7 @@ from rekindle.cli.terminal import FINDINGS, say, show_json, show_rich, stopped, 
 from rekindle.extras import install, require
 
 if TYPE_CHECKING:
-    from rekindle.lab.results import ArmComparison, Results
+    from rekindle.lab.results import Results
     from rekindle.lab.study import Study
 
 COMMANDS = "commands.txt"
@@ -41,7 +41,7 @@ def loaded(
     study = Study.load(what, _listed(methods), _seeds(seeds), tune=tune, folder=folder)
     changes = list(changed) + ([] if replay is None else [f"replay={replay}"])
     if changes:
-        from rekindle.lab.catalogue import altered
+        from rekindle.lab.catalog import altered
 
         settings = [altered(setting, changes) for setting in study.settings]
         study = replace(study, settings=settings)
@@ -60,21 +60,14 @@ def opened(folder: Path) -> Study:
     return Study.load(folder)
 
 
-def described(results: Results, command: str) -> dict[str, Any]:
-    """The results as a dict with the command that they come from, for JSON and pages."""
-    data = made("lab") | results.to_dict()
-    return data | {"study": {**data["study"], "command": command}}
-
-
-def perform(study: Study, sinks: Any, html: Path | None, json: bool, force: bool, **how: Any) -> None:
+def perform(study: Study, html: Path | None, json: bool, force: bool, **how: Any) -> None:
     """Run or continue a study, and show its result; failed runs make the exit code 1. `how` is for `Study.run`."""
     _find_data(study)
     _keep_command(study)
-    results = run_live(study, sinks=sinks, **how)
-    data = described(results, kept_command(study))
+    results = run_live(study, **how)
     if html is not None:
-        write_page(html, data, force)
-    present(data, json)
+        write_study_page(html, results, kept_command(study), force)
+    present(results, kept_command(study), json)
     if not json:
         say(f"results: {study.folder}; the page: rekindle lab report {study.folder} --html FILE")
     errors = study.last.errors if study.last is not None else {}
@@ -86,17 +79,13 @@ def perform(study: Study, sinks: Any, html: Path | None, json: bool, force: bool
 
 def run_live(study: Study, *, again: str | None = None, **how: Any) -> Results:
     """Run a study with its live table on a terminal; Ctrl-C says how to go on, or how to start `again`."""
-    from rekindle.lab.views.terminal import Board, live
-
     for module in (
         "pandas",
         "pyarrow",
     ):  # for the table at the end: better reported before the first run than after the last
         require(module, "lab", "the table of a study")
-    board = Board(study.name, {run.identity: run.arm.name for run in study.runs()})
     try:
-        with live(board) as watch:
-            return study.run(progress=watch, **how)
+        return study.run(progress=True, **how)
     except KeyboardInterrupt:
         if again is None:
             told = f"stopped; finished runs are kept. Go on with: rekindle lab resume {study.folder}"
@@ -105,28 +94,29 @@ def run_live(study: Study, *, again: str | None = None, **how: Any) -> Results:
         raise stopped(told) from None
 
 
-def present(data: dict[str, Any], json: bool) -> None:
-    """The result on stdout, for programs or for people."""
-    from rekindle.lab.results import comparisons
+def write_study_page(path: Path, results: Results, command: str, force: bool) -> None:
+    """The page of a study."""
+    from rekindle.lab.views.page import render
 
-    if json:
-        show_json(data)
-    else:
-        print_tables(comparisons(data))
-        if code := data["made"].get("code"):
-            say("", code, "yellow")
+    write_page(path, render(results, command), force)
 
 
-def print_tables(found: list[ArmComparison]) -> None:
-    """The tables and what the numbers mean, on stdout."""
+def present(results: Results, command: str, json: bool) -> None:
+    """The result on stdout, for programs, or for people with what the numbers mean."""
     from rekindle.lab.views.terminal import tables
 
-    show_rich(tables(found, width()))
+    if json:
+        data = made("lab") | results.to_dict()
+        show_json(data | {"study": {**data["study"], "command": command}})
+        return
+    show_rich(tables(list(results.comparisons.values()), width()))
+    if code := results.provenance():
+        say("", code, "yellow")
 
 
 def _find_data(study: Study) -> None:
     """Report a data set that is not there before anything runs, once, with the command that gets it."""
-    from rekindle.lab.data import sets
+    from rekindle.lab import data as sets
 
     for setting in study.settings:
         named = setting.stream_options.get("data", ())

@@ -169,7 +169,7 @@ def note(text: str) -> None:
 
 
 def show(text: str) -> None:
-    """A result as text on stdout; a line that holds a verdict is coloured by it."""
+    """A result as text on stdout; a line that holds a verdict is colored by it."""
     heed()
     console = _Pipe(soft_wrap=True, highlight=False)
     for line in as_options(text).splitlines():

@@ -15,6 +15,7 @@ the score ≤ τ, *dead* where it is 0 on every row. What could not be measured 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 from rekindle.blocks.names import cleaner, is_sharded
 from rekindle.diagnosis.hooks import Activated, Attended, HeadEntropy, Watch, entropy, entropy_share
 from rekindle.diagnosis.units import UnitActivity, UnitSums, rows_of
+from rekindle.diagnosis.usage import Usage
 from rekindle.engine.arithmetic import full_precision
 from rekindle.isolation import Batch, Loss, call, check_batches, explained, isolated, padding_mask
 from rekindle.measures.matrices import Mode
@@ -89,12 +91,14 @@ def activity(
     attention: bool = True,
     max_batches: int | None = None,
     rows: int | None = None,
+    usage: Usage | None = None,
 ) -> Activity:
     """Run `model` on `batches` in evaluation mode and measure what its units did.
 
     With a `loss(model, batch)` gradients are measured too; `.grad` is not touched. Cheap mode leaves out
-    linearised and constant units. Feature ranks use the first `rows` rows: 512, or 64 in cheap mode; a rank from
-    more rows is higher, so compare only ranks with the same `rank_limit`.
+    linearized and constant units. Feature ranks use the first `rows` rows: 512, or 64 in cheap mode; a rank from
+    more rows is higher, so compare only ranks with the same `rank_limit`. With rows=0 no rank is measured. `usage`
+    counts experts, codes and latents in the same passes.
 
     >>> net = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
     >>> found = activity(net, [torch.ones(8, 2)], loss=lambda model, x: model(x).square().mean())
@@ -102,13 +106,16 @@ def activity(
     ['0.bias', '0.weight', '2.bias', '2.weight']
     """
     check_batches(batches)
-    observer = _Observer(mode, rows or (512 if mode == "full" else 64))
+    observer = _Observer(mode, (512 if mode == "full" else 64) if rows is None else rows)
     gradients = _Gradients(model) if loss is not None else None
     watch = Watch(model, observer.activated, observer.attended if attention else None)
     count = 0
-    with isolated(model), torch.enable_grad() if loss is not None else torch.no_grad(), watch:
+    counting = nullcontext() if usage is None else usage.watching()
+    with isolated(model), torch.enable_grad() if loss is not None else torch.no_grad(), watch, counting:
         for batch in islice(batches, max_batches):
             observer.begin(padding_mask(batch))
+            if usage is not None:
+                usage.mask = observer.mask
             if loss is None or gradients is None:
                 call(model, batch)
             else:
@@ -155,7 +162,6 @@ class _Observer:
         self.mask = mask
         self._pass = {}
 
-    @full_precision()
     def activated(self, event: Activated) -> None:
         values = rows_of(event.out, event.unit_dim, self.mask)
         if values is None:

@@ -81,7 +81,7 @@ def hessian_eigenvalue(
         value, residual, taken = 0.0, float("inf"), 0
         for step in range(1, steps + 1):
             taken = step
-            v = _normalised(v)
+            v = _normalized(v)
             product = _product(model, held, loss, chosen, v)
             value, length = _dot(v, product), _dot(product, product) ** 0.5
             if length == 0:
@@ -114,6 +114,6 @@ def _dot(a: list[Tensor], b: list[Tensor]) -> float:
     return float(sum(float((to_float64(x) * to_float64(y)).sum()) for x, y in zip(a, b, strict=True)))
 
 
-def _normalised(v: list[Tensor]) -> list[Tensor]:
+def _normalized(v: list[Tensor]) -> list[Tensor]:
     length = _dot(v, v) ** 0.5
     return [each / length for each in v]

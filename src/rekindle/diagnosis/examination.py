@@ -28,6 +28,7 @@ from rekindle.diagnosis.curvature import Curvature, hessian_eigenvalue
 from rekindle.diagnosis.fresh import fresh_numbers
 from rekindle.diagnosis.results import Comparison, Health
 from rekindle.diagnosis.units import UnitActivity
+from rekindle.diagnosis.usage import Usage, unjudged
 from rekindle.diagnosis.verdict import Numbers, Thresholds, Verdict
 from rekindle.engine.arithmetic import full_precision
 from rekindle.isolation import Batch, Loss, check_loss
@@ -42,6 +43,8 @@ from rekindle.sharding.units import Part
 
 # Rows of an embedding are looked up, a depthwise kernel has 1-wide matrices: their spectra say nothing.
 _PASSED_OVER = ("embedding", "depthwise")
+_LOOKED_AT = 8  # batches among which parts of a model that are called by themselves are looked for
+_RANKS = ("rank_limit", "feature_rank", "feature_srank", "feature_participation")
 _OF_WEIGHTS = {"dead weights", "similar neurons"}
 _AGAINST_FRESH = {"dormancy", "saturation", "attention", "gradient", *_OF_WEIGHTS}
 
@@ -59,12 +62,15 @@ def health(
     max_batches: int | None = None,
     thresholds: Thresholds | None = None,
     optimizer: torch.optim.Optimizer | None = None,
+    units: Mapping[str, str | None] | None = None,
 ) -> Health:
     """Measure a model, and judge it: against `reference`, an earlier Health or another model (a fresh one), if given.
 
     Without batches only weights are measured, without a `loss(model, batch)` no gradients. `curvature` adds the
     largest Hessian eigenvalue (up to 100 Hessian-vector products). Cheap mode finds no eigenvalue of a weight.
-    Weights with a normalisation behind them are named (`about[…]["norm"]`): their scale does not change the function;
+    Experts, codes of a quantizer, latents of a sparse autoencoder and ranks of an adapter are found on the first batch
+    by what they do; `units` names them by hand, {"codebook.embed": "codes"}, or leaves them out (None).
+    Weights with a normalization behind them are named (`about[…]["norm"]`): their scale does not change the function;
     with the `optimizer` each has its effective learning rate lr/‖W‖².
     The model is left as it was: weights, `.grad`, buffers, modes, hooks and random numbers. On a model with DTensor
     parameters every process must make the call; weights are measured whole, units on each rank's own batches.
@@ -103,8 +109,9 @@ def health(
     reading.add_norms(model, optimizer)
     if batches is not None:
         with passes(model, team):
-            seen = activity(model, batches, loss=loss, mode=mode, max_batches=max_batches)
-        reading.add_activity(seen)
+            usage = usage_on(model, batches, units)
+            seen = activity(model, batches, loss=loss, mode=mode, max_batches=max_batches, usage=usage)
+        reading.add_activity(seen, usage)
         if curvature and loss is not None:
             reading.add_curvature(hessian_eigenvalue(model, batches, loss))
     else:
@@ -128,6 +135,11 @@ def health(
     first = list(islice(batches, max_batches))
     fresh = fresh_numbers(model, first, numbers, (mode, limits.tau, bool(signs & _OF_WEIGHTS), loss is None))
     return replace(measured, fresh=fresh, seconds=time.perf_counter() - start)
+
+
+def usage_on(model: nn.Module, batches: Iterable[Batch], units: Mapping[str, str | None] | None = None) -> Usage:
+    """What counts the use of the model's stacks on these batches."""
+    return Usage.of(model, islice(batches, _LOOKED_AT), units)
 
 
 class Held(Protocol):
@@ -157,6 +169,7 @@ class HealthBuilder:
         self.whole: dict[str, float] = {}
         self.about: dict[str, dict[str, str]] = {}
         self.broken: dict[str, str] = {}
+        self.stacks: dict[str, dict[str, float]] = {}
         self.unmeasured: list[Unmeasured] = []
 
     def read_weights(self, model: nn.Module, parameters: Iterable[Found] | None = None) -> None:
@@ -220,7 +233,7 @@ class HealthBuilder:
                 self.whole["dfi_scale_free"] = sum(a * b for a, b in free) / sum(b for _, b in free)
 
     def add_norms(self, model: nn.Module, optimizer: Any = None) -> None:
-        """Name the weights whose scale a normalisation takes out, and their effective learning rates."""
+        """Name the weights whose scale a normalization takes out, and their effective learning rates."""
         norms = norms_behind(unwrapped(model))
         rates = {
             id(parameter): float(group["lr"])
@@ -238,9 +251,9 @@ class HealthBuilder:
             if id(parameter) in rates and norm > 0:
                 self.weights[name]["effective_lr"] = rates[id(parameter)] / norm**2
 
-    def add_activity(self, found: Activity) -> None:
-        """Add what was measured of units and gradients."""
-        for layer in found.layers:
+    def add_activity(self, found: Activity, usage: Usage | None = None, *, pairs: bool = True) -> None:
+        """Add what was measured of units and gradients; `pairs` also compares members of stacks with each other."""
+        for layer in found.layers if usage is None else usage.neurons(found.layers):
             name = self._unit_name(layer)
             self.about[name] = {"kind": layer.kind, "at": layer.name}
             if not layer.finite:
@@ -262,6 +275,11 @@ class HealthBuilder:
             ranks = [u["feature_rank"] / u["rank_limit"] for u in self.units.values() if "feature_rank" in u]
             if ranks:
                 self.whole["feature_rank_worst"] = min(ranks)
+        if usage is not None:
+            self._add_usage(usage, pairs)
+        dead = [each["dead"] for each in (*self.stacks.values(), *self.units.values()) if "dead" in each]
+        if dead:
+            self.whole["dead_worst"] = max(dead)
         if self.gradients:
             self.whole["gradient_norm"] = math.sqrt(sum(g * g for g in self.gradients.values()))
         if found.loss is not None:
@@ -276,6 +294,29 @@ class HealthBuilder:
         """The layer whose output the units are; a second activation on it, or one without a layer, has its own name."""
         taken = layer.after in self.units or layer.after in self.broken
         return layer.name if taken or not layer.after else layer.after
+
+    def keep(self, earlier: Health) -> None:
+        """Weights and ranks of features as they were measured before, where they were not measured now."""
+        self.weights = {name: dict(numbers) for name, numbers in earlier.weights.items()}
+        weights = {name: dict(about) for name, about in earlier.about.items() if "role" in about}
+        self.about = {**weights, **self.about}
+        self.broken |= {name: why for name, why in earlier.broken.items() if name in weights}
+        self.unmeasured += [each for each in earlier.unmeasured if each.what == "weight"]
+        for name, numbers in self.units.items():
+            numbers |= {key: value for key, value in earlier.units.get(name, {}).items() if key in _RANKS}
+        for name, numbers in self.stacks.items():
+            if (similar := earlier.stacks.get(name, {}).get("similar_pairs")) is not None:
+                numbers["similar_pairs"] = similar
+        for name in ("weight_norm", "dfi_scale_free", "feature_rank_worst"):
+            if name in earlier.whole:
+                self.whole[name] = earlier.whole[name]
+
+    def _add_usage(self, usage: Usage, pairs: bool) -> None:
+        kinds = {stack.name: stack.kind for stack in usage.found.stacks}
+        for name, numbers in usage.numbers(pairs).items():
+            self.stacks[name], self.about[name] = numbers, {"kind": kinds[name]}
+        missing = {**usage.unmeasured(), **unjudged(self.stacks)}
+        self.unmeasured += [Unmeasured(name, "units", reason) for name, reason in missing.items()]
 
     def add_curvature(self, found: Curvature) -> None:
         """Add the eigenvalue, if it converged."""
@@ -296,6 +337,7 @@ class HealthBuilder:
             self.whole,
             self.about,
             self.broken,
+            self.stacks,
             tuple(self.unmeasured),
             self.mode,
             seconds,

@@ -106,6 +106,7 @@ class Watch(TorchFunctionMode):
         # Set during a backward pass: checkpointed modules run again there, and must not count twice.
         self.paused = False
         self._stack: list[tuple[str, nn.Module]] = []
+        self._opaque: list[bool] = []  # whether each of them is one activation as a whole
         self._handles: list[RemovableHandle] = []
         self._begin()
 
@@ -128,16 +129,18 @@ class Watch(TorchFunctionMode):
         if isinstance(module, torch.jit.ScriptModule):
             self.blind[name] = "TorchScript runs outside Python: nothing in it can be watched"
             return
+        own = _opaque_activation(module)
 
         def enter(module: nn.Module, args: Any) -> None:
             if not self._stack:
                 self._begin()
             self._stack.append((name, module))
+            self._opaque.append(own)
             self.ran.add(name)
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
-            own = _opaque_activation(module)
             self._stack.pop()
+            self._opaque.pop()
             if own and isinstance(output, Tensor) and not self.paused:
                 pre = args[0] if len(args) == 1 and isinstance(args[0], Tensor) else None
                 pre = pre if pre is not None and pre.shape == output.shape else None
@@ -152,6 +155,7 @@ class Watch(TorchFunctionMode):
             handle.remove()
         self._handles.clear()
         self._stack.clear()
+        self._opaque.clear()
         self._pending.clear()
 
     def _begin(self) -> None:
@@ -170,7 +174,7 @@ class Watch(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         inside = name.strip("_") if name.endswith("_") and not name.startswith("__") else name
         # Outside every module the caller's own code runs, such as a loss: not part of the model.
-        if self.paused or not self._stack or _opaque_activation(self._stack[-1][1]):
+        if self.paused or not self._opaque or self._opaque[-1]:
             return func(*args, **kwargs)
         kind = _kind(inside, args, kwargs)
         if kind is None:

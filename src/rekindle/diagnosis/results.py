@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rekindle import files
+from rekindle.diagnosis import usage
 from rekindle.diagnosis.activity import Unmeasured
+from rekindle.diagnosis.agreement import STANDING
 from rekindle.diagnosis.verdict import LEVELS, Numbers, Thresholds, Verdict, judge
 from rekindle.extras import install
 from rekindle.measures.matrices import Mode
@@ -20,7 +22,7 @@ from rekindle.tables import number, share, table, terminal_width, wrapped
 if TYPE_CHECKING:
     import pandas
 
-_MAPPINGS = ("weights", "units", "heads", "gradients", "steps", "whole", "about", "broken")
+_MAPPINGS = ("weights", "units", "heads", "gradients", "steps", "whole", "about", "broken", "stacks")
 # heading: measure
 _WEIGHTS = {
     **{"norm": "norm", "lr/‖W‖²": "effective_lr", "DfI/k": "dfi_per_dimension"},
@@ -30,9 +32,9 @@ _WEIGHTS = {
 }
 _UNITS = {
     **{"units": "units", "dormant": "dormant", "dead": "dead", "usage": "usage", "eff. rank": "feature_rank"},
-    **{"of": "rank_limit", "linear": "linearised", "saturated": "saturation", "∂ dormant": "gradient_dormant"},
+    **{"of": "rank_limit", "linear": "linearized", "saturated": "saturation", "∂ dormant": "gradient_dormant"},
 }
-_SHARES = {"similar_pairs", "dormant", "dead", "usage", "linearised", "saturation", "gradient_dormant"}
+_SHARES = {"similar_pairs", "dormant", "dead", "usage", "linearized", "saturation", "gradient_dormant"}
 _wrap = partial(wrapped, indent="    ")
 _MOST_UNMEASURED = 6
 _MOST_CHANGES = 40
@@ -42,7 +44,8 @@ _MOST_CHANGES = 40
 class Health:
     """Measures of one model at one moment, and a verdict. A number that is not here was not measured.
 
-    `weights` and `units` map a layer to its numbers, `about` each layer to words (role, shape; for units the kind of
+    `weights` and `units` map a layer to its numbers, `stacks` the experts, codes, latents, ranks or rows of one place
+    to theirs, `about` each layer to words (role, shape; for units the kind of
     activation and the place `at` which it was seen). Units are named by the layer that makes them, as methods and
     `targets=` take it. `heads` each attention to the entropy share of its most collapsed head, `gradients` and `steps`
     each parameter to ‖∂L/∂w‖ and to ‖update‖/‖w‖ (a monitor's); `whole` holds numbers of the whole model, and
@@ -64,6 +67,7 @@ class Health:
     whole: Mapping[str, float] = field(default_factory=dict)
     about: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     broken: Mapping[str, str] = field(default_factory=dict)
+    stacks: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     unmeasured: tuple[Unmeasured, ...] = ()
     mode: Mode = "full"
     seconds: float = 0.0
@@ -74,13 +78,17 @@ class Health:
     @cached_property
     def verdict(self) -> Verdict:
         """`healthy`, `watch`, `act` or `unknown`, with findings and the rule that fired."""
-        return judge(self.numbers, self.reference, self.thresholds, self.fresh)
+        kinds = {name: self.about.get(name, {}).get("kind", "") for name in self.stacks}
+        more = usage.findings(self.stacks, kinds, self.thresholds)
+        return judge(
+            self.numbers, self.reference, self.thresholds, self.fresh, more=more, blind=usage.unjudged(self.stacks)
+        )
 
     @property
     def numbers(self) -> Numbers:
         """The numbers that the rules use."""
         unread = sum(each.what == "weight" for each in self.unmeasured)
-        return Numbers(self.weights, self.units, self.heads, self.whole, self.broken, unread)
+        return Numbers(self.weights, self.units, self.heads, self.whole, self.broken, unread, self.stacks)
 
     def layers_named(self) -> list[str]:
         """The layers that findings are about, worst first: what `fire(model, targets=health)` acts on.
@@ -132,6 +140,9 @@ class Health:
         for kind, layers in (("weights", self.weights), ("units", self.units)):
             for layer, numbers in layers.items():
                 found |= {f"{kind}/{layer}/{name}": value for name, value in numbers.items()}
+        for name, numbers in self.stacks.items():
+            kind = self.about[name]["kind"]
+            found |= {f"{kind}/{name}/{measure}": value for measure, value in numbers.items()}
         found |= {f"attention/{layer}/entropy_share": value for layer, value in self.heads.items()}
         found |= {f"gradients/{name}": value for name, value in self.gradients.items()}
         found |= {f"steps/{name}": value for name, value in self.steps.items()}
@@ -250,6 +261,9 @@ def described(health: Health, width: int, following: str | None = None, worded: 
     columns = {heading: name for heading, name in _WEIGHTS.items() if name != "effective_lr" or rates}
     lines += _layers("weights", health.weights, health, columns, ("role", "shape"), width)
     lines += _layers("units", health.units, health, _UNITS, ("kind", "at"), width)
+    for kind, headings in usage.COLUMNS.items():
+        chosen = {name: n for name, n in health.stacks.items() if health.about[name]["kind"] == kind}
+        lines += _layers(kind, chosen, health, headings, (), width)
     free = [name for name, about in health.about.items() if "norm" in about and name in health.weights]
     if free:
         lines += ["", *fitted(f"scale-invariant: {_norms(free, len(health.weights))}")]
@@ -268,8 +282,8 @@ def described(health: Health, width: int, following: str | None = None, worded: 
         lines += fitted(
             f"low confidence: judged against {against} only; pass reference= an earlier Health or a fresh model"
         )
-    if verdict in ("watch", "act"):
-        lines += fitted("these are signs; rekindle.probe measures, and where the two differ the probe is right")
+    if verdict != "unknown" and "broken values" not in verdict.signs_to_act():
+        lines += fitted(STANDING["health"])
     for sign, remedy in verdict.remedies().items():
         lines += fitted(f"  {sign}: {remedy}")
     lines.append(f"next: {following or _following(health)}")  # in one line, to be copied
@@ -277,10 +291,10 @@ def described(health: Health, width: int, following: str | None = None, worded: 
 
 
 def _norms(free: list[str], total: int) -> str:
-    """Which weights have a normalisation behind them, and what that means."""
+    """Which weights have a normalization behind them, and what that means."""
     named = ", ".join(free[:3]) + (", …" if len(free) > 3 else "")
     return (
-        f"{len(free)} of {total} weights ({named}) have a normalisation right behind them, which takes their scale "
+        f"{len(free)} of {total} weights ({named}) have a normalization right behind them, which takes their scale "
         "out; their norm sets only how fast they learn, the effective learning rate lr/‖W‖²"
     )
 
@@ -350,7 +364,7 @@ def _layers(
     layers: Mapping[str, Mapping[str, float]],
     health: Health,
     columns: Mapping[str, str],
-    words: tuple[str, str],
+    words: tuple[str, ...],
     width: int,
 ) -> list[str]:
     rows = []
@@ -360,7 +374,7 @@ def _layers(
         rows.append(cells + [(share if name in _SHARES else number)(numbers.get(name)) for name in columns.values()])
     head = [title, *words, *columns]
     # On a narrow terminal the last columns are dropped first: they say least.
-    lines = table(head, rows, width, left=(0, 1, 2), drop=range(len(head) - 1, 4, -1))
+    lines = table(head, rows, width, left=range(1 + len(words)), drop=range(len(head) - 1, 4, -1))
     return ["", *lines] if layers else []
 
 

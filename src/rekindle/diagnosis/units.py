@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,7 +23,7 @@ from rekindle.measures.spectra import effective_rank, gram, participation_rank, 
 ACTIVE_SHARE = 0.01
 # A bounded activation is saturated within this share of its range from a bound.
 SATURATED_SHARE = 0.01
-# A unit is linearised where a straight line explains all but this share of its output's variance.
+# A unit is linearized where a straight line explains all but this share of its output's variance.
 LINEAR_REST = 1e-4
 # Fewer rows than this cannot show that a unit is linear or constant.
 FEWEST_ROWS = 8
@@ -36,7 +37,7 @@ class UnitActivity:
     few units do all the work, `usage_entropy` the entropy of the use as a share of its maximum.
     `feature_rank` is Roy and Vetterli's effective rank of the rows × units matrix, `feature_srank` Kumar's at
     δ = 0.01, `feature_participation` the participation rank; `rank_limit` is what any of them can be at most.
-    `linearised` units follow a straight line on all rows, `constant` ones give the same non-zero value on all.
+    `linearized` units follow a straight line on all rows, `constant` ones give the same non-zero value on all.
 
     >>> from rekindle.diagnosis.activity import activity
     >>> layer = activity(torch.nn.Sigmoid(), [torch.tensor([[0.0, 99.0]]).expand(8, 2)]).layers[0]
@@ -59,7 +60,7 @@ class UnitActivity:
     feature_srank: int | None = None
     feature_participation: float | None = None
     saturation: float | None = None
-    linearised: int | None = None
+    linearized: int | None = None
     constant: int | None = None
     gradient_scores: Tensor | None = None
 
@@ -82,7 +83,7 @@ class UnitActivity:
         for name in ("usage", "usage_gini", "usage_entropy", "saturation", "feature_rank", "feature_srank"):
             numbers[name] = getattr(self, name)
         numbers["feature_participation"] = self.feature_participation
-        numbers["linearised"] = None if self.linearised is None else self.linearised / self.units
+        numbers["linearized"] = None if self.linearized is None else self.linearized / self.units
         numbers["constant"] = None if self.constant is None else self.constant / self.units
         numbers["gradient_dormant"] = self.gradient_dormant(tau)
         return {name: float(value) for name, value in numbers.items() if value is not None}
@@ -109,12 +110,11 @@ def gini(use: Tensor) -> float | None:
     >>> gini(torch.ones(4)), gini(torch.tensor([0.0, 0.0, 0.0, 1.0]))
     (0.0, 0.75)
     """
-    total, n = float(use.sum()), use.numel()
+    ordered = np.sort(use.cpu().numpy())
+    total, n = float(ordered.sum(dtype=np.float64)), use.numel()
     if total <= 0:
         return None
-    ordered = to_float64(use).sort().values
-    order = torch.arange(1, n + 1, dtype=torch.float64, device=ordered.device)
-    return float(2 * (order * ordered).sum() / (n * total) - (n + 1) / n)
+    return float(2 * (np.arange(1, n + 1) @ ordered) / (n * total) - (n + 1) / n)
 
 
 def usage_entropy(use: Tensor) -> float | None:
@@ -124,8 +124,8 @@ def usage_entropy(use: Tensor) -> float | None:
     1.0
     """
     use, n = to_float64(use), use.numel()
-    total = use.sum()
-    if float(total) <= 0 or n < 2:
+    total = float(use.sum())
+    if total <= 0 or n < 2:
         return None
     return float(torch.special.entr(use / total).sum()) / math.log(n)
 
@@ -194,7 +194,7 @@ class UnitSums:
             absolute=sums,
             active=(absolute > threshold).sum(0),
             # A copy: an operation in place would otherwise change what was kept.
-            kept=values[:: max(1, len(values) // keep)][:keep].clone(),
+            kept=values[:: max(1, len(values) // keep) if keep else 1][:keep].clone(),
             full=full,
             saturated=saturated,
             moments=_moments(values, pre) if full else None,
@@ -218,22 +218,23 @@ class UnitSums:
 
     def result(self, name: str) -> UnitActivity:
         """The numbers."""
-        finite = bool(torch.isfinite(self.absolute).all() and torch.isfinite(self.kept).all())
-        frequency = to_float64(self.active) / self.rows
+        finite = math.isfinite(self.absolute.sum()) and bool(torch.isfinite(self.kept).all())
+        # One transfer from the device; the small operations below are faster on the host.
+        size, frequency = torch.stack([self.absolute, self.active.to(self.absolute)]).cpu().double() / self.rows
         limit = min(self.kept.shape)
         participation = effective = small = None
         if finite and limit:
             spectrum = roots(torch.linalg.eigvalsh(gram(to_float64(self.kept))))
             effective, small = float(effective_rank(spectrum)), int(srank(spectrum))
             participation = float(participation_rank(spectrum)) if effective else 0.0
-        linearised, constant = self._shape_of_response()
+        linearized, constant = self._shape_of_response()
         return UnitActivity(
             name=name,
             kind=self.kind,
             after=self.after,
             units=self.units,
             rows=self.rows,
-            scores=scores(self.absolute / self.rows).cpu(),
+            scores=scores(size).to(self.absolute.dtype),
             finite=finite,
             usage=float(frequency.mean()),
             usage_gini=gini(frequency),
@@ -243,7 +244,7 @@ class UnitSums:
             feature_rank=effective,
             feature_srank=small,
             saturation=None if self.saturated is None else float(self.saturated) / self.rows,
-            linearised=linearised,
+            linearized=linearized,
             constant=constant,
             gradient_scores=None if self.gradient is None else scores(self.gradient).cpu(),
         )

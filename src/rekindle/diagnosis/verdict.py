@@ -17,7 +17,7 @@ fc: 41 % of neurons dormant at τ=0.025, 5 % at the reference;
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -39,6 +39,8 @@ class Thresholds:
     - `similar_watch`: share of neuron pairs with |cosine| > 0.8, for neurons with at least 8 inputs.
     - `entropy_watch`: attention entropy of a head, as a share of its maximum, at or below which it has collapsed.
     - `gradient_watch`: total gradient norm at or below which learning has stopped.
+    - `dead_units_watch`, `dead_units_act`: share of the experts, codes, latents or ranks of one stack that are dead.
+    - `load_watch`, `load_act`: evenness of the load of experts, 0 where the same few get every token.
 
     Rules against a reference:
     - `dormant_rise_watch`, `dormant_rise_act`: rise of the dormant share, as a difference.
@@ -65,6 +67,10 @@ class Thresholds:
     similar_watch: float = 0.25
     entropy_watch: float = 0.05
     gradient_watch: float = 1e-6
+    dead_units_watch: float = 0.25
+    dead_units_act: float = 0.5
+    load_watch: float = 0.25
+    load_act: float = 0.1
     dormant_rise_watch: float = 0.15
     dormant_rise_act: float = 0.25
     dormant_limit: float = 0.9
@@ -95,6 +101,7 @@ class Numbers:
     whole: Mapping[str, float] = field(default_factory=dict)
     broken: Mapping[str, str] = field(default_factory=dict)
     unread: int = 0
+    stacks: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -183,11 +190,20 @@ REMEDIES = {
 }
 
 
-def judge(now: Numbers, then: Numbers | None, thresholds: Thresholds, fresh: Numbers | None = None) -> Verdict:
+def judge(
+    now: Numbers,
+    then: Numbers | None,
+    thresholds: Thresholds,
+    fresh: Numbers | None = None,
+    *,
+    more: Iterable[Finding] = (),
+    blind: Collection[str] = (),
+) -> Verdict:
     """All findings, and the verdict that follows from them.
 
     then: the reference that the user gave. fresh: what fresh networks of this class show on the same batches; an
         absolute rule fires only where the number also exceeds theirs.
+    more: findings of other rules (`usage`). blind: stacks that could not be judged.
 
     Weights alone can show a sign, but never that a network is healthy: its neurons may be dead.
 
@@ -208,6 +224,7 @@ def judge(now: Numbers, then: Numbers | None, thresholds: Thresholds, fresh: Num
         *_units(now, then, fresh, t),
         *_weights(now, then, fresh, t),
         *_whole(now, then, fresh, t),
+        *more,
     ]
     certain = [f for f in findings if f.level == "act" and f.absolute]
     signs = sorted({f.sign for f in findings if f.level == "act" and not f.absolute})
@@ -223,12 +240,14 @@ def judge(now: Numbers, then: Numbers | None, thresholds: Thresholds, fresh: Num
     if findings:
         rule = "; ".join(dict.fromkeys(f.rule for f in findings))
         return Verdict("watch", findings, rule, sure=sure)
+    if blind:
+        return Verdict("unknown", (), f"no rule fired, and {', '.join(sorted(blind)[:3])} was not judged", sure=False)
     if not (now.weights or now.units or now.heads or now.whole):
         return Verdict("unknown", (), "no weight and no unit could be measured", sure=False)
     if not now.weights and now.unread:
         rule = f"no rule fired on activity, and none of {now.unread} weights could be measured"
         return Verdict("unknown", (), rule, sure=False)
-    if not (now.units or now.heads):
+    if not (now.units or now.heads or now.stacks):
         return Verdict("unknown", (), "no sign in the weights, and activity was not measured", sure=sure)
     return Verdict("healthy", (), "no rule fired", sure=sure)
 

@@ -49,7 +49,8 @@ def full_precision() -> Iterator[None]:
     ...     (w @ w).dtype
     torch.float32
     """
-    active = [kind for kind in _DEVICES if _enabled(kind)]
+    # One question at every step of some methods; which devices, only where there is one.
+    active = [kind for kind in _DEVICES if _enabled(kind)] if torch._C._is_any_autocast_enabled() else []
     elsewhere = torch.get_default_device().type != "cpu"
     if not active and not elsewhere:
         yield

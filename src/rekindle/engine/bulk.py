@@ -1,7 +1,7 @@
 """by_bulk(): the polar factors of many small matrices on a CPU.
 
 Polynomials bring the bulk of the spectrum to 1, and one rank-one correction does the rest. Up to about a hundred rows
-every pass over memory counts, and a factorisation costs many products. A square random matrix often has one singular
+every pass over memory counts, and a factorization costs many products. A square random matrix often has one singular
 value far below the others. Polynomials that reach so far down cost as much as the published recipe; so the schedule
 covers the others, and where one direction is missing at its end, it is read off the Gram matrix that the last step
 needs anyway.

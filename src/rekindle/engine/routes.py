@@ -59,7 +59,7 @@ def by_schedule(x: Tensor, steps: tuple[schedules.Polynomial, ...]) -> Tensor:
 
 
 def by_products(w: Tensor, known: Start) -> Solved:
-    """Minimax quintics and a cubic: for small matrices and accelerators, where a factorisation costs many products.
+    """Minimax quintics and a cubic: for small matrices and accelerators, where a factorization costs many products.
 
     Polynomials blow up beyond 1, so σ_max needs a rigorous bound and not an estimate: λ_max(A) ≤ ‖A²‖_F^½.
     """
@@ -85,7 +85,7 @@ def by_halley(w: Tensor, known: Start, floor: float) -> Solved:
         step = schedules.halley(step.reached)
         x, _ = halley_step(x, gram(x, by="half", out=a), step)
         taken += 1
-    last = schedules.centred(schedules.cubic(step.reached))
+    last = schedules.centered(schedules.cubic(step.reached))
     a = gram(x, by="blocks", out=a)
     deficit = largest_deficit(a) if w.shape[1] >= WATCHED_FROM else None
     a.mul_(last.b)
@@ -167,7 +167,7 @@ def by_one_step(w: Tensor, known: Start) -> Solved:
     apart = (near_zero > 0.25 * n) & ~spiked
     parted = apart.nonzero().flatten()
     if len(parted):
-        x[parted] = by_schedule(x[parted], (schedules.centred(schedules.quintic(step.reached)),))
+        x[parted] = by_schedule(x[parted], (schedules.centered(schedules.quintic(step.reached)),))
         solved.steps[parted] += 1
     x[~apart] *= 2 / (1 + step.reached)
     return solved

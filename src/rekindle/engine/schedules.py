@@ -86,11 +86,11 @@ def quintic(low: float) -> Polynomial:
     return Polynomial(a / top, b / top, c / top, (1 - abs(error)) / top)
 
 
-def centred(step: Polynomial) -> Polynomial:
+def centered(step: Polynomial) -> Polynomial:
     """The same step scaled so that its errors lie evenly around 1: a quarter of the DfI at no cost.
 
     >>> step = cubic(0.9)
-    >>> 1 - step.reached > 0.004, 1 - centred(step).reached < 0.0022
+    >>> 1 - step.reached > 0.004, 1 - centered(step).reached < 0.0022
     (True, True)
     """
     middle = 2 / (1 + step.reached)
@@ -110,7 +110,7 @@ def products(low: float, spread: float = 5e-4) -> tuple[Polynomial, ...]:
         step = quintic(round(low, 12)) if low < 0.93 else cubic(low)
         low = step.reached
         if (1 - low) / (1 + low) <= spread:
-            return (*steps, centred(step))
+            return (*steps, centered(step))
         steps.append(step)
 
 
@@ -127,7 +127,7 @@ def bulk(low: float, spread: float) -> tuple[Polynomial, ...]:
         cubics = -products % 3
         if 3 + 2 * cubics <= products and _off(steps := _some(low, products, cubics)) <= spread:
             break
-    return (*steps[:-1], centred(steps[-1]))
+    return (*steps[:-1], centered(steps[-1]))
 
 
 def _some(low: float, products: int, cubics: int) -> tuple[Polynomial, ...]:
@@ -140,5 +140,5 @@ def _some(low: float, products: int, cubics: int) -> tuple[Polynomial, ...]:
 
 
 def _off(steps: tuple[Polynomial, ...]) -> float:
-    """How far from 1 the steps leave a spectrum once they are centred."""
+    """How far from 1 the steps leave a spectrum once they are centered."""
     return (1 - steps[-1].reached) / (1 + steps[-1].reached)

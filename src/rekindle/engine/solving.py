@@ -143,7 +143,7 @@ def solve(
 
 
 def solutions(sources: Sequence[Source], options: Options) -> Iterator[tuple[int, Tensor, Certificate | None]]:
-    """Group the sources by shape, and pack neighbours into chunks."""
+    """Group the sources by shape, and pack neighbors into chunks."""
     groups: dict[tuple[int, int, torch.dtype, torch.device], list[int]] = {}
     for i, source in enumerate(sources):
         _, rows, columns = source.shape

@@ -1,7 +1,7 @@
 """Which route pays for which size, by kind of CPU.
 
 The best route is a fact about a CPU: with AVX-512 a product costs a quarter of what it costs with AVX2, while
-factorisations and passes over memory cost as much as before. So it is looked up here, by the maker of the CPU and by
+factorizations and passes over memory cost as much as before. So it is looked up here, by the maker of the CPU and by
 the instructions that torch uses. It is never timed at run time: the same input has to give the same bits in every
 process, on every rank and after a restart. `benchmarks/calibrate.py` prints the row of the machine that it runs on.
 """

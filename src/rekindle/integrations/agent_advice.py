@@ -27,8 +27,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from rekindle.advice.advising import Advice, compared, seconds_of
+from rekindle.advice.advising import Advice, compared
 from rekindle.advice.candidates import Candidate, to_try
+from rekindle.advice.progress import seconds_of
 from rekindle.advice.trials import Trace
 from rekindle.extras import require
 from rekindle.integrations.agent_networks import (
@@ -344,8 +345,8 @@ class _PaceCallback(_callbacks.BaseCallback):  # type: ignore[misc]
 
     def _on_step(self) -> bool:
         taken = self.num_timesteps - self._begun
-        normalised = self.model.get_vec_normalize_env()
-        self._sums += self.locals["rewards"] if normalised is None else normalised.get_original_reward()
+        normalized = self.model.get_vec_normalize_env()
+        self._sums += self.locals["rewards"] if normalized is None else normalized.get_original_reward()
         for place, (done, info) in enumerate(zip(self.locals["dones"], self.locals["infos"], strict=True)):
             # SB3's Monitor knows when a game is over, where a wrapper outside it ends an episode with each life.
             if "episode" in info if self._monitored else done:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,8 @@ from rekindle.methods.compose import Compose
 from rekindle.methods.plasticity_injection import PlasticityInjection
 from rekindle.methods.remedy import moments
 from rekindle.projection.receipt import Receipt
+from rekindle.projection.snapshots import snapshot_of
+from rekindle.projection.transaction import Transaction
 
 _off_policy: Any = require("stable_baselines3.common.off_policy_algorithm", "rl", "RekindleCallback")
 
@@ -30,6 +32,10 @@ _TARGETS = {
     "actor": "actor_target",
     "critic": "critic_target",
 }
+_LOOKED_AT = 8  # batches that tell how large values are
+_BEGINNING = 0.1  # the standard deviation of values at the beginning; that of the returns is 1
+_CONSTANT = 1e-6  # relative: values that differ less than rounding are those of a critic that is dead
+_EPISODES = ("ep_start", "ep_length", "_current_ep_start")  # hindsight replay finds its rows by episode
 
 
 class Networks(nn.Module):
@@ -122,9 +128,10 @@ def apply_to_agent(agent: Any, method: Any, *, generator: torch.Generator | None
         recurrent = hasattr(agent, "_last_lstm_states")
         if not recurrent and (found := value_regression(agent, seed=seed)) is not None:
             batches, loss = found
-    receipt: Receipt = act(module, optimizers, batches=batches, loss=loss, generator=generator)
-    follow_targets(agent, receipt.changed)
-    return receipt
+    with Transaction(getattr(act, "name", "method"), (module, *targets(agent).values()), optimizers):
+        receipt: Receipt = act(module, optimizers, batches=batches, loss=loss, generator=generator)
+        follow_targets(agent, receipt.changed)
+        return receipt
 
 
 def members(method: Any) -> list[Any]:
@@ -168,9 +175,9 @@ def reset_temperature(agent: Any) -> None:
     if not isinstance(coefficient, Tensor) or optimizer is None:
         return
     _, _, first = str(agent.ent_coef).partition("_")
-    with torch.no_grad():
+    with Transaction("temperature", (), optimizer, restore=snapshot_of([coefficient], optimizer)), torch.no_grad():
         coefficient.fill_(math.log(float(first or 1.0)))
-    optimizer.state.clear()
+        optimizer.state.clear()
 
 
 def empty_replay(agent: Any) -> None:
@@ -178,10 +185,18 @@ def empty_replay(agent: Any) -> None:
     buffer = getattr(agent, "replay_buffer", None)
     if buffer is None:
         return
-    buffer.reset()
-    for name in ("ep_start", "ep_length", "_current_ep_start"):  # hindsight replay finds its rows by episode
-        if hasattr(buffer, name):
-            getattr(buffer, name).fill(0)
+    rows = [getattr(buffer, name) for name in _EPISODES if hasattr(buffer, name)]
+    before = {"pos": buffer.pos, "full": buffer.full}, [row.copy() for row in rows]
+
+    def restore() -> None:
+        vars(buffer).update(before[0])
+        for row, content in zip(rows, before[1], strict=True):
+            row[...] = content
+
+    with Transaction("replay", (), restore=restore):
+        buffer.reset()
+        for row in rows:
+            row.fill(0)
 
 
 def observations(agent: Any, count: int = 256) -> dict[str, Recorded] | None:
@@ -223,11 +238,12 @@ def _rows(buffer: Any, stored: Any, count: int) -> Any:
 
 def value_regression(
     agent: Any, *, count: int = 4096, batch: int = 256, seed: int = 0
-) -> tuple[list[dict[str, Any]], Callable[[nn.Module, Any], Tensor]] | None:
+) -> tuple[list[dict[str, Any]], ValueLoss] | None:
     """A task for `rekindle.probe` out of what the agent has stored: from observations to discounted returns.
 
     Off-policy the returns are those of the stored trajectories that have ended; on-policy those that the rollout
-    buffer holds. They are standardised, so that a loss of 1 is that of a constant. None where nothing is stored yet.
+    buffer holds. They are standardized, so that a loss of 1 is that of a constant, and so are the values that a probe
+    or a trial begins with (`ValueLoss.refit`). None where nothing is stored yet.
 
         batches, loss = value_regression(agent)
         probe(trained(agent)[0], batches, loss=loss, fresh=fresh_networks(agent))
@@ -250,23 +266,58 @@ def value_regression(
     return batches, value_loss
 
 
-def value_loss(model: nn.Module, batch: Any) -> Tensor:
+class ValueLoss:
     """The mean squared error of the values that an agent's networks give a batch of `value_regression`."""
+
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        """The error, the mean over critics and rows."""
+        error: Tensor = (_values(model, batch) - batch["returns"]).square().mean()
+        return error
+
+    @torch.no_grad()
+    def refit(self, model: nn.Module, batches: Sequence[Any]) -> None:
+        """Let every critic begin at the same scale: its last layer is changed so that its values have mean 0.
+
+        A critic's values are as large as the returns that it was trained on, and those here are standardized: without
+        this a probe would measure how far its output is off, not how well it learns. Their standard deviation becomes
+        a tenth of that of the returns, where they differ at all.
+        """
+        values = torch.cat([_values(model, batch) for batch in batches[:_LOOKED_AT]], 1)
+        for last, own in zip(_last_layers(model), values, strict=True):
+            deviation = own.std(correction=0)
+            factor = _BEGINNING / deviation if deviation > _CONSTANT * own.abs().max() else torch.ones_like(deviation)
+            last.weight.mul_(factor)
+            if last.bias is not None:
+                last.bias.sub_(own.mean()).mul_(factor)
+
+
+value_loss = ValueLoss()
+
+
+def _values(model: nn.Module, batch: Any) -> Tensor:
+    """(critics, rows): the value of each row."""
     parts: dict[str, Any] = dict(model.named_children())
-    observed, actions, returns = batch["observations"], batch["actions"], batch["returns"]
+    observed, actions = batch["observations"], batch["actions"]
     if "critic" in parts:
         found = parts["critic"](observed, actions)
         # TQC: quantiles (batch, critics, quantiles); the others: one column of values per critic.
-        values = found.mean(-1).T if isinstance(found, Tensor) else torch.stack([each.flatten() for each in found])
-    elif "q_net" in parts:
-        values = parts["q_net"](observed).gather(1, actions.long().reshape(-1, 1)).flatten()
-    elif "quantile_net" in parts:
-        chosen = actions.long().reshape(-1, 1)
-        values = parts["quantile_net"](observed).mean(1).gather(1, chosen).flatten()
+        return found.mean(-1).T if isinstance(found, Tensor) else torch.stack([each.flatten() for each in found])
+    if "q_net" in parts or "quantile_net" in parts:
+        scores = parts["q_net"](observed) if "q_net" in parts else parts["quantile_net"](observed).mean(1)
+        return scores.gather(1, actions.long().reshape(-1, 1)).T  # type: ignore[no-any-return]
+    return parts["policy"].predict_values(observed).reshape(1, -1)  # type: ignore[no-any-return]
+
+
+def _last_layers(model: nn.Module) -> list[nn.Linear]:
+    """The layer that gives the values of each critic."""
+    parts: dict[str, Any] = dict(model.named_children())
+    if "critic" in parts:
+        networks = parts["critic"].q_networks
+    elif "policy" in parts:
+        networks = [parts["policy"].value_net]
     else:
-        values = parts["policy"].predict_values(observed).flatten()
-    error: Tensor = (values - returns).square().mean()
-    return error
+        networks = [parts["q_net"] if "q_net" in parts else parts["quantile_net"]]
+    return [[each for each in network.modules() if isinstance(each, nn.Linear)][-1] for network in networks]
 
 
 def _stored_returns(agent: Any) -> tuple[Any, Tensor, Tensor] | None:

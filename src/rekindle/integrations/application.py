@@ -11,14 +11,15 @@ from __future__ import annotations
 import io
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from rekindle.blocks.names import unwrapped
-from rekindle.integrations import arguments, ranks
+from rekindle.blocks.names import is_sharded, unwrapped
+from rekindle.integrations import arguments
 from rekindle.integrations.clock import Clock
 from rekindle.integrations.mirroring import Copy, Mirror, Mirrors
 from rekindle.integrations.tally import Tally
@@ -34,6 +35,7 @@ from rekindle.optimizers import unwrap
 from rekindle.projection.method import Loss, Method
 from rekindle.projection.receipt import Receipt
 from rekindle.projection.transaction import Transaction
+from rekindle.sharding.replicas import everyone
 
 Log = Callable[[int, dict[str, float]], object]
 _STATE = ("progress", "trigger", "method", "monitor")
@@ -153,18 +155,18 @@ class Application:
         optimizers (`clock.count`), not from the trainer.
         """
         self.finish()
-        ranks.refuse(model, optimizer, self.method)
+        arguments.refuse_shards_of(model, optimizer, self.method)
         opened = unwrap(optimizer)
         fresh = step == 0 and self._loaded is None
         self.when.start(fresh)
         self._stateless = any(type(each).__module__.partition(".")[0] != "torch" for each in opened)
-        self.when.every_step = self._stateless or self._watching is not None
+        self.when.every_step = self._stateless
         self._alternating, self._log = alternating, log
         inner = unwrapped(model)
         if self.schedule is not None:
             self.schedule.bind(inner, optimizer)
         self.what.called = model
-        self.what.bind(inner, optimizer, ranks.sharded(model))
+        self.what.bind(inner, optimizer, any(map(is_sharded, model.parameters())))
         self.when.check(self.monitored)
         if fresh and hasattr(self.method, "remember") and not arguments.has_start(self.method):
             self.method.remember(inner)
@@ -216,7 +218,7 @@ class Application:
         self.clock.close()
         if self._stateless and self.clock.count:
             self._stateless = False
-            self.when.every_step = self._watching is not None
+            self.when.every_step = False
             self.what.check()
         reason = self.when.decide(step, epoch, again=again)
         if reason is not None and "event" in self.what.parts:
@@ -229,7 +231,7 @@ class Application:
             return None
         firing, self.pending = self.pending, None
         # Out of a rollout's inference mode: a method may need gradients.
-        with torch.inference_mode(False), Transaction(self.name, self.written(), self.what.optimizer):
+        with torch.inference_mode(False), self._transaction():
             receipt = self.change()
             self.when.applied()
             self._keep(firing, receipt)
@@ -240,10 +242,6 @@ class Application:
                 self.clock.rewarm()
             self.send()
             return receipt
-
-    def written(self) -> Sequence[nn.Module]:
-        """What changes when the method acts: the model first, then what follows it."""
-        return (*(() if self.what.model is None else (self.what.model,)), *self.what.mirrors.modules())
 
     def trainer_step(self, step: int) -> int:
         """The number under which the trainer knows an optimizer step."""
@@ -380,17 +378,23 @@ class Application:
 
     def _sample(self, step: int, numbers: dict[str, float]) -> None:
         assert self.monitor is not None and self.monitor.last is not None
+        self.when.wake()
         self.note(self.monitor.last.flat())
-        if ranks.first():
+        if everyone().leads:
             self._unsent.append((step, numbers))
 
     def _before(self, optimizer: Any, first: bool) -> None:
-        receipt = self.what.before_step(optimizer, first, self._alternating)
-        if receipt is not None:
-            self._count(receipt, 1)
+        with self._transaction() if "backward" in self.what.parts else nullcontext():
+            receipt = self.what.before_step(optimizer, first, self._alternating)
+            if receipt is not None:
+                self._count(receipt, 1)
 
     def _after(self) -> None:
-        self._count(self.what.after_step(), 0)
+        with self._transaction():
+            self._count(self.what.after_step(), 0)
+
+    def _transaction(self) -> Transaction:
+        return Transaction(self.name, self.what.written(), self.what.optimizer)
 
     def _count(self, receipt: Receipt, ahead: int) -> None:
         """A method of every step has acted; ahead: before the step is counted."""
@@ -410,7 +414,7 @@ class Application:
         self.firings.append(firing)
         numbers = receipt_numbers(receipt, f"rekindle/{self.name}/")
         self._summaries.append({**asdict(firing), "changed": list(receipt.changed), **numbers})
-        if ranks.first():
+        if everyone().leads:
             self._unsent.append((firing.step, numbers))
 
     def report_silence(self) -> None:

@@ -5,19 +5,24 @@ A run may act for the first time after days, so a wrong argument is an error whe
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from numbers import Integral
 from typing import Any, Literal
 
+from torch import nn
+
+from rekindle.blocks.names import is_sharded
 from rekindle.isolation import check_batches
 from rekindle.methods.naming import named
-from rekindle.methods.remedy import Moment, moments
+from rekindle.methods.remedy import Moment, Remedy, moments
 from rekindle.monitoring.guard import Guard
 from rekindle.monitoring.monitor import Monitor
 from rekindle.monitoring.triggers import Trigger
+from rekindle.sharding.team import refuse_hidden, refuse_shards, settle
 
 Watching = Monitor | int | Mapping[str, Any] | None
 Period = int | Literal["epoch"] | None
+_SHARDING = ("DeepSpeedOptimizerWrapper", "ZeroRedundancyOptimizer")
 
 
 def acting(method: Any) -> Any:
@@ -103,6 +108,36 @@ def watching(monitor: Any) -> Watching:
     if monitor is None or isinstance(monitor, Monitor | Mapping) or (_count(monitor) and monitor > 0):
         return monitor  # type: ignore[no-any-return]
     raise ValueError(f"monitor is a Monitor, a positive number of steps or a dict of its options, got {monitor!r}")
+
+
+def refuse_shards_of(model: nn.Module, optimizer: Any, method: Any) -> None:
+    """Raise where shards are hidden (FSDP1, DeepSpeed, ZeRO), or where the method does not work on them.
+
+    >>> refuse_shards_of(nn.Linear(1, 1), None, None)
+    """
+    refuse_hidden(model)
+    for each in optimizer if isinstance(optimizer, Sequence) else [optimizer]:
+        kinds = type(each), type(getattr(each, "optimizer", each))
+        if any(kind.__name__ in _SHARDING or kind.__module__.split(".")[0] == "deepspeed" for kind in kinds):
+            raise NotImplementedError(
+                f"{type(each).__name__} holds its state in shards that cannot be reset here: train with DDP or "
+                "fully_shard; with DeepSpeed call rekindle.fire(engine, engine.optimizer, optimizer_state='moments') "
+                "between two steps yourself"
+            )
+    settle(model)
+    if any(map(is_sharded, model.parameters())):
+        for member in _members(method):
+            if isinstance(member, Remedy) and not member.sharded:
+                refuse_shards(model, type(member).__name__, member.needs)
+
+
+def _members(method: Any) -> Iterator[Any]:
+    joined = getattr(method, "methods", None)
+    if joined is None:
+        yield method
+    else:
+        for member in joined:
+            yield from _members(member)
 
 
 def again(batches: Any) -> Any:

@@ -95,9 +95,12 @@ class Attachment(Application):
 
         For loops whose first forward pass comes without gradients, as the rollout of PPO does.
         """
-        receipt = self.act()
-        self._done = receipt if receipt is not None else self._done
-        return receipt
+        return self.act()
+
+    def change(self) -> Receipt:
+        """Apply the method, for the next `step()` to return."""
+        self._done = super().change()
+        return self._done
 
     def boundary(self, reason: str = "task boundary") -> Receipt | None:
         """A task or data set ends here: the method acts now (or the trigger is evaluated now)."""

@@ -7,16 +7,14 @@ unscaled there and a skipped step does not count.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
-from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from rekindle.optimizers import unwrap
-from rekindle.optimizers.steps import Steps
+from rekindle.optimizers.steps import Steps, nests
 
 
 class Clock:
@@ -121,7 +119,7 @@ class Clock:
         """Register only the hooks that are needed: they cost time at every step."""
         if not self._acting and not counting:
             return
-        if not self._acting and self._is_clock(optimizer) and not _nests(optimizer):
+        if not self._acting and self._is_clock(optimizer) and not nests(optimizer):
             self._handles.append(optimizer.register_step_post_hook(self._count))
             return
         if not self._acting and not self._is_clock(optimizer):
@@ -149,13 +147,14 @@ class Clock:
             self.before_step(optimizer)
         else:
             self._again(optimizer)
-        if id(optimizer) in self._ready:
+        if id(optimizer) in self._ready and self._length:
             self._slow(optimizer)
 
     def _post(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if not self._steps.ends(optimizer):
             return
-        self._restore(optimizer)
+        if self._rates:
+            self._restore(optimizer)
         if id(optimizer) not in self._ready and (self._before is not None or self._left):
             raise RuntimeError(
                 f"{type(optimizer).__name__} stepped without the trainer's hook before its step, through which this "
@@ -200,12 +199,6 @@ def clock_among(optimizers: Sequence[Any], clock: Any = None) -> Any:
             "optimizers: name one of those that are given, or its position in the list"
         )
     return inner
-
-
-def _nests(optimizer: Any) -> bool:
-    """Whether `step()` may call that of a base class, for which torch calls the hooks again."""
-    kinds = [kind for kind in type(optimizer).__mro__ if kind is not Optimizer and "step" in vars(kind)]
-    return len({inspect.unwrap(vars(kind)["step"]) for kind in kinds}) > 1
 
 
 def _scaled(group: dict[str, Any], factor: float) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rekindle.methods.regularisers import Regulariser
+from rekindle.methods.regularizers import Regularizer
 
 
 def add_term(method: Any, model: nn.Module, optimizer: Any, scale: float = 1.0) -> None:
@@ -29,7 +29,7 @@ def add_term(method: Any, model: nn.Module, optimizer: Any, scale: float = 1.0) 
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     if not parameters:
         return
-    if isinstance(method, Regulariser):
+    if isinstance(method, Regularizer):
         gradients = method.gradients(model, parameters)
     else:
         with torch.enable_grad():

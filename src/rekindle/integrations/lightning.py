@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from rekindle.extras import require
-from rekindle.integrations import ranks
+from rekindle.integrations import arguments
 from rekindle.integrations.application import Application
 
 _AVERAGES = ("WeightAveraging", "StochasticWeightAveraging")
@@ -40,7 +40,8 @@ class RekindleCallback(Application, _Callback):  # type: ignore[misc]
                 logger.log_metrics(numbers, step=step)
 
         self._seen: dict[str, Any] = {}
-        ranks.refuse(trainer.model, trainer.optimizers, self.method)  # FSDP1 wraps the module from outside
+        # FSDP1 wraps the module from outside.
+        arguments.refuse_shards_of(trainer.model, trainer.optimizers, self.method)
         self._warn_of_averages(trainer)
         # With several optimizers global_step counts the updates of all of them.
         self._counts = len(trainer.optimizers) > 1

@@ -16,7 +16,6 @@ from statistics import fmean
 from typing import Any, Literal
 
 import torch
-from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from rekindle.diagnosis.examination import Health, health
@@ -158,6 +157,7 @@ class RekindleCallback(Application, _callbacks.BaseCallback):  # type: ignore[mi
         refuse_what_breaks(self.model, self.method)
         module, opened = trained(self.model)
         self._provide()
+        self.what.also = tuple(targets(self.model).values())
         if "step" in self.what.parts and not self.what.mirrors:
             self.what.mirrors = Mirrors(targets(self.model))
         self._updated = self.model._n_updates
@@ -256,8 +256,7 @@ class RekindleCallback(Application, _callbacks.BaseCallback):  # type: ignore[mi
         if self.when.trigger is not None:
             self.note(self.logger.name_to_value)
             self._note_episodes()
-        if self.begin(self.num_timesteps) is not None:
-            self._updated = self.model._n_updates
+        self.begin(self.num_timesteps)
 
     def _note_episodes(self) -> None:
         """What SB3 logs of the last episodes, when one has ended: it computes that only to write it at once."""
@@ -288,10 +287,6 @@ class RekindleCallback(Application, _callbacks.BaseCallback):  # type: ignore[mi
         worst = max(self.health.values(), key=lambda each: (each.verdict.level, each.whole.get("dormant_worst", 0.0)))
         self.note(worst.flat())
 
-    def written(self) -> Sequence[nn.Module]:
-        """The networks and their targets."""
-        return (*super().written(), *targets(self.model).values())
-
     def trainer_step(self, step: int) -> int:
         """Environment steps, in which everything is counted here."""
         return int(self.num_timesteps)
@@ -300,6 +295,7 @@ class RekindleCallback(Application, _callbacks.BaseCallback):  # type: ignore[mi
         """Apply the method; targets, temperature and replay follow."""
         if self._stored is not None and self._off_policy:
             self._stored.read(self.model)
+        self._updated = self.model._n_updates
         receipt = super().change()
         if receipt.rolled_back:
             return receipt

@@ -19,8 +19,8 @@ import torch
 
 from rekindle import files
 from rekindle.extras import require
-from rekindle.integrations import ranks
 from rekindle.integrations.application import Application
+from rekindle.sharding.replicas import everyone
 
 _callbacks: Any = require("transformers.trainer_callback", "transformers", "RekindleCallback for transformers")
 _LARGEST = 1 << 18  # bytes of state that are kept in trainer_state.json; more goes to a file of its own
@@ -124,7 +124,7 @@ class RekindleCallback(Application, _TrainerCallback, _ExportableState):  # type
     def on_save(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Write a large state beside the checkpoint's other files."""
         folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-        if ranks.first() and folder.is_dir():
+        if everyone().leads and folder.is_dir():
             data = self._packed()
             if len(data) > _LARGEST:
                 files.write(folder / _FILE.format(name=self.name), data)

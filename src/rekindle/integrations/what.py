@@ -14,19 +14,21 @@ import torch
 from torch import nn
 
 from rekindle.blocks.evidence import UNREAD, Facts, using
-from rekindle.integrations import gradients, ranks
+from rekindle.integrations import gradients
 from rekindle.integrations.mirroring import Mirrors
 from rekindle.isolation import Recorded, isolated, run_batch
-from rekindle.methods.call import Call, replicated
+from rekindle.methods.call import Call
 from rekindle.methods.neurons import NeuronRemedy
 from rekindle.methods.remedy import Moment, Remedy
 from rekindle.monitoring.guard import Guard, watched
+from rekindle.optimizers import unwrap
 from rekindle.projection.method import Batch, Loss
 from rekindle.projection.receipt import Receipt
 from rekindle.projection.transaction import Transaction
 from rekindle.recording import facts_of
 from rekindle.recording.first_pass import FirstPass
 from rekindle.recording.graph import Graph
+from rekindle.sharding.replicas import average, by_first, everyone, replicated
 
 Run = Callable[[nn.Module, Any], Any]
 Given = Iterable[Batch] | Callable[[], Iterable[Batch]]
@@ -56,6 +58,7 @@ class What:
         self.optimizer: Any = None
         self.sharded = False
         self.observing: Any = None
+        self.also: tuple[nn.Module, ...] = ()  # what a trainer's callback changes after the model: an agent's targets
         self.called: nn.Module | None = None  # the model with its wrappers, as the loop calls it
         self._first: FirstPass | None = None
         self._graph: Graph | None = None
@@ -88,7 +91,7 @@ class What:
         """Let a method that gathers statistics while training do so."""
         watches = getattr(self.method, "watches", False)
         if hasattr(self.method, "observe") and (watches or self.batches is None):
-            with replicated() if ranks.world() > 1 else nullcontext():
+            with replicated() if everyone().size > 1 else nullcontext():
                 self.observing = self.method.observe(self.model)
         if self.model is not None and "event" in self.parts and not self.sharded and not watches:
             self._first = FirstPass(self.model, self._note, called=self.called)
@@ -104,6 +107,11 @@ class What:
         if self._known is None or self._known[0] != size:  # another of its networks has run since
             self._known = size, facts_of(self._graph)
         return self._known[1]
+
+    def written(self) -> tuple[nn.Module, ...]:
+        """What changes when the method acts: the model first, then what follows it."""
+        model = () if self.model is None else (self.model,)
+        return tuple(dict.fromkeys((*model, *self.mirrors.modules(), *self.also)))
 
     def release(self) -> None:
         """Remove the hooks."""
@@ -122,22 +130,24 @@ class What:
 
     def _event(self) -> Receipt:
         assert self.model is not None
-        if ranks.world() == 1 or self.sharded:
+        if everyone().size == 1 or self.sharded:
             return self._change()
         if self.observing is not None:
-            ranks.average_statistics(self.method)
-        receipt = ranks.together(self._change, (self.model, *self.mirrors.modules()), self.optimizer)
+            state = self.method.state_dict()
+            average(state)
+            self.method.load_state_dict(state)
+        receipt = by_first(self._change, self.written(), unwrap(self.optimizer))
         if self.observing is not None:
-            ranks.copy_statistics(self.method)
+            self.method.load_state_dict(everyone().first(self.method.state_dict()))  # as the first has used them
         return receipt
 
     def after_step(self) -> Receipt:
         """Act after a step: on every rank; a foreign method that watches the data on rank 0."""
         assert self.model is not None
-        together = ranks.world() > 1 and not self.sharded
+        together = everyone().size > 1 and not self.sharded
         if self.observing is not None and together and not isinstance(self.method, Remedy):
-            modules = (self.model, *self.mirrors.modules())
-            return ranks.together(lambda: self._follow("step"), modules, self.optimizer, rarely=True)
+            optimizers = unwrap(self.optimizer)
+            return by_first(lambda: self._follow("step"), self.written(), optimizers, lambda done: bool(done.records))
         return self._follow("step")
 
     def before_step(self, optimizer: Any, first: bool, alternating: bool) -> Receipt | None:
@@ -169,7 +179,7 @@ class What:
         are not copies: there the method itself makes the ranks agree.
         """
         method = self.parts[moment]
-        everywhere = moment != "event" and ranks.world() > 1 and not self.sharded and isinstance(method, Remedy)
+        everywhere = moment != "event" and everyone().size > 1 and not self.sharded and isinstance(method, Remedy)
         batches: Iterable[Batch] | None = () if moment != "event" else self.read()
         if not callable(self.batches) and self.run is None:
             batches = self.batches
@@ -186,8 +196,7 @@ class What:
     def _change(self) -> Receipt:
         assert self.model is not None
         follow = self.mirrors.before(self.model, self.optimizer)
-        models = (self.model, *self.mirrors.modules())
-        with watched(self.guard, "method", models, self.optimizer, self.method) as transaction:
+        with watched(self.guard, "method", self.written(), self.optimizer, self.method) as transaction:
             receipt = transaction.settle(self.call("event"))
             return replace(receipt, mirrors=max(follow(), receipt.mirrors))
 
@@ -197,7 +206,7 @@ class What:
         if not self.mirrors:
             return self.call(moment)
         follow = self.mirrors.before(self.model, self.optimizer)
-        with Transaction(getattr(self.method, "name", "method"), (self.model, *self.mirrors.modules()), self.optimizer):
+        with Transaction(getattr(self.method, "name", "method"), self.written(), self.optimizer):
             receipt = self.call(moment)
             if not receipt.records:
                 return receipt

@@ -10,8 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
-from rekindle.integrations import arguments, ranks
+from rekindle.integrations import arguments
 from rekindle.monitoring.triggers import HEALTH, Trigger, name_in
+from rekindle.sharding.replicas import everyone
 
 
 class When:
@@ -34,7 +35,7 @@ class When:
         self.boundary: str | None = None
         self.metrics: dict[str, float] = {}
         self.bounded = False  # whether boundary() was ever called
-        self.every_step = False  # a monitor or an unknown optimizer wants every step
+        self.every_step = False  # an unknown optimizer wants every step
         self._names: set[str] = set()  # metrics that came
         self._due = 0.0  # before this step nothing can be due
 
@@ -60,9 +61,14 @@ class When:
                 self._names.add(key)
                 self.metrics[key] = float(value)
 
+    def wake(self) -> None:
+        """There is something new: this step is considered, whatever was due."""
+        self._due = 0.0
+
     def mark(self, reason: str) -> None:
         """A task ends here."""
-        self.boundary, self._due, self.bounded = reason, 0.0, True
+        self.boundary, self.bounded = reason, True
+        self.wake()
 
     def idle(self, step: int, epoch: int | None = None) -> bool:
         """Whether nothing can be due at this step: it was considered, or the next time is later."""
@@ -154,4 +160,5 @@ class When:
         given: dict[str, Any] = {"step": step, **({} if epoch is None else {"epoch": epoch}), **self.metrics}
         if self.boundary is not None:
             given["boundary"] = True
-        return ranks.agreed(self.trigger.consider(given))
+        reason: str | None = everyone().first(self.trigger.consider(given))  # metrics may differ between processes
+        return reason

@@ -8,11 +8,11 @@
 
 `lab.stream`, `lab.network` and `lab.arm` register your own. Each name is imported when it is first used.
 
-`study` is the grid of runs: `settings` (named in `protocols`, listed by `catalogue`) times `arms` times seeds, and
+`study` is the grid of runs: `settings` (named in `protocols`, listed by `catalog`) times `arms` times seeds, and
 `tuning`. `execution` does the runs: `train` is the loop for networks, `together` the same for many of them at once
-(`stacking`), `agents` the one for agents; `streams` makes tasks of `data` (`sources` gives them in batches), `networks`
+(stacked), `agents` the one for agents; `streams` makes tasks of `data` (`sources` gives them in batches), `networks`
 builds what learns (`dawn` is one with its losses and analysis), `evaluation` measures it; `boundaries` stops between
-two tasks. `results` compares, `views` shows, `archive` keeps. May import everything up to `report`, and of that only
+two tasks. `results` compares, `views` shows. May import everything up to `report`, and of that only
 what users may import. Start reading at `study.Study`, or at `train.execute` for one run.
 """
 
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rekindle.lab.arms import ARMS, GROUPS, Arm
     from rekindle.lab.arms import register as arm
-    from rekindle.lab.execution.jobs import execute
+    from rekindle.lab.execution.workers import execute
     from rekindle.lab.networks import register as network
     from rekindle.lab.results import Results
     from rekindle.lab.settings import SETTINGS, Run, Setting, setting
@@ -46,7 +46,7 @@ _HOME = {
     "Task": "sources.Task",
     "Text": "sources.Text",
     "arm": "arms.register",
-    "execute": "execution.jobs.execute",
+    "execute": "execution.workers.execute",
     "network": "networks.register",
     "replay": "sources.replay",
     "setting": "settings.setting",

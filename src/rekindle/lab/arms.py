@@ -77,11 +77,7 @@ class Arm:
 
     @property
     def epochs(self) -> int:
-        """After how many epochs the method is applied within a task; 0 if it goes by something else.
-
-        >>> Arm("a", when="epoch").epochs, Arm("b", when="10 epochs").epochs, Arm("c", when=50).epochs
-        (1, 10, 0)
-        """
+        """After how many epochs the method is applied within a task; 0 if it goes by something else."""
         found = re.fullmatch(r"epoch|([1-9]\d*) epochs", str(self.when))
         return int(found[1] or 1) if found else 0
 
@@ -112,22 +108,14 @@ class Arm:
         return method
 
     def makers(self) -> list[Factory]:
-        """What makes the method, and those that it joins.
-
-        >>> [made.__name__ for made in ARMS["fire-paper-cnn"].makers()]
-        ['Compose', 'FIRE', 'LayerReset']
-        """
+        """What makes the method, and those that it joins."""
         if self.method is None:
             return []
         joined = self.options.get("methods", ()) if self.method == "Compose" else ()
         return [factory(self.method), *(factory(name) for name, _ in joined)]
 
     def variants(self) -> list[Arm]:
-        """The arm and what may be tried instead: the budget that tuning has, which is the same for every arm.
-
-        >>> [arm.options for arm in Arm("s&p", "ShrinkPerturb", tuning=({"options": {"coefficient": 0.5}},)).variants()]
-        [{}, {'coefficient': 0.5}]
-        """
+        """The arm and what may be tried instead: the budget that tuning has, which is the same for every arm."""
         found = [self]
         for change in self.tuning:
             merged = {**change, "options": {**self.options, **change.get("options", {})}}
@@ -257,7 +245,7 @@ ARMS: dict[str, Arm] = {
         Arm("self-normalized-reset", "SelfNormalizedReset", tuning=(_HALF, *_options("percentile", 0.96, 0.92))),
         Arm("l2-init", "L2Init", tuning=(_HALF, *_STRONG)),
         Arm("parseval", "Parseval", tuning=(_HALF, *_STRONG)),
-        Arm("spectral", "SpectralRegulariser", tuning=(_HALF, *_STRONG)),
+        Arm("spectral", "SpectralRegularizer", tuning=(_HALF, *_STRONG)),
         Arm("isometry-loss", "IsometryLoss", tuning=(_HALF, *_STRONG)),
         Arm(
             "adamo",
@@ -290,7 +278,7 @@ ARMS: dict[str, Arm] = {
             tuning=(_HALF, {"lr": 0.25}, {"lr": 2.0}),
             about="of the output layer: a new optimizer state for it, no more",
         ),
-        Arm("layer-norm-reset", "LayerNormReset", about="normalisation layers start again"),
+        Arm("layer-norm-reset", "LayerNormReset", about="normalization layers start again"),
         Arm("muon", optimizer="muon", optimizer_options={"lr": 1e-2}, tuning=(_HALF, {"lr": 0.25}, {"lr": 2.0})),
         Arm("fire", "FIRE", tuning=(_HALF, *_options("scale", "nearest", "norm")), about="rekindle.fire as it is"),
         Arm(

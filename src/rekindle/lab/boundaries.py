@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
@@ -40,10 +40,8 @@ Watch = Callable[[Row], object]
 class Boundary:
     """Before task `index` of a stream, with the network that learned all tasks before it without a remedy.
 
-    `rows` are those of the tasks so far. `batches` are of the next task as its passes bring them, 256 at most. Where
-    the setting's headline is on test data, a part of the next task is `held_out`: examples that no earlier task had,
-    because a network knows what it has learned by heart. For agents they are the regression of the returns that the
-    agent has stored, for its next data do not exist yet: that is what a probe learns; `advise` lets copies play.
+    `rows` are those of the tasks so far. For agents the batches are the regression of the returns that the agent has
+    stored, for its next data do not exist yet: that is what a probe learns; `advise` lets copies play.
     """
 
     setting: Setting
@@ -55,12 +53,8 @@ class Boundary:
     @cached_property
     def model(self) -> nn.Module:
         """The network; of an agent all that are trained."""
-        if not self.setting.agents:
-            found: nn.Module = self.learner.model
-            return found
-        from rekindle.integrations import sb3
-
-        return sb3.trained(self.learner.agent)[0]
+        found: nn.Module = _sb3().trained(self.learner.agent)[0] if self.setting.agents else self.learner.model
+        return found
 
     @cached_property
     def optimizer(self) -> Any:
@@ -72,19 +66,16 @@ class Boundary:
     @cached_property
     def fresh(self) -> Callable[[], nn.Module] | None:
         """How a fresh network is made where modules have no scheme."""
-        if not self.setting.agents:
-            return None
-        from rekindle.integrations import sb3
-
-        return sb3.fresh_networks(self.learner.agent)
+        made: Callable[[], nn.Module] | None = None
+        if self.setting.agents:
+            made = _sb3().fresh_networks(self.learner.agent)
+        return made
 
     @cached_property
     def first(self) -> nn.Module | None:
         """The network with its first weights; None for agents."""
-        if self.setting.agents:
-            return None
         with random_states_kept():
-            found: nn.Module = self._learner(_NOTHING).model
+            found: nn.Module | None = None if self.setting.agents else self._learner(_NOTHING).model
             return found
 
     @property
@@ -107,12 +98,12 @@ class Boundary:
 
     @property
     def batches(self) -> list[Any]:
-        """What is to be learned."""
+        """What is to be learned: the next task as its passes bring it, 256 batches at most."""
         return self._next[0]
 
     @property
     def held_out(self) -> list[Any]:
-        """What candidates are judged on where the headline is on test data."""
+        """What candidates are judged on where the headline is on test data: examples that no earlier task had."""
         return self._next[1]
 
     @property
@@ -122,11 +113,12 @@ class Boundary:
 
     @cached_property
     def old_batches(self) -> list[Any]:
-        """A few batches of the earlier tasks; none for agents."""
+        """A few batches of the last two tasks; none for agents."""
         if self.setting.agents:
             return []
         tasks = [self._stream[index] for index in range(self.index)][-2:]
-        return [each for task in tasks for each in self._some(task.train, "old", _OLD)]
+        draws = [task.train.batches(self.setting.batch, generator(self.seed, "old", self.index)) for task in tasks]
+        return [each for batches in draws for each in islice(batches, _OLD)]
 
     @cached_property
     def _stream(self) -> Any:
@@ -142,9 +134,7 @@ class Boundary:
             held_out = [] if judged is None else list(judged.batches(_JUDGED, generator(self.seed, "judging")))
             batches = task.batches(self.setting.batch, generator(self.seed, "looking", self.index))
             return list(islice(batches, _MOST)), held_out, loss_of
-        from rekindle.integrations import sb3
-
-        found = sb3.value_regression(self.learner.agent, seed=derive(self.seed, "looking", self.index))
+        found = _sb3().value_regression(self.learner.agent, seed=derive(self.seed, "looking", self.index))
         if found is None:
             raise ValueError(f"setting {self.setting.name!r}: the agent has stored nothing that could be learned")
         return list(found[0]), [], found[1]
@@ -164,42 +154,40 @@ class Boundary:
         out = torch.tensor([key in chosen for key in keys])
         return Examples(source.x[~out], source.y[~out]), Examples(source.x[out], source.y[out])
 
-    def _some(self, source: Source, what: str, most: int) -> list[Any]:
-        return list(islice(source.batches(self.setting.batch, generator(self.seed, what, self.index)), most))
-
     def on_to(self, index: int, watch: Watch | None = None) -> Boundary:
         """A later boundary: the same network continues without a remedy; this boundary can no longer be used."""
-        told = (lambda row: None) if watch is None else watch
+        told = watch or (lambda row: None)
         rows = list(self.rows)
         with random_states_kept():
             for place in range(self.index, index):
-                if self.setting.agents:
-                    rows.append(self.learner.train_task(place))
-                else:
-                    rows.append(_finished(self.learner.train_task(place, self._stream[place]), told))
+                rows.append(self._learned(self.learner, place, told))
                 told(rows[-1])
         return Boundary(self.setting, self.seed, index, rows, self.learner)
+
+    def _learned(self, learner: Any, index: int, watch: Watch = lambda row: None) -> Row:
+        """The row of a task that this learner learns."""
+        if self.setting.agents:
+            row: Row = learner.train_task(index)
+            return row
+        rows = learner.train_task(index, self._stream[index])
+        while True:
+            try:
+                watch(next(rows))
+            except StopIteration as end:
+                found: Row = end.value
+                return found
 
     def advise(self, **options: Any) -> Advice:
         """What `rekindle.advise` says here; trials train as the next task will. `options` are its own."""
         if not self.setting.agents:
-            given = {
-                "held_out": self.held_out,
-                "judge": self.judge,
-                "schedule": self.schedule,
-                "clip": self.setting.clip,
-            }
-            about = {"loss": self.loss, "optimizer": self.optimizer, "steps": self.steps, **given, **options}
-            return advise(self.model, self.batches, **about)
+            about = {"loss": self.loss, "optimizer": self.optimizer, "steps": self.steps, "held_out": self.held_out}
+            about |= {"judge": self.judge, "schedule": self.schedule, "clip": self.setting.clip}
+            return advise(self.model, self.batches, **{**about, **options})
         from rekindle.integrations.agent_advice import advise_agent
 
         stream = self.learner.stream
-        made = {
-            "copies": self._agent,
-            "prepare": self.learner.settle,
-            "restart": not stream.continuing,
-            "steps": self.steps,
-        }
+        made = {"copies": self._agent, "prepare": self.learner.settle, "restart": not stream.continuing}
+        made |= {"steps": self.steps}
         return advise_agent(self.learner.agent, lambda: stream.environment(self.index), **{**made, **options})
 
     def _agent(self) -> Any:
@@ -229,64 +217,54 @@ class Boundary:
                 learner.seed = derive(self.seed, "again", again)
                 learner.generator = generator(learner.seed, "method")
             if self.setting.agents:
-                row: Row = learner.train_task(self.index)
-                return row
+                return self._learned(learner, self.index)
             with learner:
                 if not self.setting.new_optimizer:
                     for own, other in zip(learner.optimizers, self.learner.optimizers, strict=True):
                         own.load_state_dict(copy.deepcopy(other.state_dict()))  # else it shares the tensors
-                return _finished(learner.train_task(self.index, self._stream[self.index]))
+                return self._learned(learner, self.index)
 
     def _learner(self, arm: Arm) -> Any:
-        """A learner that has learned nothing yet, with the first weights of this one."""
-        run = Run(self.setting, arm, self.seed)
-        if not self.setting.agents:
-            return Learner(run, self._stream)
-        from rekindle.lab.agents.learning import AgentLearner
-
-        return AgentLearner(run, self.learner.stream)
+        return _learner(Run(self.setting, arm, self.seed))
 
 
 def reach(setting: Setting, seed: int, index: int | None = None, watch: Watch | None = None) -> Boundary:
     """Train a network of the setting without any remedy up to the boundary before task `index` (the last without it).
 
     `watch` is called with each row as it is known.
-
-    >>> stream = {"data": "digits", "count": 64, "tasks": 3, "epochs": 1}
-    >>> tiny = Setting("tiny", "random-labels", "mlp", stream, {"width": 8}, health=False)
-    >>> boundary = reach(tiny, seed=0)
-    >>> boundary.index, boundary.steps, len(boundary.batches)
-    (2, 1, 1)
-    >>> boundary.follow(ARMS["fire"])["task"]
-    2
     """
     if setting.source is not None:
         read_source(setting.source)
-    run = Run(setting, _NOTHING, seed)
-    stream: Sequence[Any] = setting.make_agent_stream(seed) if setting.agents else setting.make_stream(seed)  # type: ignore[assignment]
-    last = len(stream) - 1 if index is None else index
-    if not 1 <= last < len(stream):
-        raise ValueError(f"setting {setting.name!r} has boundaries 1 to {len(stream) - 1}, there is no {last}")
+    length = len(setting.make_agent_stream(seed) if setting.agents else setting.make_stream(seed))
+    last = length - 1 if index is None else index
+    if not 1 <= last < length:
+        raise ValueError(f"setting {setting.name!r} has boundaries 1 to {length - 1}, there is no {last}")
     with random_states_kept():
-        if setting.agents:
-            from rekindle.lab.agents.learning import AgentLearner
-
-            learner: Any = AgentLearner(run, stream)  # type: ignore[arg-type]
-        else:
-            learner = Learner(run, stream)  # type: ignore[arg-type]
+        learner = _learner(Run(setting, _NOTHING, seed))
+        if not setting.agents:
             learner.__enter__()  # nothing is observed without a remedy, so nothing has to be closed
     return Boundary(setting, seed, 0, [], learner).on_to(last, watch)
 
 
-def wrong(model: nn.Module, batch: Any) -> torch.Tensor:
-    """The share of wrong answers.
+def _learner(run: Run) -> Any:
+    """A learner that has learned nothing yet."""
+    if not run.setting.agents:
+        return Learner(run, run.setting.make_stream(run.seed))
+    from rekindle.lab.agents.learning import AgentLearner
 
-    >>> float(wrong(nn.Identity(), (torch.eye(2), torch.tensor([0, 0]))))
-    0.5
-    """
+    return AgentLearner(run, run.setting.make_agent_stream(run.seed))
+
+
+def wrong(model: nn.Module, batch: Any) -> torch.Tensor:
+    """The share of wrong answers."""
     x, y = batch
     missed: torch.Tensor = model(x).argmax(-1) != y
     return missed.float().mean()
+
+
+def quiet(setting: Setting) -> Setting:
+    """The setting without health rows, which a boundary does not need."""
+    return replace(setting, health=False)
 
 
 def _keys(source: Source) -> list[bytes]:
@@ -296,16 +274,7 @@ def _keys(source: Source) -> list[bytes]:
     return [hashlib.blake2b(x.tobytes() + y.tobytes(), digest_size=16).digest() for x, y in rows]
 
 
-def quiet(setting: Setting) -> Setting:
-    """The setting without health rows, which a boundary does not need."""
-    return replace(setting, health=False)
+def _sb3() -> Any:
+    from rekindle.integrations import sb3
 
-
-def _finished(rows: Any, watch: Watch = lambda row: None) -> Row:
-    """What a task's generator returns in the end; rows on the way are passed on."""
-    while True:
-        try:
-            watch(next(rows))
-        except StopIteration as end:
-            found: Row = end.value
-            return found
+    return sb3

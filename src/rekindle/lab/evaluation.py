@@ -28,11 +28,7 @@ class Score(NamedTuple):
 
 
 def loss_of(model: nn.Module, batch: Any) -> Tensor:
-    """Cross entropy, the loss of every stream; text has one answer per token.
-
-    >>> round(loss_of(nn.Flatten(), (torch.zeros(2, 4), torch.tensor([0, 1]))).item(), 4)  # ln 4
-    1.3863
-    """
+    """Cross entropy, the loss of every stream; text has one answer per token."""
     logits = model(batch[0])
     return cross_entropy(logits.flatten(0, -2), batch[1].flatten())
 
@@ -43,11 +39,7 @@ def finite(value: float) -> float | None:
 
 
 def mean(values: Iterable[float | None]) -> float | None:
-    """The mean; None of nothing or where one is None.
-
-    >>> mean([1.0, 3.0]), mean([]), mean([1.0, None])
-    (2.0, None, None)
-    """
+    """The mean; None of nothing or where one is None."""
     known = list(values)
     present = [value for value in known if value is not None]
     return math.fsum(present) / len(present) if present and len(present) == len(known) else None
@@ -55,12 +47,7 @@ def mean(values: Iterable[float | None]) -> float | None:
 
 @torch.no_grad()
 def evaluate(model: nn.Module, data: Examples) -> Score:
-    """Accuracy and loss in evaluation mode.
-
-    >>> data = Examples(torch.eye(3), torch.tensor([0, 1, 0]))
-    >>> round(evaluate(nn.Identity(), data).accuracy, 3)
-    0.667
-    """
+    """Accuracy and loss in evaluation mode."""
     right, loss, count = 0.0, 0.0, 0
     with evaluating(model):
         for x, y in zip(torch.split(data.x, _AT_ONCE), torch.split(data.y, _AT_ONCE), strict=True):
@@ -84,12 +71,7 @@ def log_probabilities(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def drift_of(before: Tensor, after: Tensor) -> float | None:
-    """How far the function moved: the mean Kullback–Leibler divergence of new outputs from old ones.
-
-    >>> p = torch.tensor([[0.5, 0.5]]).log()
-    >>> drift_of(p, p), round(drift_of(p, torch.tensor([[0.75, 0.25]]).log()), 4)
-    (0.0, 0.1438)
-    """
+    """How far the function moved: the mean Kullback–Leibler divergence of new outputs from old ones."""
     moved = float((before.exp() * (before - after)).sum(-1).mean())
     return None if not math.isfinite(moved) else max(0.0, moved)  # rounding may leave it just below zero
 
@@ -122,15 +104,7 @@ def _finite_or_none(value: float | None) -> float | None:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside, and the mode of every module as it was afterwards.
-
-    >>> layer = nn.Dropout()
-    >>> with evaluating(layer):
-    ...     print(layer.training)
-    False
-    >>> layer.training
-    True
-    """
+    """Evaluation mode inside, and the mode of every module as it was afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     for module, _ in modes:
         module.training = False
@@ -142,14 +116,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 class Track:
-    """Right answers and loss of every step of a task; sums are taken at the end, so that the loop never waits.
-
-    >>> track = Track()
-    >>> for right, loss in ((0, 2.0), (1, 1.0), (2, 0.5), (2, 0.5)):
-    ...     track.add(torch.tensor(right), torch.tensor(loss), 2)
-    >>> track.accuracy, track.loss, track.curve(points=2)
-    (0.625, 1.0, [[2, 0.25, 1.5], [4, 1.0, 0.5]])
-    """
+    """Right answers and loss of every step of a task; sums are taken at the end, so that the loop never waits."""
 
     def __init__(self) -> None:
         self._right: list[Tensor] = []
@@ -160,11 +127,7 @@ class Track:
 
     @classmethod
     def filled(cls, right: Tensor, loss: Tensor, count: Sequence[int]) -> Track:
-        """A track of steps that are over: a number per step each.
-
-        >>> Track.filled(torch.tensor([0, 1]), torch.tensor([2.0, 1.0]), [2, 2]).accuracy
-        0.25
-        """
+        """A track of steps that are over: a number per step each."""
         track = cls()
         track._right, track._loss, track._count = [right], [loss], list(count)
         return track

@@ -26,7 +26,9 @@ from torch import nn
 
 from rekindle import files
 from rekindle.lab import networks, protocols, streams
-from rekindle.lab.agents import streams as agent_streams
+from rekindle.lab.agents import STREAMS as AGENT_STREAMS
+from rekindle.lab.agents import AgentStream
+from rekindle.lab.agents import stream as agent_stream
 from rekindle.lab.arms import Arm
 from rekindle.lab.sources import Stream, derive, replay
 
@@ -39,23 +41,38 @@ OPTIMIZERS = ("adam", "adamw", "sgd", "muon")
 class Setting:
     """Everything about a comparison but the remedy. All fields can be written as JSON.
 
-    warmup: the share of each task in which the learning rate rises to `lr`.
-    new_optimizer: a new optimizer at every task, for every arm alike, as in the paper's vision protocol.
-    recalibrate: BatchNorm statistics are estimated anew at every boundary, for every arm alike.
-    norm: each weight that a normalisation follows is brought to this many times the norm that it had at its start, at
-        every boundary after the remedy, for every arm alike: all arms then have the same effective learning rate.
-    spare_first: remedies that act while training (losses, steps, epochs) begin with the second task, as in the
-        paper's warm start, so that all arms share the first.
-    headline: the metric that arms are compared by, averaged over the `last` tasks; for agents "return" (the mean of
-        the episodes that end in the second half of a task) or "online_return" (of all).
-    replay: the share of every earlier task's data that is mixed into each task.
-    evaluate: how many rows an evaluation looks at, at most.
-    coefficients: options of an arm in this setting, by the arm's name; an arm's own options win.
-    source: a Python file that registers streams, networks or arms of your own; it is run before the setting is.
-
     >>> setting = Setting("tiny", "random-labels", "mlp", stream_options={"tasks": 2, "epochs": 1})
     >>> Setting.from_dict(setting.to_dict()) == setting
     True
+
+    Args:
+        name: What it is called.
+        stream: A stream by name.
+        network: A network by name; for agents "dqn", "sac", "td3", "ppo" or "a2c".
+        stream_options: Options of the stream.
+        network_options: Options of the network.
+        batch: Examples per step.
+        optimizer: "adam", "adamw", "sgd" or "muon".
+        lr: The learning rate.
+        optimizer_options: Options of the optimizer.
+        clip: The largest norm of the gradient.
+        warmup: The share of each task in which the learning rate rises to `lr`.
+        schedule: "constant" or "cosine".
+        new_optimizer: A new optimizer at every task, for every arm alike, as in the paper's vision protocol.
+        recalibrate: BatchNorm statistics are estimated anew at every boundary, for every arm alike.
+        norm: Each weight that a normalization follows is brought to this many times the norm of its start, at every
+            boundary after the remedy, for every arm alike: all arms then have the same effective learning rate.
+        spare_first: Remedies that act while training (losses, steps, epochs) begin with the second task, as in the
+            paper's warm start, so that all arms share the first.
+        headline: The metric that arms are compared by; for agents "return" (the mean of the episodes that end in the
+            second half of a task) or "online_return" (of all).
+        last: How many of the last tasks it is averaged over.
+        replay: The share of every earlier task's data that is mixed into each task.
+        evaluate: How many rows an evaluation looks at, at most.
+        health: Whether the network's health is measured after each task.
+        coefficients: Options of an arm in this setting, by the arm's name; an arm's own options win.
+        source: A Python file that registers streams, networks or arms of your own; it is run before the setting is.
+        about: One line for people.
     """
 
     name: str
@@ -107,7 +124,7 @@ class Setting:
     @property
     def agents(self) -> bool:
         """Whether an agent learns it (`rekindle.lab.agents`), judged by its return."""
-        return self.stream in agent_streams.STREAMS or self.headline in RETURNS
+        return self.stream in AGENT_STREAMS or self.headline in RETURNS
 
     @property
     def falling(self) -> bool:
@@ -119,9 +136,9 @@ class Setting:
         made = streams.stream(self.stream, derive(seed, "stream"), **self.stream_options)
         return replay(made, self.replay, seed=derive(seed, "replay"))
 
-    def make_agent_stream(self, seed: int) -> agent_streams.AgentStream:
+    def make_agent_stream(self, seed: int) -> AgentStream:
         """The same for agents."""
-        return agent_streams.stream(self.stream, derive(seed, "stream"), **self.stream_options)
+        return agent_stream(self.stream, derive(seed, "stream"), **self.stream_options)
 
     def make_network(self, stream: Stream, seed: int) -> nn.Module:
         """The network that a run of this seed starts with."""
@@ -155,6 +172,9 @@ def setting(name: str) -> Setting:
 
     >>> setting("random-labels").batch
     32
+
+    Args:
+        name: One of `SETTINGS`.
     """
     if name not in SETTINGS:
         close = difflib.get_close_matches(name, SETTINGS, 1)
@@ -214,6 +234,11 @@ class Run:
     >>> run = Run(Setting("tiny", "random-labels", "mlp"), Arm("fire", "FIRE"), seed=0)
     >>> Run.from_dict(run.to_dict()).identity == run.identity
     True
+
+    Args:
+        setting: What is learned, by what, and how.
+        arm: The remedy.
+        seed: Decides data, their order and the first weights, whatever the arm.
     """
 
     setting: Setting
@@ -229,11 +254,7 @@ class Run:
 
     @cached_property
     def code(self) -> str:
-        """The declared version of what the results depend on: the laboratory's, and the method's where it has one.
-
-        >>> Run(Setting("tiny", "random-labels", "mlp"), Arm("fire", "FIRE"), seed=0).code
-        'lab 1'
-        """
+        """The declared version of what the results depend on: the laboratory's, and the method's where it has one."""
         own = [(maker.__name__, getattr(maker, "revision", 0)) for maker in self.arm.makers()]
         return ", ".join([f"lab {REVISION}", *(f"{name} {number}" for name, number in own if number)])
 
@@ -280,15 +301,6 @@ class FirstTask:
 
     A remedy that acts at boundaries has done nothing during the first task: two such arms of one setting and seed are
     bit for bit equal there. What is kept is the network, the optimizers where they live on, and the task's row.
-
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     first = FirstTask(Path(folder), {"setting": "tiny", "seed": 0})
-    ...     print(first.load())
-    ...     first.save({"row": {"task": 0}})
-    ...     print(first.load())
-    None
-    {'row': {'task': 0}}
     """
 
     def __init__(self, folder: Path, about: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Streams of tasks from any labelled data set or text: what makes a network lose its plasticity.
+"""Streams of tasks from any labeled data set or text: what makes a network lose its plasticity.
 
 Each builder takes the data and a seed, and gives a `Stream` whose tasks are made when needed. `STREAMS` holds the same
 builders by name, with the data named too; `register` adds your own.
@@ -13,30 +13,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from rekindle.lab.data import Images
-from rekindle.lab.sources import Examples, Source, Stream, Task, Text, generator, replay
-
-__all__ = [
-    "STREAMS",
-    "Examples",
-    "Source",
-    "Stream",
-    "Task",
-    "Text",
-    "class_incremental",
-    "continual",
-    "domains",
-    "drift",
-    "label_shift",
-    "permuted_alphabet",
-    "permuted_inputs",
-    "permuted_labels",
-    "random_labels",
-    "register",
-    "replay",
-    "stream",
-    "warm_start",
-]
+from rekindle.lab.data import Images, load
+from rekindle.lab.sources import Examples, Stream, Task, Text, generator
 
 Builder = Callable[..., Stream]
 B = TypeVar("B", bound=Builder)
@@ -45,7 +23,6 @@ B = TypeVar("B", bound=Builder)
 def warm_start(data: Images, *, share: float = 0.1, first_epochs: int, epochs: int, seed: int) -> Stream:
     """A share of the data for many epochs, then all of it (Ash & Adams, 2020).
 
-    >>> from rekindle.lab.data import load
     >>> [len(task.train) for task in warm_start(load("digits"), share=0.5, first_epochs=2, epochs=1, seed=0)]
     [718, 1437]
     """
@@ -66,7 +43,6 @@ def warm_start(data: Images, *, share: float = 0.1, first_epochs: int, epochs: i
 def continual(data: Images, *, chunks: int = 10, epochs: int, cumulative: bool = True, seed: int) -> Stream:
     """The data in equal chunks that arrive one after the other; what has arrived stays if `cumulative`.
 
-    >>> from rekindle.lab.data import load
     >>> [len(task.train) for task in continual(load("digits"), chunks=3, epochs=1, seed=0)]
     [479, 958, 1437]
     """
@@ -95,7 +71,6 @@ def class_incremental(
     The test set of a phase holds the classes that its training set holds. `phases` is one for each class unless
     given, `per_class` the number of training images per class.
 
-    >>> from rekindle.lab.data import load
     >>> phase = class_incremental(load("digits"), per_class=20, epochs=1, seed=0)[2]
     >>> len(phase.train), len(phase.train.y.unique())
     (60, 3)
@@ -141,7 +116,6 @@ def random_labels(data: Images, *, tasks: int, epochs: int, per_task: int | None
 
     With `per_task` every task also has so many images of its own, until all have been used.
 
-    >>> from rekindle.lab.data import load
     >>> stream = random_labels(load("digits"), tasks=2, epochs=1, seed=0)
     >>> torch.equal(stream[0].train.y, stream[1].train.y), torch.equal(stream[1].train.y, stream[1].train.y)
     (False, True)
@@ -178,7 +152,6 @@ def label_shift(
     Each task draws its shares from a symmetric Dirichlet distribution (small `concentration`: few classes have most)
     and then `per_task` images, with repetition where a class has too few; its test set has the same shares.
 
-    >>> from rekindle.lab.data import load
     >>> task = label_shift(load("digits"), tasks=2, epochs=1, per_task=100, seed=0)[1]
     >>> len(task.train), bool(torch.bincount(task.train.y, minlength=10).max() > 20)
     (100, True)
@@ -265,26 +238,15 @@ def _of(data: Images, name: str, tasks: int, make: Callable[[int], Task]) -> Str
     return Stream(name, data.classes, tuple(data.x.shape[1:]), tasks, make)
 
 
-_LOADING = ("size", "count", "test_count")
-
-
 def _images(builder: Builder) -> Builder:
-    """A builder that takes the name of its data set, with the options of `rekindle.lab.data.load`."""
+    """A builder that takes the name of its data set, or several, with the options of `rekindle.lab.data.load`."""
 
-    def named(seed: int, *, data: str = "digits", **options: Any) -> Stream:
-        from rekindle.lab.data import load
-
-        loading = {key: options.pop(key) for key in _LOADING if key in options}
-        return builder(load(data, seed=seed, **loading), seed=seed, **options)
+    def named(seed: int, *, data: str | Sequence[str] = "digits", **options: Any) -> Stream:
+        loading = {key: options.pop(key) for key in ("size", "count", "test_count") if key in options}
+        sets = [load(name, seed=seed, **loading) for name in ([data] if isinstance(data, str) else data)]
+        return builder(sets if builder is drift else sets[0], seed=seed, **options)
 
     return named
-
-
-def _drift(seed: int, *, data: Sequence[str] = ("mnist", "fashion-mnist"), **options: Any) -> Stream:
-    from rekindle.lab.data import load
-
-    loading = {key: options.pop(key) for key in _LOADING if key in options}
-    return drift([load(name, seed=seed, **loading) for name in data], seed=seed, **options)
 
 
 def _alphabet(seed: int, *, data: str = "shakespeare", length: int | None = None, **options: Any) -> Stream:
@@ -327,7 +289,7 @@ STREAMS: dict[str, Builder] = {
     "random-labels": _images(random_labels),
     "permuted-labels": _images(permuted_labels),
     "label-shift": _images(label_shift),
-    "drift": _drift,
+    "drift": _images(drift),
     "alphabet": _alphabet,
     "domains": _domains,
 }

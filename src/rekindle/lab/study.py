@@ -8,30 +8,24 @@ Killed at any moment, `study.run()` continues where it was: finished runs are fo
 
 from __future__ import annotations
 
-import importlib.util
 import operator
-import os
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rekindle.extras import install
+from rekindle.extras import require
 from rekindle.lab import tuning
 from rekindle.lab.arms import ARMS, Arm, arms
-from rekindle.lab.execution import Event, Execution, Executor, Outcome, Watcher, described
-from rekindle.lab.execution.jobs import TARGET
-from rekindle.lab.execution.local import Pool
+from rekindle.lab.execution import Execution, Executor, Outcome, Watcher
 from rekindle.lab.execution.store import RunStore
+from rekindle.lab.execution.workers import TARGET, Pool
+from rekindle.lab.protocols import over
 from rekindle.lab.results import Results, RunEntry
 from rekindle.lab.results.metrics import headline
 from rekindle.lab.settings import SETTINGS, Run, Setting, read_source
 from rekindle.lab.settings import setting as named_setting
-from rekindle.monitoring.sinks import MlflowSink, Sink, TensorBoardSink, WandbSink
 
-FORMAT = 1
 SEEDS = 5
 UNNAMED = Path("results/lab/<name>")
 
@@ -40,15 +34,20 @@ UNNAMED = Path("results/lab/<name>")
 class Study:
     """A grid of runs in a folder. Settings and arms may be given by name, seeds as a count.
 
-    folder: where results are; results/lab/<name> unless given. Two studies may share one, and share its runs then.
-    tune: also choose a configuration of every arm by the same budget (see `tuning`) and run it beside the default.
-    rates: try every arm at these factors of the learning rate, on the seeds of tuning, and report the best one only.
-    comparisons: what will be claimed, written down before the first run (see `results.planned`).
-
-    >>> from rekindle.lab.arms import arms
     >>> tiny = Setting("tiny", "random-labels", "mlp")
-    >>> [(run.arm.name, run.seed) for run in Study("x", [tiny], arms(["nothing", "fire"]), [0, 1]).runs()]
+    >>> [(run.arm.name, run.seed) for run in Study("x", [tiny], ["nothing", "fire"], 2).runs()]
     [('nothing', 0), ('nothing', 1), ('fire', 0), ('fire', 1)]
+
+    Args:
+        name: What it is called.
+        settings: What is learned, by what, and how; names of settings will do.
+        arms: The remedies; names of arms and groups will do.
+        seeds: How many, or which.
+        folder: Where results are; results/lab/<name> unless given. Two studies may share one, and share its runs then.
+        tune: Also choose a configuration of every arm by the same budget (see `tuning`) and run it beside the default.
+        rates: Try every arm at these factors of the learning rate, on the seeds of tuning; report the best only.
+        comparisons: What will be claimed, written down before the first run (see `results.planned`).
+        last: How the last `run` ended.
     """
 
     name: str
@@ -144,37 +143,36 @@ class Study:
         on: str | Executor = "local",
         workers: int | None = None,
         progress: Watcher | bool | None = None,
-        sinks: Iterable[Sink | str] = (),
         *,
         batched: bool = True,
         target: str = TARGET,
     ) -> Results:
         """Do what is not done yet, and give the results.
 
-        on: "local" (processes of this machine), "ray" (a Ray of this machine), or the address of a Ray that runs
-            ("ray://host:10001", "host:6379", "auto"); or an `Executor` of your own, which is left open.
-        workers: how many runs at once; as many as cores by default.
-        progress: a function that gets every `Event`; True prints a line for each run.
-        sinks: functions of (step, numbers), or "tensorboard", "wandb" (offline), "mlflow", which write in the folder.
-            A run's numbers are sent once it has finished, one step per task.
-        batched: train the networks of a setting as one where that works (`together`): several times faster for small
-            networks, and equal up to rounding. Without it every run is by itself.
+        Args:
+            on: "local" (processes of this machine), "ray" (a Ray of this machine), or the address of a Ray that runs
+                ("ray://host:10001", "host:6379", "auto"); or an `Executor` of your own, which is left open.
+            workers: How many runs at once; as many as cores by default.
+            progress: A function that gets every `Event`; True shows a table, or lines where there is no terminal.
+            batched: Train the networks of a setting as one where that works (`together`): several times faster for
+                small networks, and equal up to rounding. Without it every run is by itself.
+            target: What performs a run, as "module:function".
         """
-        watch = _printed if progress is True else progress or None
-        self.store.describe(self.to_dict())
-        with ExitStack() as stack:
-            opened = [stack.enter_context(self._sink(sink)) for sink in sinks]
-            executor = self._executor(on, workers, target) if isinstance(on, str) else on
-            if isinstance(on, str):
-                stack.callback(executor.close)
-            outcome = self._execute(executor, watch, opened, batched)
-        self.last = outcome
-        self.store.write_table()
-        return self.results()
+        if progress is True:
+            from rekindle.lab.views.terminal import Board, live
 
-    def resume(self, **options: Any) -> Results:
-        """Continue with what is not done; the same as `run`, which never repeats finished runs."""
-        return self.run(**options)
+            with live(Board(self.name, {run.identity: run.arm.name for run in self.runs()})) as watch:
+                return self.run(on, workers, watch, batched=batched, target=target)
+        self.store.describe(self.to_dict())
+        executor = self._executor(on, workers, target) if isinstance(on, str) else on
+        try:
+            self.last = self._execute(executor, progress or None, batched)
+        finally:
+            if isinstance(on, str):
+                executor.close()
+        results = self.results()
+        self.store.write_table(results.frame())
+        return results
 
     def results(self) -> Results:
         """What the folder holds of this study now."""
@@ -189,17 +187,16 @@ class Study:
         return Results(
             self.to_dict(),
             tuple(
-                RunEntry(
-                    run.setting, name, run.arm, tuned, run.seed, run.identity, self.store.read(run.identity), _code(run)
-                )
+                RunEntry(run.setting, name, run.arm, tuned, run.seed, run.identity, self.store.read(run.identity), code)
                 for run, name, tuned in plan
+                for code in [_code(run)]
             ),
             choices,
         )
 
-    def _execute(self, executor: Executor, watch: Watcher | None, sinks: list[Sink], batched: bool) -> Outcome:
+    def _execute(self, executor: Executor, watch: Watcher | None, batched: bool) -> Outcome:
         """First what is known beforehand, then the configurations that this chose."""
-        execution = Execution(self.store, executor, watch=watch, sinks=sinks, batched=batched)
+        execution = Execution(self.store, executor, watch=watch, batched=batched)
         grid = self._grid()
         if self.rates:  # setting by setting, so that each is whole before the next begins
             for setting in self.settings:
@@ -214,28 +211,15 @@ class Study:
         starts = self.store.starts
         if on == "local":
             return Pool(workers, starts=starts, target=target)
-        from rekindle.lab.execution.on_ray import RayExecutor
+        from rekindle.lab.execution.workers import RayExecutor
 
         return RayExecutor(None if on == "ray" else on, workers, starts=starts, target=target)
-
-    @contextmanager
-    def _sink(self, sink: Sink | str) -> Iterator[Sink]:
-        """A sink that was named is made in the folder and closed; one that was given is the caller's."""
-        if not isinstance(sink, str):
-            yield sink
-            return
-        if sink not in SINKS:
-            raise ValueError(f"there is no sink {sink!r}: give a function, or one of {', '.join(SINKS)}")
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with SINKS[sink](self.folder.resolve(), self.name) as made:
-            yield made
 
     # To and from files
 
     def to_dict(self) -> dict[str, Any]:
         """What study.json holds."""
         return {
-            "format": FORMAT,
             "name": self.name,
             "settings": [setting.to_dict() for setting in self.settings],
             "arms": [arm.to_dict() for arm in self.arms],
@@ -246,38 +230,21 @@ class Study:
         }
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any], folder: Path | str | None = None) -> Study:
-        """A study from a file's content; settings and arms may be names, or fields over a named `base`.
-
-        >>> study = Study.from_dict({"settings": [{"base": "digits", "lr": 0.01}], "arms": ["nothing"], "seeds": 2})
-        >>> study.settings[0].lr, study.seeds
-        (0.01, [0, 1])
-        """
-        known = ("name", "settings", "arms", "seeds", "tune", "rates", "comparisons", "folder", "source")
-        unknown = set(data) - {*known, "format", "methods"}
-        if unknown:
-            raise ValueError(f"a study has no field {sorted(unknown)[0]!r}; it has {', '.join(known)}")
-        if data.get("format", FORMAT) != FORMAT:
-            raise ValueError(f"this study has format {data['format']}, and this version reads {FORMAT}: run it again")
+    def from_dict(cls, data: Mapping[str, Any], folder: Path | str = UNNAMED) -> Study:
+        """A study from a file's content; settings and arms may be names, or fields over a named `base`."""
+        known = ("name", "settings", "arms", "seeds", "tune", "rates", "comparisons", "source")
+        if unknown := sorted(set(data) - {*known, "format"}):
+            raise ValueError(f"a study has no field {unknown[0]!r}; it has {', '.join(known)}")
         source = data.get("source")
         if source is not None:
             read_source(source)
         settings = [_setting(each, source) for each in _listed(data.get("settings", []))]
         if not settings:
             raise ValueError('a study needs settings, e.g. settings: ["random-labels"]')
-        chosen = [_arm(each) for each in _listed(data.get("arms", data.get("methods", "main")))]
+        chosen = [each if isinstance(each, str) else Arm.from_dict(each) for each in _listed(data.get("arms", "main"))]
         name = data.get("name") or "-".join(setting.name.replace("/", "-") for setting in settings)
-        where = folder if folder is not None else data.get("folder")
-        return cls(
-            str(name),
-            settings,
-            arms([arm for each in chosen for arm in each]),
-            seed_list(data.get("seeds", SEEDS)),
-            UNNAMED if where is None else Path(where),
-            bool(data.get("tune", False)),
-            [float(rate) for rate in data.get("rates", ())],
-            [dict(each) for each in data.get("comparisons", ())],
-        )
+        given = {field: data[field] for field in ("seeds", "tune", "rates", "comparisons") if field in data}
+        return cls(str(name), settings, arms(chosen), folder=Path(folder), **given)
 
     @classmethod
     def load(
@@ -292,34 +259,32 @@ class Study:
     ) -> Study:
         """A study from a built-in setting's name (or several), a .yaml or .py file, or the folder of an earlier one.
 
-        A Python file may hold `study` (a Study), or settings and arms at its top level; what it registers is known
-        to the workers too. methods, seeds, tune and folder replace what the file says.
-
         >>> study = Study.load("digits", methods=["nothing", "fire"], seeds=2)
         >>> study.name, len(study.runs())
         ('digits', 4)
+
+        Args:
+            what: A Python file may hold `study` (a Study), or settings and arms at its top level; what it registers is
+                known to the workers too.
+            methods: Arms and groups instead of those of the file; so are `seeds`, `tune` and `folder`.
+            seeds: How many, or which.
+            folder: Where results are.
+            tune: Whether every arm is tuned too.
+            name: Another name, and another folder with it.
         """
-        study = _found(cls, what)
-        changes: dict[str, Any] = {}
-        if methods is not None:
-            changes["arms"] = arms(methods)
-        if seeds is not None:
-            changes["seeds"] = seed_list(seeds)
-        if tune is not None:
-            changes["tune"] = tune
-        if name is not None:
-            changes |= {"name": name, "folder": UNNAMED}
-        if folder is not None:
-            changes["folder"] = Path(folder)
-        return replace(study, **changes)
+        study = _found(cls, what)  # first: it may register arms
+        changes: dict[str, Any] = {
+            "arms": None if methods is None else arms(methods),
+            "seeds": None if seeds is None else seed_list(seeds),
+            "tune": tune,
+            "name": name,
+            "folder": folder if folder is not None or name is None else UNNAMED,
+        }
+        return replace(study, **{field: each for field, each in changes.items() if each is not None})
 
 
 def seed_list(seeds: int | Iterable[int]) -> list[int]:
-    """Five seeds are 0 to 4; a list is itself.
-
-    >>> seed_list(3), seed_list([7, 8])
-    ([0, 1, 2], [7, 8])
-    """
+    """Five seeds are 0 to 4; a list is itself."""
     if isinstance(seeds, int):
         if seeds < 1:
             raise ValueError(f"seeds={seeds}: at least one is needed")
@@ -344,10 +309,7 @@ def _found(cls: type[Study], what: str | Path | Sequence[str]) -> Study:
 
 
 def _yaml(path: Path) -> dict[str, Any]:
-    try:
-        yaml: Any = importlib.import_module("yaml")
-    except ImportError as error:
-        raise ImportError(f"a study file needs pyyaml: {install('lab')}") from error
+    yaml = require("yaml", "lab", "a study file")
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except yaml.YAMLError as error:
@@ -392,39 +354,11 @@ def _listed(value: Any) -> list[Any]:
 def _setting(value: Any, source: str | None) -> Setting:
     if isinstance(value, str):
         made = named_setting(value)
-    elif "base" in value:
-        rest = {name: each for name, each in value.items() if name != "base"}
-        base = named_setting(value["base"]).to_dict()
-        merged = {n: {**base[n], **each} if isinstance(base.get(n), dict) else each for n, each in rest.items()}
-        made = Setting.from_dict(base | merged)
     else:
-        made = Setting.from_dict(value)
+        rest = {name: each for name, each in value.items() if name != "base"}
+        made = Setting.from_dict(over(named_setting(value["base"]).to_dict() if "base" in value else {}, rest))
     return made if source is None or made.source else replace(made, source=source)
 
 
 def _arm(value: Any) -> list[Arm]:
     return arms(value) if isinstance(value, str) else [Arm.from_dict(value)]
-
-
-def _mlflow(folder: Path, name: str) -> MlflowSink:
-    if importlib.util.find_spec("sqlalchemy") is not None:
-        return MlflowSink(f"sqlite:///{folder / 'mlflow.db'}", experiment=name)
-    # mlflow-skinny has only a file store, which must be allowed explicitly.
-    os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
-    return MlflowSink((folder / "mlruns").as_uri(), experiment=name)
-
-
-def _wandb(folder: Path, name: str) -> WandbSink:
-    return WandbSink(mode="offline", dir=str(folder), project="rekindle-lab", name=name)
-
-
-def _tensorboard(folder: Path, name: str) -> TensorBoardSink:
-    return TensorBoardSink(str(folder / "tensorboard"))
-
-
-SINKS: dict[str, Callable[[Path, str], Any]] = {"tensorboard": _tensorboard, "wandb": _wandb, "mlflow": _mlflow}
-
-
-def _printed(event: Event) -> None:
-    if event.kind not in ("progress", "task"):
-        print(described(event), file=sys.stderr, flush=True)

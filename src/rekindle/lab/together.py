@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rekindle.advice.stacking import Stack, Unstackable, hooks_of, signature
 from rekindle.lab.evaluation import Track
 from rekindle.lab.settings import Run, read_source
 from rekindle.lab.sources import Task, derive, generator, isolated
-from rekindle.lab.stacking import Stack, Unstackable, hooks_of, signature
 from rekindle.lab.train import CHECK, Diverged, Learner, Refused, Row, set_rate, start_row
 
 MOST = 64
@@ -43,26 +43,13 @@ class Member:
 
 
 def stackable(run: Run) -> bool:
-    """Whether the run may be among many; its network and optimizer are looked at when it begins.
-
-    >>> from rekindle.lab import ARMS, SETTINGS
-    >>> stackable(Run(SETTINGS["digits"], ARMS["fire"], 0)), stackable(Run(SETTINGS["digits"], ARMS["muon"], 0))
-    (True, False)
-    """
+    """Whether the run may be among many; its network and optimizer are looked at when it begins."""
     kind = run.arm.optimizer or run.setting.optimizer
     return kind in ("adam", "adamw") and not run.setting.agents
 
 
 def execute(runs: Sequence[Run], *, starts: Path | None = None) -> Iterator[tuple[str, Row]]:
-    """Do the runs, all of one setting; rows come with the identity of their run, as from `train.execute`.
-
-    >>> from rekindle.lab import Arm, Setting
-    >>> stream = {"data": "digits", "count": 64, "tasks": 2, "epochs": 1}
-    >>> setting = Setting("tiny", "random-labels", "mlp", stream, {"width": 8}, health=False)
-    >>> made = [Run(setting, Arm("fire", "FIRE"), seed) for seed in (0, 1)]
-    >>> [row["kind"] for identity, row in execute(made) if identity == made[1].identity]
-    ['start', 'task', 'task', 'end']
-    """
+    """Do the runs, all of one setting; rows come with the identity of their run, as from `train.execute`."""
     return isolated(_rows(list(runs), starts), derive(runs[0].seed, "dropout"))
 
 

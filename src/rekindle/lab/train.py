@@ -42,8 +42,6 @@ from rekindle.methods import muon
 from rekindle.methods.remedy import Moment, moments
 from rekindle.projection.recalibration import recalibrate
 
-__all__ = ["Learner", "Row", "Run", "execute", "make_optimizers", "rate"]
-
 Row = dict[str, Any]
 _OLD = 5  # earlier tasks that retention looks at
 CHECK = 200  # steps between two looks for a loss that is not finite
@@ -65,11 +63,6 @@ def execute(run: Run, *, starts: Path | None = None) -> Iterator[Row]:
 
     `starts` is a folder where the state after the first task is kept, for all runs that do the same until then.
     torch's global random state is not touched, nor is the number of threads.
-
-    >>> stream = {"data": "digits", "count": 64, "tasks": 2, "epochs": 1}
-    >>> setting = Setting("tiny", "random-labels", "mlp", stream, {"width": 8}, health=False)
-    >>> [row["kind"] for row in execute(Run(setting, Arm("fire", "FIRE"), seed=0))]
-    ['start', 'task', 'task', 'end']
     """
     return isolated(_rows(run, starts), derive(run.seed, "dropout"))
 
@@ -107,7 +100,7 @@ def start_row(run: Run, stream: Stream, learner: Learner) -> Row:
         "identity": run.identity,
         "code": run.code,
         "run": run.to_dict(),
-        "versions": _versions(),
+        "versions": versions(),
         "stream": {"tasks": len(stream), "classes": stream.classes, "shape": list(stream.shape)},
         "parameters": sum(p.numel() for p in learner.model.parameters()),
     }
@@ -195,7 +188,7 @@ class Learner:
         acting = bool(index) or not setting.spare_first
         steps, every = task.length(setting.batch), self.period(task) if acting else 0
         factor = self.rate(index, steps)
-        trained = [parameter for group in _groups(optimizers) for parameter in group["params"]]
+        trained = [each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]]
         acts = self.acts if acting else {}
         term = acts["loss"].loss_term if "loss" in acts else None
         track, report = Track(), time.perf_counter() + 1.0
@@ -362,11 +355,6 @@ def make_optimizers(model: nn.Module, setting: Setting, arm: Arm) -> list[Optimi
 
     Options of the setting hold for an arm's optimizer too if both are Adams. AdamW decays nothing unless it is told
     to, so that changing Adam for AdamW changes nothing else.
-
-    >>> setting = Setting("tiny", "random-labels", "mlp", optimizer_options={"betas": (0.9, 0.95)})
-    >>> made = make_optimizers(nn.Linear(2, 1), setting, Arm("half", lr=0.5))
-    >>> made[0].param_groups[0]["lr"], made[0].param_groups[0]["betas"]
-    (0.0005, (0.9, 0.95))
     """
     kind = arm.optimizer or setting.optimizer
     related = kind == setting.optimizer or {kind, setting.optimizer} <= set(_ADAMS)
@@ -396,10 +384,6 @@ def rate(setting: Setting, steps: int) -> Callable[[int], float] | None:
 
     Warm-up rises linearly over the first `warmup` of the steps and reaches the full rate with its last step; cosine
     then falls to a tenth.
-
-    >>> factor = rate(Setting("tiny", "random-labels", "mlp", warmup=0.5), 8)
-    >>> [factor(step) for step in range(6)]
-    [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
     """
     rising = round(setting.warmup * steps)
     if setting.schedule == "constant" and not rising:
@@ -423,10 +407,6 @@ def set_rate(optimizers: Sequence[Optimizer], factor: float) -> None:
             group["lr"] = factor * group["initial_lr"]
 
 
-def _groups(optimizers: list[torch.optim.Optimizer]) -> Iterator[dict[str, Any]]:
-    for optimizer in optimizers:
-        yield from optimizer.param_groups
-
-
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """What a run is made with."""
     return {"rekindle": rekindle.__version__, "torch": str(torch.__version__), "python": platform.python_version()}

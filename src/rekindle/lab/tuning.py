@@ -21,13 +21,7 @@ RATES = (0.5, 2.0, 0.25, 4.0)
 
 
 def candidates(arm: Arm, budget: int = BUDGET) -> list[Arm]:
-    """The arm itself and what may be tried instead, exactly `budget` in all.
-
-    >>> [each.lr for each in candidates(Arm("nothing"))]
-    [None, 0.5, 2.0, 0.25]
-    >>> [(each.lr, dict(each.options)) for each in candidates(Arm("x", "L2Init", tuning=({"lr": 2.0},)))]
-    [(None, {}), (2.0, {}), (0.5, {}), (0.25, {})]
-    """
+    """The arm itself and what may be tried instead, exactly `budget` in all."""
     found = arm.variants()
     if len(found) > budget:
         raise ValueError(
@@ -42,11 +36,7 @@ def candidates(arm: Arm, budget: int = BUDGET) -> list[Arm]:
 
 
 def at_rates(arm: Arm, rates: Sequence[float]) -> list[Arm]:
-    """The arm at each of these factors of the learning rate.
-
-    >>> [each.lr for each in at_rates(Arm("half", lr=0.5), [1, 3])]
-    [0.5, 1.5]
-    """
+    """The arm at each of these factors of the learning rate."""
     return [replace(arm, lr=float(rate) * (arm.lr or 1.0)) for rate in rates]
 
 
@@ -72,11 +62,6 @@ def choose(tried: Sequence[Arm], values: Sequence[Mapping[int, float]], *, falli
     """The candidate with the best mean over the tuning seeds; of equals the first, so that the default stays.
 
     values: for each candidate the headline by seed. One that did not finish on every tuning seed is out.
-
-    >>> arms = candidates(Arm("nothing"))
-    >>> done = [{100: 0.5, 101: 0.5}, {100: 0.6, 101: 0.8}, {100: 0.9}, {}]
-    >>> choose(arms, done, falling=False).place
-    1
     """
     means = [fmean(value[seed] for seed in SEEDS) if all(seed in value for seed in SEEDS) else None for value in values]
     places = [place for place, mean in enumerate(means) if mean is not None]
@@ -88,9 +73,5 @@ def choose(tried: Sequence[Arm], values: Sequence[Mapping[int, float]], *, falli
 
 
 def tuned_name(name: str) -> str:
-    """The name of a tuned arm.
-
-    >>> tuned_name("fire")
-    'fire (tuned)'
-    """
+    """The name of a tuned arm."""
     return f"{name} (tuned)"

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 
 def covariance_bound(sfe: float, *, inputs: float, features: float, layers: int, spectral_norm: float) -> float:
-    """Theorem 1: how far the normalised feature covariance C = HHᵀ/‖H‖²_F can move, ‖C − C̃‖_F.
+    """Theorem 1: how far the normalized feature covariance C = HHᵀ/‖H‖²_F can move, ‖C − C̃‖_F.
 
     `sfe` is summed over the layers, `inputs` is ‖Z‖_F, `features` the smaller ‖H‖_F of the two networks and
     `spectral_norm` the largest of any layer of both. Holds for 1-Lipschitz activations with σ(0) = 0. Never

@@ -47,7 +47,7 @@ _STRIP = 16_000_000
 def mean_squared_cosine(w: Tensor) -> Tensor:
     """Mean cos² over all pairs of different neurons (rows that are not dead); NaN with fewer than two.
 
-    ‖ŴŴᵀ‖_F = ‖ŴᵀŴ‖_F, so the smaller Gram matrix of the normalised rows is enough.
+    ‖ŴŴᵀ‖_F = ‖ŴᵀŴ‖_F, so the smaller Gram matrix of the normalized rows is enough.
 
     >>> mean_squared_cosine(torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 5.0]]))
     tensor(0.3333, dtype=torch.float64)

@@ -109,7 +109,7 @@ def spectral_norm_estimate(g: Tensor, steps: int = 16) -> Tensor:
     largest = g.diagonal(dim1=-2, dim2=-1).argmax(-1)
     # A row times the matrix: a batch of columns takes torch's bmm 14 times longer (9 × 512² on CPU).
     v = g.gather(-2, largest[..., None, None].expand(*g.shape[:-2], 1, k))
-    # Divided by the trace at each step, a vector shrinks at most k-fold: normalising every eighth is enough.
+    # Divided by the trace at each step, a vector shrinks at most k-fold: normalizing every eighth is enough.
     trace = g.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None].clamp_min(tiny)
     shrink = trace.reciprocal()
     for step in range(steps):

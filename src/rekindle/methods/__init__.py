@@ -1,11 +1,11 @@
 """The published remedies for lost plasticity, and the controls, behind one interface.
 
 Every method is `method(model, optimizer=None, *, batches=None, loss=None, generator=None) -> Receipt`. Its attributes
-say what a trainer must do for it: `moment`, `batches`, `watches`, `period` (see `remedy`). Regularisers also have
+say what a trainer must do for it: `moment`, `batches`, `watches`, `period` (see `remedy`). Regularizers also have
 `loss_term(model)`; methods that need the start of a model have `remember(model)`, those that gather statistics while
 training `observe(model)`.
 
-One file per paper; `controls`, `regularisers` and `resets` hold one kind each. Start reading at `remedy`: it owns the
+One file per paper; `controls`, `regularizers` and `resets` hold one kind each. Start reading at `remedy`: it owns the
 call. `call` is what a method is given (and how replicas agree), `selection` which weights its targets mean, `writing`
 how they are changed, `neurons` how single neurons are replaced, `caching` what is kept about a model, `naming` methods
 by name. May import everything up to `monitoring`; knows no trainer.
@@ -29,8 +29,9 @@ from rekindle.methods.normalize_and_project import NormalizeAndProject
 from rekindle.methods.plasticity_injection import PlasticityInjection
 from rekindle.methods.redo import ReDo
 from rekindle.methods.regrama import ReGraMa
-from rekindle.methods.regularisers import IsometryLoss, L2Init, Parseval, SpectralRegulariser, WeightDecay
+from rekindle.methods.regularizers import IsometryLoss, L2Init, Parseval, SpectralRegularizer, WeightDecay
 from rekindle.methods.resets import AdamRel, FullReset, HeadReset, LayerNormReset, LayerReset, OptimizerReset
+from rekindle.methods.revive import Revive
 from rekindle.methods.selective_weight_reset import SelectiveWeightReset
 from rekindle.methods.self_normalized_reset import SelfNormalizedReset
 from rekindle.methods.shrink_perturb import ShrinkPerturb
@@ -65,13 +66,14 @@ __all__ = [
     "ReDo",
     "ReGraMa",
     "Rescale",
+    "Revive",
     "Rewarm",
     "SelectiveWeightReset",
     "SelfNormalizedReset",
     "ShrinkPerturb",
     "SingularClip",
     "SoftWeightRescaling",
-    "SpectralRegulariser",
+    "SpectralRegularizer",
     "StartNorm",
     "WeightClip",
     "WeightDecay",

@@ -42,6 +42,11 @@ class PerModel(Generic[Value]):
         self._kept[model] = _Parts(model), value
         return value
 
+    def current(self, model: nn.Module) -> Value | None:
+        """The value for this model if it is there and the model is as it was; None otherwise."""
+        known = self._kept.get(model)
+        return known[1] if known is not None and known[0].are_the_same() else None
+
     def __contains__(self, model: nn.Module) -> bool:
         return model in self._kept
 

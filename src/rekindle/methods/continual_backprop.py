@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from rekindle.blocks.names import unwrapped
 from rekindle.methods.call import Call
-from rekindle.methods.neurons import Handle, Judgement, NeuronOptions, NeuronRemedy
+from rekindle.methods.neurons import Handle, Judgment, NeuronOptions, NeuronRemedy
 from rekindle.methods.statistics import Sums, others, sizes
 from rekindle.recording.wiring import Group, Wiring
 
@@ -112,42 +112,36 @@ class ContinualBackprop(NeuronRemedy):
         self.replacement_rate, self.decay, self.maturity_threshold = replacement_rate, decay, maturity_threshold
         self._lives: dict[str, _Life] = {}
         self._row, self._row_of = torch.empty(2, 0), list[_Life]()  # their utilities and means, side by side
+        self._factors = torch.empty(2, 0)  # of |h| and h: Σ|w_out| and 1
+        self._factors_of: list[Tensor] = []  # Σ|w_out| of each group
         self._now = Sums()  # of |h| and h since the last call
-        self._positive: set[str] = set()  # layers whose activity has no sign, as observed
+        self._positive = False  # whether no activity has a sign, as observed
 
     def watchers(self, model: nn.Module, wiring: Wiring) -> Iterator[Handle]:
-        """As for every neuron remedy; behind a ReLU one sum is both, of |h| and of h."""
+        """As for every neuron remedy; where all activities come from a ReLU, one sum is both, of |h| and of h."""
         inner = unwrapped(model)
-        self._positive = {
-            group.name
+        self._positive = all(
+            group.reading.side == "output" and isinstance(inner.get_submodule(group.reading.module), nn.ReLU | nn.ReLU6)
             for group in wiring
-            if group.reading.side == "output"
-            and isinstance(inner.get_submodule(group.reading.module), nn.ReLU | nn.ReLU6)
-        }
+        )
         return super().watchers(model, wiring)
 
-    def watch(self, group: Group, activity: Tensor) -> None:
-        """Keep the sums of |h| and h until the step's call."""
-        if group.name not in self._positive:
-            self.record(group, activity)
-            return
-        total = activity.sum(others(activity), dtype=torch.promote_types(activity.dtype, torch.float32))
-        self._now.add(group.name, total.expand(2, -1), activity.numel() // len(total))
-
     def record(self, group: Group, activity: Tensor) -> None:
-        """The same for an activity of any sign."""
-        size = sizes(activity)
-        both = torch.stack([size, activity.sum(others(activity), dtype=size.dtype)])
-        self._now.add(group.name, both, activity.numel() // len(size))
+        """Keep the sums of |h| and h until the step's call; one row where they are equal."""
+        axes, dtype = others(activity), torch.promote_types(activity.dtype, torch.float32)
+        total = activity.sum(axes, dtype=dtype)
+        count = activity.numel() // total.numel()
+        rows = total[None] if self._positive else torch.stack([sizes(activity), total])
+        self._now.add(group.name, rows, count)
 
     def measure(self, call: Call) -> None:
         """What was observed at this step comes before the batches of the call."""
         if self._now.empty:
             super().measure(call)
 
-    def judge(self, call: Call, wiring: Wiring) -> Judgement:
+    def judge(self, call: Call, wiring: Wiring) -> Judgment:
         """Update utilities with the step just taken; what is due is replaced."""
-        now = self._now.over(call, lambda: {group.name: (2, group.width) for group in wiring})
+        now = self._now.over(call, lambda: {group.name: (2 - self._positive, group.width) for group in wiring})
         if not now.values:
             raise ValueError("no activity was recorded since the last call: train inside observe(model)")
         groups = [group for group in wiring if now.seen.get(group.name)]
@@ -159,9 +153,9 @@ class ContinualBackprop(NeuronRemedy):
             if chosen is not None:
                 due[group.name] = chosen
                 means[group.name] = life.mean / self._correction(life)
-        unseen = [group.name for group in wiring if not now.seen.get(group.name)]
+        unseen = [group.name for group in wiring if group not in groups] if len(groups) < len(wiring) else ()
         skipped = dict.fromkeys(unseen, "no finite activity was recorded since the last call")
-        return Judgement(due, means, skipped, now.notes())
+        return Judgment(due, means, skipped, now.notes())
 
     def replaced(self, neurons: Mapping[str, Tensor]) -> None:
         """New neurons have no age and no utility."""
@@ -181,23 +175,22 @@ class ContinualBackprop(NeuronRemedy):
         return life.utility / self._correction(life)
 
     def _grow(self, groups: Sequence[Group], now: Sums) -> list[_Life]:
-        """One step older, with the sums of |h| and h of each neuron, (2, neurons) per group.
+        """One step older, with the sums of |h| and h of each neuron, (2, neurons) per group; (1, neurons) if equal.
 
         Neurons of all groups lie side by side in one row, so that a step is a few operations on all of them.
         """
-        sums = [now.values[group.name] for group in groups]
-        lives = [self._lives.get(group.name) or _Life.new(each[0]) for group, each in zip(groups, sums, strict=True)]
+        names = [group.name for group in groups]
+        lives = [self._lives.get(name) or _Life.new(now.values[name][0]) for name in names]
         if lives != self._row_of:
-            self._lay_out(lives, sums)
-            self._lives |= {group.name: life for group, life in zip(groups, lives, strict=True)}
-        counts = {now.seen[group.name] for group in groups}
-        if len(counts) > 1:
-            sums = [each / now.seen[group.name] for group, each in zip(groups, sums, strict=True)]
-        means = torch.cat([each.to(self._row) for each in sums], 1)
-        if len(counts) == 1:
-            means /= counts.pop()
-        means[0] *= torch.cat([outgoing(group).to(self._row) for group in groups])
-        self._row.lerp_(means, 1 - self.decay)
+            self._lay_out(lives, [now.values[name] for name in names])
+            self._lives |= dict(zip(names, lives, strict=True))
+        sums, counts = now.side_by_side(names), [now.seen[name] for name in names]
+        if counts.count(counts[0]) < len(counts):
+            share = [now.values[name].to(sums) * (counts[0] / count) for name, count in zip(names, counts, strict=True)]
+            sums = torch.cat(share, 1)
+        for group, factors in zip(groups, self._factors_of, strict=True):
+            outgoing(group, factors)
+        self._row.mul_(self.decay).addcmul_(sums.to(self._row), self._factors, value=(1 - self.decay) / counts[0])
         for life in lives:
             life.clock += 1
         return lives
@@ -208,8 +201,10 @@ class ContinualBackprop(NeuronRemedy):
             0, dtype=max((s.dtype for s in sums), key=lambda dtype: dtype.itemsize), device=sums[0].device
         )
         self._row = torch.cat([torch.stack([life.utility.to(like), life.mean.to(like)]) for life in lives], 1)
-        self._row_of = lives
-        for life, part in zip(lives, torch.split(self._row, [len(life.born) for life in lives], 1), strict=True):
+        self._row_of, self._factors = lives, torch.ones_like(self._row)
+        widths = [len(life.born) for life in lives]
+        self._factors_of = list(torch.split(self._factors[0], widths))
+        for life, part in zip(lives, torch.split(self._row, widths, 1), strict=True):
             life.utility, life.mean = part
             life.born = life.born.to(part)
 
@@ -237,16 +232,20 @@ class ContinualBackprop(NeuronRemedy):
         self._lives = {name: _Life.of(life) for name, life in state["lives"].items()}
 
 
-def outgoing(group: Group) -> Tensor:
-    """Σ|w_out| of each neuron over all its consumers."""
-    parts = []
-    for consumer in group.consumers:
-        columns = sizes(consumer.layer.weight.detach(), consumer.layer.in_axis)
+def outgoing(group: Group, total: Tensor) -> None:
+    """Write Σ|w_out| of each neuron over all its consumers into `total`."""
+    for number, consumer in enumerate(group.consumers):
+        layer = consumer.layer
+        weight = layer.weight.detach()
+        alike = weight.ndim == 2 and weight.dtype == total.dtype and weight.device == total.device
+        if number == 0 and consumer.order == "last" and alike:
+            torch.sum(weight.abs(), 1 - layer.in_axis, out=total)  # the usual case: no copy
+            continue
+        columns = sizes(weight, layer.in_axis)
         if consumer.order == "minor":
             columns = columns.view(-1, group.width).sum(0)
         elif consumer.order == "major":
             columns = columns.view(group.width, -1).sum(1)
         elif consumer.order is None:
             columns = columns[consumer.table].sum(1)
-        parts.append(columns)
-    return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
+        total.copy_(columns if number == 0 else columns + total)

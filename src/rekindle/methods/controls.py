@@ -1,4 +1,4 @@
-"""Controls for FIRE, each of which differs from it in one thing, and singular value clipping, which generalises it.
+"""Controls for FIRE, each of which differs from it in one thing, and singular value clipping, which generalizes it.
 
 They have FIRE's targets and scales, and change matrices block by block as it does.
 """
@@ -187,7 +187,7 @@ class FreshAtNorm(FromStart):
         """Draw every targeted matrix anew at its old norm."""
         picked, _ = chosen_weights(call.model, self.targets)
         if computed := [each.name for each in picked if each.computed]:
-            raise ValueError(f"{computed[0]!r} is parametrised: leave it out with targets=")
+            raise ValueError(f"{computed[0]!r} is parametrized: leave it out with targets=")
         drawn = self.drawn(call, [each.name for each in picked])
 
         def change(name: str, block: Block, old: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ class DASH(Remedy):
     Over the batches, G ← (1 − alpha)·G + alpha·(−∇L) for every weight. Each row of a linear layer, each (output,
     input) kernel of a convolution, and the whole bias of a layer is then multiplied by max(cos(w, g), lam): what
     points along the negative gradient is kept, the rest shrinks to lam. (A bias that stayed as it was would
-    outweigh its shrunken row: a layer without normalisation dies of it.) A 1×1 kernel is one number, so its cosine is
+    outweigh its shrunken row: a layer without normalization dies of it.) A 1×1 kernel is one number, so its cosine is
     ±1. The defaults are FIRE's for ResNet-18. The authors take one batch per chunk of all data so far, oldest first,
     with BatchNorm in evaluation mode, and keep SGD's momentum (`optimizer_state="none"`); small batches give noisy
     directions, and then more falls to the floor.

@@ -1,4 +1,4 @@
-"""Muon as the comparison: an optimizer whose every step is orthogonalised, instead of the weights."""
+"""Muon as the comparison: an optimizer whose every step is orthogonalized, instead of the weights."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class NeuronOptions(TypedDict, total=False):
 
 
 @dataclass
-class Judgement:
+class Judgment:
     """Which neurons are to be replaced, by layer, and the notes for the receipt."""
 
     neurons: Mapping[str, Tensor]
@@ -57,7 +57,7 @@ class NeuronRemedy(Remedy):
     receipt with the reason; a model without any is refused. `second_moment` is what Adam's second moment becomes in the
     replaced rows and columns: its step count is one number per parameter, so single rows cannot be fully reset, and
     with a zero second moment their next step would be 3 to 6.5 times too large. `fresh` is a factory of a new model,
-    from which incoming weights are taken where the model initialises itself in its `__init__`: else they are drawn by
+    from which incoming weights are taken where the model initializes itself in its `__init__`: else they are drawn by
     the modules' own `reset_parameters` (or transformers' scheme), which is not always the same.
     """
 
@@ -102,7 +102,7 @@ class NeuronRemedy(Remedy):
         """Around the writing alone where no batches are run: most steps replace no neuron."""
         return nullcontext() if call.batches is None else super().transaction(call)
 
-    def judge(self, call: Call, wiring: Wiring) -> Judgement:
+    def judge(self, call: Call, wiring: Wiring) -> Judgment:
         """Which neurons are replaced; the same on every replica of the model."""
         raise NotImplementedError
 
@@ -127,6 +127,8 @@ class NeuronRemedy(Remedy):
         What was gathered about a layer whose weight was replaced is dropped then.
         """
         inner = unwrapped(model)
+        if not graphs and (same := self._wirings.current(inner)) is not None:
+            return same[0]
         old: list[tuple[Wiring, dict[str, weakref.ref[Tensor]]]] = []
 
         def find() -> tuple[Wiring, dict[str, weakref.ref[Tensor]]]:

@@ -9,7 +9,7 @@ from typing import Any, Unpack
 from torch import Tensor, nn
 
 from rekindle.methods.call import Call
-from rekindle.methods.neurons import Judgement, NeuronOptions, NeuronRemedy
+from rekindle.methods.neurons import Judgment, NeuronOptions, NeuronRemedy
 from rekindle.methods.replacement import check_finite
 from rekindle.methods.statistics import Sums, sizes
 from rekindle.recording.wiring import Group, Wiring
@@ -70,7 +70,7 @@ class ReDo(NeuronRemedy):
         self._sums.settle()
         return self._scores(self.wiring(model), self._sums)
 
-    def judge(self, call: Call, wiring: Wiring) -> Judgement:
+    def judge(self, call: Call, wiring: Wiring) -> Judgment:
         """The dormant neurons; a network that has not run since the last call is skipped."""
         self._sums.settle()
         known = self._sums.values.keys()
@@ -81,7 +81,7 @@ class ReDo(NeuronRemedy):
         sums = self._sums.over(call, lambda: self._shapes(wiring))
         scores = self._scores(wiring, sums)
         neurons = {name: (s <= self.tau).nonzero().flatten() for name, s in scores.items()}
-        return Judgement(neurons, skipped=skipped, notes=sums.notes())
+        return Judgment(neurons, skipped=skipped, notes=sums.notes())
 
     def replaced(self, neurons: Mapping[str, Tensor]) -> None:
         """Forget what was recorded about all of them."""

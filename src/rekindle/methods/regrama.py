@@ -26,7 +26,7 @@ class ReGraMa(ReDo):
     of the call, or what `observe` has seen since the last call, at one in `sample` backward passes. The
     reset and the `period` are ReDo's. A neuron made by two layers (a gate) is inactive only if both its rows are. (The
     authors' code also scores
-    the entries of normalisation layers by their own gradients; here an entry is renewed with its neuron.)
+    the entries of normalization layers by their own gradients; here an entry is renewed with its neuron.)
 
     >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
     >>> _ = model[0].bias.data.copy_(torch.tensor([-100.0, 1.0, 1.0]))

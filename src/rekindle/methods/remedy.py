@@ -16,7 +16,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
@@ -100,7 +99,9 @@ class Remedy:
         call = Call(model, optimizer, batches, loss, self._own, generator)
         with self.transaction(call):
             done = self.apply(call)
-            return replace(done, settings=done.settings or self.settings(), **meter.cost())
+            if not done.settings and (done.records or self.moment == "event"):
+                object.__setattr__(done, "settings", self.settings())
+            return meter.stop(done)
 
     def transaction(self, call: Call) -> AbstractContextManager[object]:
         """What wraps a call: an error or Ctrl-C inside leaves a true receipt or everything as it was; no autocast."""

@@ -1,4 +1,4 @@
-"""Resets of whole layers: everything, the head, chosen layers, the normalisation layers, or the optimizer alone."""
+"""Resets of whole layers: everything, the head, chosen layers, the normalization layers, or the optimizer alone."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class LayerReset(FullReset):
     """The parameters and buffers of chosen layers back to a start (Nikishin et al., 2022, reset the last ones).
 
     `layers` are globs of module names; `last` instead counts layers with weight matrices from the end, and takes
-    whatever is registered after the first of them too, such as normalisation; `kind` names the class of the layers,
+    whatever is registered after the first of them too, such as normalization; `kind` names the class of the layers,
     such as "Linear".
 
     >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 1))
@@ -192,7 +192,7 @@ class HeadReset(LayerReset):
 
 
 class LayerNormReset(LayerReset):
-    """Normalisation layers back to weight 1, bias 0 and empty statistics; all other weights stay.
+    """Normalization layers back to weight 1, bias 0 and empty statistics; all other weights stay.
 
     >>> model = nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3))
     >>> _ = nn.init.constant_(model[1].weight, 5.0)
@@ -207,14 +207,14 @@ class LayerNormReset(LayerReset):
         super().__init__("*", optimizer_state=optimizer_state, seed=seed)
 
     def chosen(self, model: nn.Module) -> list[str]:
-        """The tensors of normalisation layers, known by class or by a class name that ends in Norm."""
+        """The tensors of normalization layers, known by class or by a class name that ends in Norm."""
         norms = norm_layers(model)
         if not norms:
-            raise ValueError("the model has no normalisation layer")
+            raise ValueError("the model has no normalization layer")
         return self.inside(model, lambda module: module in norms)
 
     def drawn(self, call: Call, names: Collection[str]) -> dict[str, Tensor]:
-        """Ones, zeros and empty statistics: every normalisation layer starts so."""
+        """Ones, zeros and empty statistics: every normalization layer starts so."""
         tensors = tensors_of(call.model)
         ones = ("weight", "running_var")
         return {name: torch.full_like(tensors[name], 1 if name.split(".")[-1] in ones else 0) for name in names}

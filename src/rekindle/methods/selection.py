@@ -70,7 +70,7 @@ def chosen_weights(model: nn.Module, targets: Targets, **finding: Any) -> tuple[
 def plain_weights(model: nn.Module, targets: Targets) -> tuple[list[LiveWeight], dict[str, str]]:
     """The targeted weights that are parameters themselves; those computed from others are skipped."""
     picked, skipped = chosen_weights(model, targets)
-    computed = {c.name: "parametrised: its originals are not its weights" for c in picked if c.computed}
+    computed = {c.name: "parametrized: its originals are not its weights" for c in picked if c.computed}
     return [c for c in picked if not c.computed], {**skipped, **computed}
 
 
@@ -96,7 +96,7 @@ def chosen_parameters(model: nn.Module, targets: Targets) -> tuple[dict[str, Sha
     for each in picked:
         held = each.parameters().values()
         if each.computed and not each.whole:
-            raise ValueError(f"{each.name!r} is parametrised: single parts of it cannot be chosen here")
+            raise ValueError(f"{each.name!r} is parametrized: single parts of it cannot be chosen here")
         mask = None if each.whole else mask_of(each)
         chosen |= {called[id(p)]: Share(called[id(p)], p, mask) for p in held}
     return chosen, skipped
@@ -106,7 +106,7 @@ def trainable(shares: dict[str, Share]) -> dict[str, Share]:
     """Those that training can move; none is an error."""
     found = {name: share for name, share in shares.items() if share.parameter.requires_grad}
     if not found:
-        raise ValueError("every targeted parameter is frozen: there is nothing to regularise")
+        raise ValueError("every targeted parameter is frozen: there is nothing to regularize")
     return found
 
 
@@ -129,7 +129,7 @@ def chosen_biases(model: nn.Module, weights: Iterable[LiveWeight]) -> dict[str, 
 
 
 def norm_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """The normalisation layers by clean name, known by class or by a class name that ends in Norm."""
+    """The normalization layers by clean name, known by class or by a class name that ends in Norm."""
     return {
         name: module
         for name, module in names.named_modules(model)
@@ -138,7 +138,7 @@ def norm_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def chosen_norms(model: nn.Module, targets: Targets) -> dict[str, nn.Module]:
-    """The normalisation layers that `targets` mean: all for a general word such as "layers", else those it names.
+    """The normalization layers that `targets` mean: all for a general word such as "layers", else those it names.
 
     >>> model = nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3))
     >>> list(chosen_norms(model, "layers")), list(chosen_norms(model, "0")), list(chosen_norms(model, ("0", "1")))

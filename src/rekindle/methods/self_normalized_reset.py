@@ -1,4 +1,4 @@
-"""Self-normalised resets: a neuron is dead when it is silent for longer than it ever used to be."""
+"""Self-normalized resets: a neuron is dead when it is silent for longer than it ever used to be."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from rekindle.engine.arithmetic import to_float64
-from rekindle.methods.call import Call, replicas
-from rekindle.methods.neurons import Judgement, NeuronOptions, NeuronRemedy
+from rekindle.methods.call import Call
+from rekindle.methods.neurons import Judgment, NeuronOptions, NeuronRemedy
 from rekindle.methods.statistics import others
 from rekindle.projection.method import Batch
 from rekindle.recording.graph import Graph
 from rekindle.recording.wiring import Group, Wiring
+from rekindle.sharding.replicas import replicas
 
 _EXACT = 16  # intervals up to this have a bin each
 _PER_OCTAVE = 4  # above it, bins grow by 2^(1/4)
@@ -82,7 +83,7 @@ class SelfNormalizedReset(NeuronRemedy):
 
     def wiring(self, model: nn.Module, batches: Iterable[Batch] | None = None, graphs: Sequence[Graph] = ()) -> Wiring:
         """As for every neuron remedy; replicas are combined at the call, a single model is counted at once."""
-        self._alone = replicas(model) is None
+        self._alone = replicas(model).size == 1
         return super().wiring(model, batches, graphs)
 
     def record(self, group: Group, activity: Tensor) -> None:
@@ -94,7 +95,7 @@ class SelfNormalizedReset(NeuronRemedy):
         if self._alone:
             self._advance(group, None)
 
-    def judge(self, call: Call, wiring: Wiring) -> Judgement:
+    def judge(self, call: Call, wiring: Wiring) -> Judgment:
         """The neurons that have been silent for too long."""
         if not self._passes and not self._clocks:
             raise ValueError("no activity was recorded: train inside observe(model)")
@@ -110,7 +111,7 @@ class SelfNormalizedReset(NeuronRemedy):
         self._seen.clear()
         notes = [f"{name}: {n} passes with NaN or Inf were left out" for name, n in self._left_out.items() if n]
         self._left_out.clear()
-        return Judgement(silent, skipped=unseen, notes=notes)
+        return Judgment(silent, skipped=unseen, notes=notes)
 
     def replaced(self, neurons: Mapping[str, Tensor]) -> None:
         """A reset ends a silence."""

@@ -1,6 +1,6 @@
 """The norm of scale-invariant weights: a remedy that leaves the function as it is, and the control for all others.
 
-Behind a normalisation W and 10·W compute the same, and only learn at another speed: a step of Adam turns the direction
+Behind a normalization W and 10·W compute the same, and only learn at another speed: a step of Adam turns the direction
 of W by about lr/‖W‖ (of plain gradient descent by lr/‖W‖²). A remedy that leaves smaller weights has a larger effective
 learning rate, whatever else it does. With the field `norm` of a setting of the laboratory every arm has the same at
 each boundary; docs/evidence/norms.md says what is left of the others then.
@@ -27,7 +27,7 @@ _FELT = 0.01  # share of ε in a denominator from which a note is written
 
 
 class StartNorm(FromStart):
-    """W ← W·(factor·‖W₀‖/‖W‖) for each weight that a normalisation follows, W₀ being its start.
+    """W ← W·(factor·‖W₀‖/‖W‖) for each weight that a normalization follows, W₀ being its start.
 
     With a factor of 1 the weights learn as fast as at their start, with 0.1 about ten times as fast (with Adam): good
     where more data arrive, harmful on most other streams (docs/evidence/norms.md). Try it with `rekindle.advise`.
@@ -93,9 +93,9 @@ class StartNorm(FromStart):
 
 
 def scale_invariant(model: nn.Module) -> dict[str, str]:
-    """The layers whose weight may have any norm, each with a normalisation of its own behind it.
+    """The layers whose weight may have any norm, each with a normalization of its own behind it.
 
-    A weight that something else uses too is none of them, nor is one that is frozen or computed (parametrised).
+    A weight that something else uses too is none of them, nor is one that is frozen or computed (parametrized).
 
     >>> scale_invariant(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
     {}
@@ -115,7 +115,7 @@ def _rows(layer: nn.Module) -> bool:
 
 
 def _felt(model: nn.Module, norms: Iterable[str], new: Mapping[str, Tensor]) -> list[str]:
-    """A note where the variance in front of a normalisation is now so small that its ε counts."""
+    """A note where the variance in front of a normalization is now so small that its ε counts."""
     modules = dict(model.named_modules())
     shares = {
         norm: float(eps / (variance.median() + eps))

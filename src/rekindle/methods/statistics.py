@@ -15,14 +15,13 @@ from rekindle.methods.call import Call
 _AT_ONCE = 16  # passes that wait until they are added up together
 
 
-def _finite(passes: Sequence[tuple[str, Tensor, int]]) -> list[bool]:
-    """Which of these hold neither NaN nor Inf."""
-    values = [values for _, values, _ in passes]
+def _finite(values: Sequence[Tensor]) -> tuple[list[bool], Tensor]:
+    """Which of these hold neither NaN nor Inf, and all of them side by side."""
     first = values[0].device
-    total = torch.cat([value.to(first) for value in values], -1).sum()
-    if math.isfinite(total.item()):  # one question for all, which is nearly always answered so
-        return [True] * len(values)
-    return [bool(value.isfinite().all()) for value in values]
+    row = torch.cat([value.to(first) for value in values], -1)
+    if math.isfinite(row.sum().item()):  # one question for all, which is nearly always answered so
+        return [True] * len(values), row
+    return [bool(value.isfinite().all()) for value in values], row
 
 
 def sizes(values: Tensor, axis: int = -1) -> Tensor:
@@ -56,6 +55,7 @@ class Sums:
     seen: dict[str, float] = field(default_factory=dict)  # how many values each sum is of
     left_out: dict[str, float] = field(default_factory=dict)  # passes
     _waiting: list[tuple[str, Tensor, int]] = field(default_factory=list)
+    _row: tuple[list[str], Tensor] | None = None  # names, and their values side by side
 
     def add(self, name: str, values: Tensor, count: int = 1) -> None:
         """Add one pass of `count` values per neuron."""
@@ -73,7 +73,11 @@ class Sums:
         if not self._waiting:
             return
         passes, self._waiting = self._waiting, []
-        for (name, values, count), good in zip(passes, _finite(passes), strict=True):
+        finite, row = _finite([values for _, values, _ in passes])
+        names = [name for name, _, _ in passes]
+        whole = not self.values and all(finite) and len({*names}) == len(names)
+        self._row = (names, row) if whole else None
+        for (name, values, count), good in zip(passes, finite, strict=True):
             if name not in self.values:
                 self.values[name] = values if good else torch.zeros_like(values)
                 self.seen[name], self.left_out[name] = float(count * good), float(not good)
@@ -83,10 +87,17 @@ class Sums:
             if good:
                 self.values[name] = self.values[name] + values
 
+    def side_by_side(self, names: list[str]) -> Tensor:
+        """The sums of these names along the last axis."""
+        if self._row is not None and self._row[0] == names:
+            return self._row[1]
+        device = self.values[names[0]].device
+        return torch.cat([self.values[name].to(device) for name in names], -1)
+
     def over(self, call: Call, shapes: Callable[[], Mapping[str, tuple[int, ...]]]) -> Sums:
         """The sums over all replicas of the model, of the names in `shapes()`; one that saw nothing adds nothing."""
         self.settle()
-        if call.replicas is None:
+        if call.replicas.size == 1:
             return self
         sizes = shapes()
         device = next(call.inner.parameters()).device
@@ -109,6 +120,7 @@ class Sums:
 
     def clear(self, names: Collection[str] | None = None) -> None:
         """Start counting anew, of these names or of all."""
+        self._row = None
         if names is None:
             self.values, self.seen, self.left_out, self._waiting = {}, {}, {}, []
             return

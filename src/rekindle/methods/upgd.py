@@ -28,7 +28,7 @@ class UPGD(Remedy):
 
     u ← β·u + (1 − β)·(−g·w), û = u/(1 − β^t), s = sigmoid(û / max û over all weights); then
     w ← w − lr·(g + σ·ξ)(1 − s) with ξ ~ N(0, 1): first-order, global UPGD. With SGD (or no optimizer) the gradient is
-    gated in place and SGD's own weight decay is not. Any other optimizer would normalise the gate away, so there, as in
+    gated in place and SGD's own weight decay is not. Any other optimizer would normalize the gate away, so there, as in
     the authors' adaptive form, its moments see the plain gradient, and the change that its step makes is gated and
     perturbed when the step has been taken; decoupled weight decay is not gated. (The authors' code divides û by the
     largest u instead of the largest û, which differs for the first 1/(1 − β) steps.)

@@ -53,7 +53,7 @@ def _bounds(model: nn.Module, targets: Targets) -> list[tuple[Share, float]]:
     found: list[tuple[Share, float]] = []
     for each in chosen_weights(model, targets)[0]:
         if each.computed:
-            raise ValueError(f"{each.name!r} is parametrised: clipping its originals would not clip it")
+            raise ValueError(f"{each.name!r} is parametrized: clipping its originals would not clip it")
         owner, block = each.owner, each.blocks[0]
         recurrent = isinstance(owner, (nn.RNNBase, nn.RNNCellBase))
         fan_in = int(owner.hidden_size) if recurrent else block.fans[1] * block.taps  # type: ignore[arg-type]

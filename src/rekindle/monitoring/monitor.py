@@ -17,7 +17,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -29,12 +29,14 @@ from torch.utils.hooks import RemovableHandle
 from rekindle.blocks.finding import Found, find
 from rekindle.blocks.names import cleaner
 from rekindle.diagnosis.activity import Activity, Unmeasured, activity
-from rekindle.diagnosis.examination import Health, HealthBuilder
+from rekindle.diagnosis.examination import Health, HealthBuilder, usage_on
+from rekindle.diagnosis.usage import Usage, Use
 from rekindle.diagnosis.verdict import Thresholds
 from rekindle.isolation import Batch, Loss, Recorded, check_loss
 from rekindle.measures.matrices import Mode
 from rekindle.monitoring.sinks import Sink, send
-from rekindle.optimizers.steps import Steps
+from rekindle.optimizers.steps import Steps, nests
+from rekindle.recording.recorder import called_parts
 from rekindle.sharding.norms import norms
 from rekindle.sharding.passes import passes
 from rekindle.sharding.team import distributed, refuse_hidden, settle
@@ -52,14 +54,21 @@ class Sample:
         return self.health.flat(prefix)
 
 
+_WINDOW = 10  # samples over which the use of experts, codes and latents is counted
+
+
 class Monitor:
     """Samples the health of a model every `every` steps of its optimizer, keeps it, and sends it to sinks.
 
     The data are `batches`, or else the input of the forward pass before the sampled step (of the model, or of its
     parts where only those are called, as in Lightning); padding is left out where an `attention_mask` says so.
     Gradient norms are those that the step used, and the effective learning rate is ‖update‖/‖w‖ of that step. With
-    `loss` gradient dormancy is measured on `batches` too, at the cost of a backward pass. A sample that fails warns
-    and is skipped: monitoring must not stop a training run.
+    `loss` gradient dormancy is measured on `batches` too, at the cost of a backward pass. Weights and the ranks of
+    features change slowly and cost most: they are measured at one sample in `weights_every`, and where a sign comes or
+    goes; the other samples have them as they were then. A sample that fails warns and is skipped: monitoring must not
+    stop a training run.
+
+    Experts, codes and latents are counted over the last ten samples together (`units` as in `health`).
 
     `reference` is an earlier Health; `set_reference()` takes the present state, for example at the end of a task.
 
@@ -82,9 +91,10 @@ class Monitor:
         sinks: Iterable[Sink] = (),
         prefix: str = "health/",
         mode: Mode = "cheap",
-        weights_every: int = 1,
+        weights_every: int = 10,
         history: int = 1000,
         thresholds: Thresholds | None = None,
+        units: Mapping[str, str | None] | None = None,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"the order is (model, optimizer), got {type(model).__name__} as the model")
@@ -101,11 +111,15 @@ class Monitor:
         self.steps = 0
         self.history: deque[Sample] = deque(maxlen=history)
         self._handles: list[RemovableHandle] = []
-        self._stepping = Steps()
+        self._stepping = Steps() if nests(optimizer) else None
+        self._armed: list[RemovableHandle] = []  # before the step that is sampled, not at every step
         self._seen: list[_Seen] = []  # inputs of the model, or else of its parts
         self._beginning = True  # until the first step shows whether the model itself is called
         self._before: list[Tensor] | None = None
         self._found: list[Found] | None = None
+        self._units = units
+        self._usage: Usage | None = None
+        self._uses: deque[Mapping[str, Use]] = deque(maxlen=_WINDOW)
         self._samples = 0
         self._sampling = False
         self.attach()
@@ -122,20 +136,18 @@ class Monitor:
         self._named = [(names[id(p)], p) for p in held if id(p) in names]
         if held and not self._named:
             raise ValueError("the optimizer holds none of this model's parameters: watch the model it trains")
-        self._handles = [
-            self.optimizer.register_step_pre_hook(self._before_step),
-            self.optimizer.register_step_post_hook(self._after_step),
-        ]
+        self._handles = [self.optimizer.register_step_post_hook(self._after_step)]
+        if self._stepping is not None:
+            self._handles.append(self.optimizer.register_step_pre_hook(self._before_step))
         self._beginning = True
-        if self.batches is None:
-            self._look_at(self.model)
+        self._seen = [_Seen(self.model, None)] if self.batches is None else []
+        self._arm()
 
     def detach(self) -> None:
         """Stop sampling; the history stays. May be called any number of times."""
-        for handle in self._handles:
+        for handle in (*self._handles, *self._armed):
             handle.remove()
-        self._handles, self._seen = [], []
-        self._forget()
+        self._handles, self._armed, self._seen, self._before = [], [], [], None
 
     def __enter__(self) -> Monitor:
         self.attach()
@@ -162,15 +174,10 @@ class Monitor:
         settle(self.model)
         self._sampling = True
         try:
-            reading = HealthBuilder(self.mode, self.thresholds.tau)
-            if self._samples % self.weights_every == 0:
-                if self._found is None:
-                    self._found = find(self.model, sharded=True)
-                reading.read_weights(self.model, self._found)
-            found = self._activity()
-            reading.add_activity(found)
-            self._add_step(reading)
-            health = reading.result(time.perf_counter() - began, self.thresholds).against(self.reference)
+            earlier = self.last.health if self.last is not None and self._samples % self.weights_every else None
+            health = self._health(began, earlier)
+            if earlier is not None and _signs(health) != _signs(earlier):
+                health = self._health(began)  # a verdict that changes rests on numbers of one moment
         finally:
             self._sampling = False
         self._samples += 1
@@ -180,15 +187,39 @@ class Monitor:
             send(self.sinks, self.steps, sample.flat(self.prefix))
         return sample
 
-    def _activity(self) -> Activity:
+    def _health(self, began: float, earlier: Health | None = None) -> Health:
+        """Everything as it is now; with an earlier Health, what changes slowly as it was then."""
+        reading = HealthBuilder(self.mode, self.thresholds.tau)
+        if earlier is None:
+            if self._found is None:
+                self._found = find(self.model, sharded=True)
+            reading.read_weights(self.model, self._found)
+        seen, usage = self._activity(ranks=earlier is None)
+        reading.add_activity(seen, usage, pairs=earlier is None)
+        if earlier is not None:
+            reading.keep(earlier)
+        self._add_step(reading)
+        return reading.result(time.perf_counter() - began, self.thresholds).against(self.reference)
+
+    def _activity(self, ranks: bool) -> tuple[Activity, Usage | None]:
         seen = [batch for one in self._seen if (batch := one.recorded()) is not None]
         whole = [batch for batch in seen if batch.part is None]  # its parts are called inside it
         batches = (whole or seen) if self.batches is None else self.batches
         with passes(self.model, distributed(self.model, copies=False)[0]):
             if self.batches is None and not seen:
                 reason = "no forward pass of this model was seen; give batches, or watch the module that is called"
-                return Activity((), unmeasured=(Unmeasured("", "activity", reason),))
-            return activity(self.model, batches, loss=self.loss, mode=self.mode, attention=self.mode == "full")
+                return Activity((), unmeasured=(Unmeasured("", "activity", reason),)), None
+            if self._usage is None:
+                self._usage = usage_on(self.model, batches, self._units)
+            usage = self._usage.fresh() if self._usage is not None and self._usage.found else None
+            rows, full = None if ranks else 0, self.mode == "full"
+            found = activity(
+                self.model, batches, loss=self.loss, mode=self.mode, attention=full, rows=rows, usage=usage
+            )
+            if usage is None:
+                return found, None
+            self._uses.append(usage.uses)
+            return found, usage.joined(self._uses)
 
     def _add_step(self, reading: HealthBuilder) -> None:
         """What the step itself shows: gradients as they were used, and how far the weights moved."""
@@ -206,47 +237,57 @@ class Monitor:
             for (name, _), ratio, size in zip(self._named, (moved / sizes).tolist(), sizes.tolist(), strict=True):
                 if size > 0:
                     reading.steps[name] = ratio
-            self._before = None
 
     def _due(self) -> bool:
-        return (self.steps + 1) % self.every == 0 and not self._sampling
+        return (self.steps + 1) % self.every == 0
 
-    def _look_at(self, module: nn.Module) -> None:
-        seen = _Seen(None if module is self.model else module)
-        self._seen.append(seen)
-        self._handles.append(module.register_forward_pre_hook(seen, with_kwargs=True))
+    def _arm(self) -> None:
+        """See the coming step: its input, and the weights before it."""
+        if self._armed:
+            return
+        if self._stepping is None:
+            self._armed.append(self.optimizer.register_step_pre_hook(self._before_step))
+        for seen in self._seen:
+            self._armed.append(seen.attach())
+
+    def _disarm(self) -> None:
+        """Keep nothing until the next sample: a batch takes GPU memory, and hooks take time."""
+        self._before = None
+        for seen in self._seen:
+            seen.last = None
+        if any(seen.traced for seen in self._seen):
+            return  # without its hook, a model that was compiled would be compiled anew
+        for handle in self._armed:
+            handle.remove()
+        self._armed = []
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if not self._stepping.begins(optimizer):
+        if self._stepping is not None and not self._stepping.begins(optimizer):
             return
         # Before the first step a call without gradients is a summary or a check, not the training.
         if self._beginning and self.batches is None and not any(seen.trained for seen in self._seen):
-            for part in _parts(self.model):  # which are called instead of the model
+            for part in called_parts(self.model):  # which are called instead of the model
                 if next(part.parameters(), None) is not None:
-                    self._look_at(part)
+                    self._seen.append(_Seen(part, part))
+                    self._armed.append(self._seen[-1].attach())
         self._beginning = False
         if self._due():
             self._before = [p.detach().clone() for _, p in self._named]
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if not self._stepping.ends(optimizer):
+        if self._stepping is not None and not self._stepping.ends(optimizer):
             return
         due = self._due()
         self.steps += 1
-        if not due:
-            self._forget()
-            return
-        try:
-            self.sample()
-        except Exception as error:
-            warnings.warn(f"no health sample at step {self.steps}: {error}", RuntimeWarning, stacklevel=2)
-        self._forget()
-
-    def _forget(self) -> None:
-        """Keep nothing until the next sample: a batch takes GPU memory."""
-        self._before = None
-        for seen in self._seen:
-            seen.last = None
+        if due and not self._sampling:
+            try:
+                self.sample()
+            except Exception as error:
+                warnings.warn(f"no health sample at step {self.steps}: {error}", RuntimeWarning, stacklevel=2)
+        if self._armed:
+            self._disarm()
+        if self._due():
+            self._arm()
 
     def state_dict(self) -> dict[str, Any]:
         """Steps, history and reference, as plain values."""
@@ -279,11 +320,18 @@ class _Seen:
     It reads nothing that changes from step to step: torch.compile takes it into the graph, and would compile anew.
     """
 
-    def __init__(self, part: nn.Module | None) -> None:
-        self.part = part
+    def __init__(self, module: nn.Module, part: nn.Module | None) -> None:
+        self.module, self.part = module, part  # part: None if it is the model itself
         self.last: tuple[tuple[Any, ...], dict[str, Any], bool] | None = None
+        self.traced = False  # by torch.compile
+
+    def attach(self) -> RemovableHandle:
+        """See the module's passes from now on."""
+        return self.module.register_forward_pre_hook(self, with_kwargs=True)
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.compiler.is_compiling():
+            self.traced = True
         self.last = args, kwargs, torch.is_grad_enabled()
 
     @property
@@ -296,10 +344,5 @@ class _Seen:
         return None if self.last is None else Recorded(self.last[0], self.last[1], self.part)
 
 
-def _parts(model: nn.Module) -> Iterator[nn.Module]:
-    """What is called: children, and those in lists and dicts of modules, which are never called themselves."""
-    for child in model.children():
-        if isinstance(child, nn.ModuleList | nn.ModuleDict):
-            yield from _parts(child)
-        else:
-            yield child
+def _signs(health: Health) -> set[tuple[str, str]]:
+    return {(finding.layer, finding.sign) for finding in health.verdict.findings}

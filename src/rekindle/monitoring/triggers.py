@@ -4,9 +4,9 @@ A trigger is called once per step with a mapping of metrics (a Health's `flat()`
 both) and returns the reason, or None. A metric that is not there was not measured and fires nothing. Names are
 those of `Health.flat()`, with or without the prefix "health/" that a monitor's sinks show.
 
->>> trigger = AnyOf(Every(3), DormancyAbove(0.5))
->>> [trigger({"dormant": share}) for share in (0.1, 0.7, 0.1)]
-[None, 'dormant 0.7 > 0.5', 'every 3 steps']
+>>> trigger = DormancyAbove(0.5)
+>>> [trigger({"dormant": share}) for share in (0.1, 0.7)]
+[None, 'dormant 0.7 > 0.5']
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, Self, runtime_checkable
 
 from rekindle.diagnosis.verdict import LEVELS
 
 Metrics = Mapping[str, Any]
 PREFIX = "health/"  # what a Monitor's sinks put before the names
 # Metrics that only a Health has.
-HEALTH = frozenset({"dormant", "dormant_worst", "feature_rank_worst", "dfi_scale_free", "verdict"})
+HEALTH = frozenset({"dormant", "dormant_worst", "dead_worst", "feature_rank_worst", "dfi_scale_free", "verdict"})
 
 
 @runtime_checkable
@@ -41,6 +41,12 @@ class Trigger(ABC):
     """
 
     _kept: tuple[str, ...] = ()
+    _given: tuple[tuple[Any, ...], dict[str, Any]]
+
+    def __new__(cls, *args: Any, **options: Any) -> Self:  # noqa: D102
+        made = super().__new__(cls)
+        made._given = args, options
+        return made
 
     def __init__(self, *, cooldown: int = 0, most: int | None = None) -> None:
         if cooldown < 0:
@@ -50,6 +56,16 @@ class Trigger(ABC):
         self.cooldown, self.most = cooldown, most
         self.step, self.firings = 0, 0
         self._last: int | None = None
+
+    def __repr__(self) -> str:
+        """As it was written.
+
+        >>> DormancyAbove(0.5, cooldown=10)
+        DormancyAbove(0.5, cooldown=10)
+        """
+        args, options = self._given
+        written = [*map(repr, args), *(f"{name}={value!r}" for name, value in options.items())]
+        return f"{type(self).__name__}({', '.join(written)})"
 
     def __call__(self, metrics: Metrics | Flat) -> str | None:
         """One step: the reason if it fires, else None."""
@@ -248,6 +264,17 @@ class DormancyAbove(_Threshold):
         return super().look(metrics)
 
 
+class DeadAbove(_Threshold):
+    """More than this share of the units of one kind in one place is dead: neurons, experts, codes, latents or ranks.
+
+    >>> DeadAbove(0.1)({"dead_worst": 0.875})
+    'dead_worst 0.875 > 0.1'
+    """
+
+    def __init__(self, share: float, *, key: str = "dead_worst", cooldown: int = 0, most: int | None = None) -> None:
+        super().__init__(_share(share, key), key=key, cooldown=cooldown, most=most)
+
+
 class RankBelow(_Threshold):
     """The lowest feature rank, as a share of what is possible, is below this.
 
@@ -314,69 +341,6 @@ class VerdictIs(Trigger):
         if value is None or not value >= LEVELS.index(self.level):
             return None
         return f"verdict {LEVELS[int(value)]}"
-
-
-class _Joined(Trigger):
-    """Several triggers that are all evaluated at every step, so that each keeps its own count."""
-
-    def __init__(self, *triggers: Trigger, cooldown: int = 0, most: int | None = None) -> None:
-        super().__init__(cooldown=cooldown, most=most)
-        if not triggers:
-            raise ValueError(f"{type(self).__name__} needs at least one trigger")
-        self.triggers = triggers
-        self._spoke: list[Trigger] = []
-
-    def reads(self) -> list[tuple[str, ...]]:
-        """What its members read."""
-        return list(dict.fromkeys(key for trigger in self.triggers for key in trigger.reads()))
-
-    def _reasons(self, metrics: Metrics) -> list[str]:
-        found = [(trigger, trigger.consider(metrics)) for trigger in self.triggers]
-        self._spoke = [trigger for trigger, reason in found if reason is not None]
-        return [reason for _, reason in found if reason is not None]
-
-    def commit(self) -> None:
-        """The members that gave a reason have fired."""
-        for trigger in self._spoke:
-            trigger.fire()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Its own and its members' state."""
-        return {**super().state_dict(), "triggers": [trigger.state_dict() for trigger in self.triggers]}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state of as many members."""
-        members = state.get("triggers", ())
-        if len(members) != len(self.triggers):
-            raise ValueError(f"the state is of {len(members)} triggers, here are {len(self.triggers)}")
-        super().load_state_dict(state)
-        for trigger, each in zip(self.triggers, members, strict=True):
-            trigger.load_state_dict(each)
-
-
-class AnyOf(_Joined):
-    """Fires where one of its triggers would.
-
-    >>> AnyOf(Every(1), GradientVanished())({"gradient_norm": 1.0})
-    'every 1 steps'
-    """
-
-    def look(self, metrics: Metrics) -> str | None:
-        """The reasons of all members that would fire."""
-        return " and ".join(self._reasons(metrics)) or None
-
-
-class AllOf(_Joined):
-    """Fires where all of its triggers would.
-
-    >>> AllOf(Every(1), DormancyAbove(0.5))({"dormant": 0.2}) is None
-    True
-    """
-
-    def look(self, metrics: Metrics) -> str | None:
-        """All reasons, if none is missing."""
-        reasons = self._reasons(metrics)
-        return " and ".join(reasons) if len(reasons) == len(self.triggers) else None
 
 
 def flat(metrics: Metrics | Flat) -> Metrics:

@@ -1,6 +1,6 @@
 """What each optimizer class keeps for a parameter, and what it keeps before the first step.
 
-torch's own classes are in a table, others may be registered. Any other class is recognised by what it keeps: slots
+torch's own classes are in a table, others may be registered. Any other class is recognized by what it keeps: slots
 whose names have one meaning everywhere (`exp_avg`, `exp_avg_sq`, `momentum_buffer`, `step`, …) and whose shapes fit it;
 any other slot makes it unknown. Queries of a live optimizer are in `resetting`.
 

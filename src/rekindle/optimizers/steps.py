@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from types import FrameType
 from typing import Any
+
+from torch.optim import Optimizer
 
 
 class Steps:
@@ -54,3 +57,14 @@ def _runs(frame: FrameType) -> bool:
     while current is not None and current is not frame:
         current = current.f_back
     return current is not None
+
+
+def nests(optimizer: Any) -> bool:
+    """Whether `step()` may call that of a base class, for which torch calls the hooks again.
+
+    >>> import torch
+    >>> nests(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]))
+    False
+    """
+    kinds = [kind for kind in type(optimizer).__mro__ if kind is not Optimizer and "step" in vars(kind)]
+    return len({inspect.unwrap(vars(kind)["step"]) for kind in kinds}) > 1

@@ -54,7 +54,6 @@ def _on_partitions(verb: Verb) -> Verb:
 
 
 @_on_partitions
-@full_precision()
 def fire(
     model: nn.Module,
     optimizer: Any = None,
@@ -107,45 +106,52 @@ def fire(
         planning: the keywords of `rekindle.plan`.
     """
     meter = Meter()
-    check_model(model, optimizer)
-    team, spreads = opened(model)
-    # With copies (DDP) planning needs no communication; a plan of shards does.
-    sharded = bool(spreads) and bool(distributed(model, copies=False)[1])
-    apart = SOLO if sharded else team
-    with team.together():
-        check_planning(planning)
-        check_options(strength, measure)
-        if plan is not None and planning:
-            raise ValueError("plan= already holds targets, scale and the like: pass either the plan or those")
-    if plan is None:
-        with apart.together():
-            plan = draft(model, sharded=sharded, **planning)
-    solving: Solving = {"solver": solver} if isinstance(solver, str) else solver
-    with team.together():
-        store = LiveStore(model, plan.selected, mirrors=mirrors, biases=biases)
-        plan, solved = _without_refused(plan, store, strength, solving)
-        changing = store.parameters([entry.name for entry in plan.selected])
-        checked = optimizers.check(optimizer, changing, optimizer_state)
-    options: dict[str, Any] = {"strength": strength, "measure": measure, "solved": solved, "meter": meter, **solving}
-    execution: PlanExecution | ShardedExecution
-    if spreads:
-        execution = ShardedExecution(team, plan, store, store.spreads(spreads), **options)
-        execution.check({"biases": biases, "drift": drift is not None, "optimizer_state": optimizer_state})
-    else:
-        execution = PlanExecution(plan, store, **options)
-    answers = None if drift is None else _Drift(model, drift, team)
-    watch: Transaction | None = None if guard is None else guard.watch(model, optimizer, also=store.mirrors)
-    if answers is not None or watch is not None:
-        settle(model)  # a forward pass leaves modules of FSDP2 unsharded
+    with full_precision():
+        check_model(model, optimizer)
+        team, spreads = opened(model)
+        # With copies (DDP) planning needs no communication; a plan of shards does.
+        sharded = bool(spreads) and bool(distributed(model, copies=False)[1])
+        apart = SOLO if sharded else team
+        with team.together():
+            check_planning(planning)
+            check_options(strength, measure)
+            if plan is not None and planning:
+                raise ValueError("plan= already holds targets, scale and the like: pass either the plan or those")
+        if plan is None:
+            with apart.together():
+                plan = draft(model, sharded=sharded, **planning)
+        solving: Solving = {"solver": solver} if isinstance(solver, str) else solver
+        with team.together():
+            store = LiveStore(model, plan.selected, mirrors=mirrors, biases=biases)
+            plan, solved = _without_refused(plan, store, strength, solving)
+            changing = store.parameters([entry.name for entry in plan.selected])
+            checked = optimizers.check(optimizer, changing, optimizer_state)
+        options: dict[str, Any] = {
+            "strength": strength,
+            "measure": measure,
+            "solved": solved,
+            "meter": meter,
+            **solving,
+        }
+        execution: PlanExecution | ShardedExecution
+        if spreads:
+            execution = ShardedExecution(team, plan, store, store.spreads(spreads), **options)
+            execution.check({"biases": biases, "drift": drift is not None, "optimizer_state": optimizer_state})
+        else:
+            execution = PlanExecution(plan, store, **options)
+        answers = None if drift is None else _Drift(model, drift, team)
+        watch: Transaction | None = None if guard is None else guard.watch(model, optimizer, also=store.mirrors)
+        if answers is not None or watch is not None:
+            settle(model)  # a forward pass leaves modules of FSDP2 unsharded
 
-    def so_far(error: BaseException) -> Receipt | None:
-        done = execution.so_far(error)
-        return None if done is None else _finished(done, plan, store, checked, optimizer, optimizer_state)
+        def so_far(error: BaseException) -> Receipt | None:
+            done = execution.so_far(error)
+            return None if done is None else _finished(done, plan, store, checked, optimizer, optimizer_state)
 
-    if watch is None:
-        restore = _copied(model, optimizer, store, recalibrate is not None) if atomic else None
-        watch = Transaction("fire", (model, *store.mirrors), optimizer, restore=restore, so_far=so_far)
-    with watch:
+        if watch is None:
+            restore = _copied(model, optimizer, store, recalibrate is not None) if atomic else None
+            watch = Transaction("fire", (model, *store.mirrors), optimizer, restore=restore, so_far=so_far)
+    with watch, full_precision():
         receipt = execution.run()
         receipt = _finished(receipt, plan, store, checked, optimizer, optimizer_state)
         receipt = replace(receipt, notes=(*receipt.notes, *_changed_sizes(model, receipt)))

@@ -25,7 +25,7 @@ def table(entries: Sequence[PlanEntry], made_by: str, width: int | None, worded:
     free = sum(bool(entry.norm) for entry in chosen)
     if free:
         foot += (
-            f". {free} of the {len(chosen)} have a normalisation right behind them, which takes their scale out: "
+            f". {free} of the {len(chosen)} have a normalization right behind them, which takes their scale out: "
             "for them the scale sets only how fast they learn, lr/‖W‖²"
         )
     rows = [[*cells[:-1], worded(cells[-1])] for cells in map(_cells, entries)]
@@ -77,6 +77,6 @@ def _cells(entry: PlanEntry) -> list[str]:
     if any(entry.small):
         action += f"; {sum(entry.small)} zero matrices stay"
     if entry.parametrized:
-        action += " through its parametrisation"
+        action += " through its parametrization"
     dfi = "-" if entry.dfi_now is None else f"{'≈' if entry.estimated else ''}{entry.dfi_now:.3g}"
     return [entry.name, role, shape, matrices, scales, dfi, entry.evidence or "-", action]

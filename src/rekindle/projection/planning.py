@@ -345,7 +345,7 @@ def _by_name(source: nn.Module | Mapping[str, Tensor]) -> Reader:
 
 
 def _computed(model: nn.Module, f: Found) -> tuple[nn.Module, str]:
-    """The module and tensor name of a parametrised weight, from the key of one of its originals."""
+    """The module and tensor name of a parametrized weight, from the key of one of its originals."""
     place = locate(model, f.key)
     return place.owner, place.tensor
 
@@ -382,7 +382,7 @@ def _planned(
 
 
 def _tried(drafted: Plan, entry: PlanEntry, f: Found, model: nn.Module) -> PlanEntry:
-    """A parametrised weight is planned only if its parametrisation can hold the projected value."""
+    """A parametrized weight is planned only if its parametrization can hold the projected value."""
     if not f.parametrized or entry.refusal is not None:
         return entry
     module, tensor = _computed(model, f)

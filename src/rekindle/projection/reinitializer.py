@@ -29,7 +29,7 @@ _RANGES: dict[str, tuple[float, float]] = {
 
 @dataclass(frozen=True, init=False)
 class FIREConfig:
-    """How weights are reinitialised, and when.
+    """How weights are reinitialized, and when.
 
     target_dfi: the DfI ‖QQᵀ − I‖²_F that the factor must reach. `target_sfe` is accepted as another name for it.
     newton_schulz_iters: cubic steps of the "paper" solver; the exact solvers stop at target_dfi instead.
@@ -135,7 +135,7 @@ class ReinitStats:
 
 
 class FIREReinitializer:
-    """Reinitialises weight matrices in place.
+    """Reinitializes weight matrices in place.
 
     >>> layer = torch.nn.Linear(8, 4)
     >>> fire = FIREReinitializer()

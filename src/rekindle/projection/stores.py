@@ -57,7 +57,7 @@ class LiveWeight:
     entry: PlanEntry
     owner: nn.Module
     tensor: str
-    computed: bool  # from other parameters, by a parametrisation
+    computed: bool  # from other parameters, by a parametrization
 
     @classmethod
     def at(cls, model: nn.Module, entry: PlanEntry, key: str = "") -> LiveWeight:
@@ -88,7 +88,7 @@ class LiveWeight:
         return value
 
     def write(self, block: Block, matrices: Tensor) -> None:
-        """Write one block in place; a computed weight is written through its parametrisation."""
+        """Write one block in place; a computed weight is written through its parametrization."""
         value = self.read()
         if self.computed:
             value = value.clone()
@@ -233,7 +233,7 @@ class LiveStore:
         return shared
 
     def trial(self, entry: PlanEntry, value: Tensor) -> str | None:
-        """Why a parametrised weight, here or in a mirror, could not hold this value; None if it can."""
+        """Why a parametrized weight, here or in a mirror, could not hold this value; None if it can."""
         each = (self._weights[entry.name], *self._copies[entry.name])
         reasons = [parametrized.trial(weight.owner, weight.tensor, value) for weight in each if weight.computed]
         return next((reason for reason in reasons if reason is not None), None)

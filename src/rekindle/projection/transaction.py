@@ -8,7 +8,8 @@ has changed. With a copy (`snapshots`) everything is put back instead.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
@@ -36,6 +37,9 @@ class Transaction:
     With `restore` (from `snapshots`) everything is put back. Without it the error becomes a `MethodError` whose receipt
     names what differs in `differs`; an error before the first write stays as it is.
 
+    Transactions inside one another are one: an inner one that ended well leaves its `restore` to the outer one, so that
+    a later error puts back what is atomic, and one on the same models and optimizers leaves the report to it too.
+
     models: the model first, then its mirrors.
     so_far: makes the receipt of what has been done when an error comes; None if nothing was.
 
@@ -59,27 +63,48 @@ class Transaction:
         so_far: SoFar | None = None,
     ) -> None:
         self._method, self._restore, self._so_far = method, restore, so_far
-        self._marks = Marks(models, optimizer)
+        self._around = _INNERMOST.get()
+        models, optimizers = tuple(models), unwrap(optimizer)
+        marks = self._around._marks if self._around is not None and restore is None and so_far is None else None
+        self._part = marks is not None and marks.cover(models, optimizers)
+        self._marks: Marks = marks if marks is not None and self._part else Marks(models, optimizers)
         self._with_gradients = torch.is_grad_enabled()
+        self._inside: list[Restore] = []  # of transactions inside this one that have ended well
 
     def settle(self, receipt: Receipt) -> Receipt:
         """What the call returns: the receipt as it is, or what a guard makes of it."""
         return receipt
 
     def __enter__(self) -> Self:
-        self._marks.__enter__()
+        self._token = _INNERMOST.set(self)
+        if not self._part:
+            self._marks.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._marks.__exit__()
+        _INNERMOST.reset(self._token)
+        restores = [*reversed(self._inside), *([] if self._restore is None else [self._restore])]
+        if self._around is not None and (error is None or self._part):
+            self._around._inside.extend(reversed(restores))
+        if self._part:
+            return
         if error is None:
+            self._marks.__exit__()
             return
         torch.set_grad_enabled(self._with_gradients)
-        if self._restore is not None:
-            self._put_back(error, self._restore)
+        written = bool(restores and self._marks.differences())
+        for restore in restores:
+            surely(restore)
+        self._marks.__exit__()
+        if (self._restore is None and self._report(error)) or not isinstance(error, Exception):
             return
+        if written or (self._restore is not None and isinstance(error, MethodError)):
+            raise MethodError(f"{error}; everything was put back", Receipt(self._method)) from error
+
+    def _report(self, error: BaseException) -> bool:
+        """Raise the error with a receipt of what differs, if anything does; whether there was anything to report."""
         receipt = None
         if self._so_far is not None:
             with contextlib.suppress(Exception):  # the first error is the one to tell
@@ -88,25 +113,22 @@ class Transaction:
             receipt = receipt or error.receipt
         differs = self._marks.differences()
         if not differs and receipt is None:
-            return
+            return False
         receipt = _completed(receipt or Receipt(self._method), differs, self._marks.parameters())
         if isinstance(error, MethodError):
             error.receipt = receipt  # a transaction inside this one has told the rest
-            return
+            return True
         named = ", ".join(differs[:_MOST_NAMED]) + (", …" if len(differs) > _MOST_NAMED else "")
         said = f"{self._method} stopped: {str(error) or type(error).__name__}; it had changed {named}"
         if isinstance(error, KeyboardInterrupt):
             raise MethodInterrupt(said, receipt) from error
         if not isinstance(error, Exception):  # a process that ends must end
             error.add_note(said)
-            return
+            return True
         raise MethodError(said, receipt) from error
 
-    def _put_back(self, error: BaseException, restore: Restore) -> None:
-        written = self._marks.differences()
-        surely(restore)
-        if isinstance(error, Exception) and (written or isinstance(error, MethodError)):
-            raise MethodError(f"{error}; everything was put back", Receipt(self._method)) from error
+
+_INNERMOST: ContextVar[Transaction | None] = ContextVar("transaction", default=None)
 
 
 def _completed(receipt: Receipt, differs: tuple[str, ...], parameters: set[str]) -> Receipt:
@@ -142,6 +164,11 @@ class Marks:
             id(buffer): buffer.detach().clone() for model in self._models for buffer in _statistics_of(model)
         }
         self._hooks = [(table, set(table)) for each in self._optimizers for table in _step_hooks(each)]
+
+    def cover(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> bool:
+        """Whether these are among the models and optimizers that are marked."""
+        marked = {id(each) for each in (*self._models, *self._optimizers)}
+        return all(id(each) in marked for each in (*models, *optimizers))
 
     def __enter__(self) -> Marks:
         self._token = WATCHERS.set((*WATCHERS.get(), self._put_back))

@@ -39,7 +39,7 @@ class Combining:
         self.entered: dict[str, list[Entry]] = defaultdict(list)  # by parameter: how it was used
         self.selecting: set[int] = set()  # calls whose rows choose among parameters or modules
         self.weighing: dict[int, dict[int, set[Any]]] = defaultdict(lambda: defaultdict(set))
-        self.dispatched: set[int] = set()
+        self.attending: dict[int, int] = {}  # products that a softmax follows, with its axis from the end
 
     def content(self, number: int) -> Content:
         """What a value holds; a parameter holds itself, an unknown floating value is the model's input."""
@@ -62,10 +62,7 @@ class Combining:
         self.pieces[key].append(Arrival(kind, place, trace.all_rows(), trace.bent))
 
     def _move(self, operation: Operation, contents: list[Content]) -> list[Content]:
-        made = [
-            Content(data=contents[0].data, chosen=contents[0].chosen, before=contents[0].before)
-            for _ in operation.outputs
-        ]
+        made = [replace(contents[0], traces={}, parts={}) for _ in operation.outputs]
         indexed = operation.name in ("index", "index_select", "gather") and len(contents) > 1
         if indexed and contents[0].parts and not contents[0].traces:
             table = {n: p for n, p in contents[0].parts.items() if len(self.graph.parameters[n].shape) < 3}
@@ -180,6 +177,12 @@ class Combining:
             shape = self.graph.shapes[output] if output >= 0 else ()
             content = Content(data=any(c.data for c in contents), before=sources_of(contents))
             content.chosen = frozenset().union(*(c.chosen for c in contents))
+            content.scores = frozenset().union(*(c.scores for c in contents))
+            content.weights = frozenset().union(*(c.weights for c in contents))
+            if name in kinds.SOFTMAXES and content.scores:
+                axis = axis_of(operation)
+                self.attending |= dict.fromkeys(content.scores, axis if axis < 0 else axis - len(shape))
+                content.weights = content.scores
             for held in contents:
                 for key, trace in held.traces.items():
                     moved = self._through(operation, key, trace, shape, contents)
@@ -199,7 +202,9 @@ class Combining:
     ) -> RowTrace:
         name = operation.name
         bent = trace.bent or name not in kinds.LINEAR
-        if name in kinds.MULTIPLIES and any(c.data and not c.parts and key not in c.traces for c in contents):
+        if name in kinds.MULTIPLIES and any(
+            (c.traces or (c.data and not c.parts)) and key not in c.traces for c in contents
+        ):
             bent = True
         scored = trace.scored
         if (
@@ -251,6 +256,8 @@ class Combining:
             return
         if operation.name in ("write", "copy", "index_put", "scatter"):
             return
+        if operation.name in kinds.MULTIPLIES:
+            self._scale(number, contents)
         for key in {
             k for i, c in enumerate(contents) for k in c.traces if any(k in o.traces for o in contents[i + 1 :])
         }:
@@ -268,6 +275,14 @@ class Combining:
                     if not trace.bent and any(t.bent for t in others):
                         kind = "up"
                 self.pieces[key].append(Arrival(kind, (number, i), held, trace.bent))
+
+    def _scale(self, number: int, contents: list[Content]) -> None:
+        """A function of one output that is multiplied with values of others: a gate."""
+        for i, content in enumerate(contents):
+            others = [c for j, c in enumerate(contents) if j != i]
+            for key, trace in content.traces.items():
+                if trace.bent and any(c.data and not c.parts and key not in c.traces for c in others):
+                    self._arrive(key, "factor", (number, i), trace)
 
     def _weigh(self, operation: Operation, contents: list[Content]) -> None:
         """Scores that are multiplied with the output of another layer: one row each, whatever the layer."""
@@ -328,7 +343,10 @@ class Combining:
             return
         if valued and not all(c.parts or not c.data for c in contents):
             modulated = any(
-                p.indices is not None and p.indices.dim() >= 2 and p.indices.numel() > 1 and len(self._shape(n)) > 2
+                p.indices is not None
+                and p.indices.dim() >= 2
+                and len(self._shape(n)) > 2
+                and sum(s > 1 for s in self._shape(n)) > 1
                 for c in contents
                 for n, p in c.parts.items()
             )

@@ -9,6 +9,7 @@ from dataclasses import replace
 from rekindle.blocks.evidence import Fact, Facts
 from rekindle.recording.following import Following
 from rekindle.recording.graph import Graph, ModuleCall
+from rekindle.recording.normalization import normalizes_in
 from rekindle.recording.traces import Arrival, LayerCall, RowTrace
 from rekindle.recording.weights import Entry
 
@@ -43,13 +44,13 @@ def facts_of(graph: Graph) -> Facts:
         fact = _used(entries)
         # Used transposed somewhere else (a tied decoder), its rows there are the columns here.
         alike = [call for call in held if fact.layout is None or call.entry.layout == fact.layout]
-        pieces = [piece for call in alike for piece in followed.pieces[call.number]]
+        pieces = [_named(piece, followed) for call in alike for piece in followed.pieces[call.number]]
         fact = _cut(fact, entries, pieces)
         numbers = {call.number for call in held}
-        role = "" if fact.parts else _role(pieces)
+        role = "" if fact.parts else _role(pieces, graph)
         fact = replace(fact, output=bool(numbers & outputs), router=bool(numbers & routers), role=role)
         facts[name] = fact
-    return Facts(facts, graph.modules())
+    return Facts(facts, graph.modules(), normalizes_in(graph))
 
 
 def _used(entries: list[Entry]) -> Fact:
@@ -70,7 +71,7 @@ def _cut(fact: Fact, entries: list[Entry], pieces: list[Arrival]) -> Fact:
     places: dict[int, set[tuple[str, tuple[int, int]]]] = defaultdict(set)
     kinds_of: dict[tuple[str, tuple[int, int]], str] = {}
     for piece in pieces:
-        for row in piece.rows:
+        for row in piece.rows if piece.kind != "factor" else ():
             places[row].add((piece.kind, piece.place))
         kinds_of[piece.kind, piece.place] = piece.kind
     if len({frozenset(held) for held in places.values()}) < 2:
@@ -114,12 +115,23 @@ def _name_of(kinds: set[str]) -> str:
     return ""
 
 
-def _role(pieces: list[Arrival]) -> str:
+def _named(piece: Arrival, followed: Following) -> Arrival:
+    """A factor of attention scores by its name: what the softmax goes along are the keys."""
+    axis = followed.attending.get(piece.place[0]) if piece.kind == "product" else None
+    if axis not in (-1, -2):
+        return piece
+    return replace(piece, kind=("query", "key")[(piece.place[1] + (axis == -2)) % 2])
+
+
+def _role(pieces: list[Arrival], graph: Graph) -> str:
     """What the rows of an uncut weight do, where the recording shows it."""
     held = {piece.kind for piece in pieces}
-    attends = [name for name in ("query", "key", "value") if name in held]
+    attends = {piece.kind for piece in pieces if piece.kind in ("query", "key", "value") and not piece.bent}
     if len(attends) == 1:
-        return attends[0]
+        return attends.pop()
+    passed = {graph.operations[piece.place[0]].name for piece in pieces if piece.kind == "bent"}
+    if "factor" in held and passed & {"sigmoid", "hardsigmoid"}:
+        return "gate"
     return "not attention" if "weight" in held and not held & {"query", "key", "value", "product"} else ""
 
 

@@ -100,10 +100,11 @@ class Following(Combining):
     ) -> Content:
         """A product of two values: scores of an attention, or their use; a mixture of experts."""
         made = Content(data=True, before=sources_of([left, right, *extra]))
-        made.chosen = left.chosen | right.chosen
+        made.chosen, made.scores = left.chosen | right.chosen, frozenset({number})
         for position, content in enumerate((left, right)):
             for key, trace in content.traces.items():
-                self._arrive(key, "product", (number, position), trace)
+                kind = "value" if (right, left)[position].weights else "product"
+                self._arrive(key, kind, (number, position), trace)
                 kept = RowTrace(None, trace.all_rows(), bent=True, scored=trace.scored, added=False, attended=True)
                 made.traces[key] = joined(made.traces.get(key), kept)
         self._weigh_sum(left, right)

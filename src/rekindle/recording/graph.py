@@ -51,7 +51,7 @@ class Graph:
     shapes: list[tuple[int, ...]] = field(default_factory=list)
     floating: list[bool] = field(default_factory=list)
     weights: dict[int, str] = field(default_factory=dict)  # values that are parameters, by name
-    buffers: set[int] = field(default_factory=set)
+    buffers: dict[int, str] = field(default_factory=dict)  # values that are buffers, by name
     kept: dict[int, torch.Tensor] = field(default_factory=dict)  # integers and masks, which may be indices
     returned: dict[str, int] = field(default_factory=dict)  # what the caller got, by its place in the result
 

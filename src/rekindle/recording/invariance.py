@@ -13,6 +13,7 @@ from collections.abc import Collection
 from torch import fx, nn
 
 from rekindle.blocks.names import as_layer
+from rekindle.blocks.normalization import CHANNEL_NORMS, is_norm
 from rekindle.isolation import attributes_kept, isolated
 
 _DROPOUTS = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
@@ -21,12 +22,8 @@ _POOLS = (
     nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d, nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d,
     nn.Upsample,
 )  # fmt: skip
-_CHANNEL_NORMS = (
-    nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.GroupNorm,
-    nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d,
-)  # fmt: skip
 # A bias in front of these is subtracted again; in front of others it would have to be scaled along with the weight.
-_CENTRING = tuple(kind for kind in _CHANNEL_NORMS if kind is not nn.GroupNorm)
+_CENTERING = tuple(kind for kind in CHANNEL_NORMS if kind is not nn.GroupNorm)
 _RECTIFIERS = (nn.ReLU, nn.LeakyReLU, nn.RReLU, nn.PReLU)
 _PASSING = (*_DROPOUTS, *_POOLS, nn.Flatten)
 _PASSES = frozenset(
@@ -121,27 +118,15 @@ def _operation(node: fx.Node) -> str:
 def per_output(layer: nn.Module, norm: nn.Module) -> bool:
     """Whether the normalization treats each output of the layer by itself, so that its bias and its norm are free.
 
-    A BatchNorm behind a Linear normalises the second axis, which is the layer's output where there are two axes. Where
+    A BatchNorm behind a Linear normalizes the second axis, which is the layer's output where there are two axes. Where
     the sizes differ there are more; where they are the same by chance, that is not seen.
 
     >>> per_output(nn.Linear(6, 4), nn.BatchNorm1d(4)), per_output(nn.Linear(6, 4), nn.BatchNorm1d(3))
     (True, False)
     """
     size = getattr(layer, "out_features", None) or getattr(layer, "out_channels", None)
-    kinds = (nn.BatchNorm1d, nn.SyncBatchNorm) if isinstance(layer, nn.Linear) else _CENTRING
+    kinds = (nn.BatchNorm1d, nn.SyncBatchNorm) if isinstance(layer, nn.Linear) else _CENTERING
     return isinstance(norm, kinds) and getattr(norm, "num_features", None) == size
-
-
-def is_norm(module: nn.Module) -> bool:
-    """Whether it divides by a measured size: torch's own norms, or a class named like one that holds vectors only.
-
-    >>> is_norm(nn.BatchNorm2d(3)), is_norm(nn.ReLU())
-    (True, False)
-    """
-    if isinstance(module, (*_CHANNEL_NORMS, nn.LayerNorm, nn.RMSNorm)):
-        return True
-    called = type(module).__name__
-    return "Norm" in called and "Frozen" not in called and all(p.ndim <= 1 for p in module.parameters())
 
 
 def _norm_behind(node: fx.Node, children: dict[str, nn.Module], bias: bool, bent: bool = False) -> str:
@@ -150,7 +135,7 @@ def _norm_behind(node: fx.Node, children: dict[str, nn.Module], bias: bool, bent
     for user in node.users:
         child = children.get(str(user.target)) if user.op == "call_module" else None
         if child is not None and is_norm(child):
-            norm = str(user.target) if not bias or (isinstance(child, _CENTRING) and not bent) else ""
+            norm = str(user.target) if not bias or (isinstance(child, _CENTERING) and not bent) else ""
         elif user.op in ("call_function", "call_method") and _operation(user) in _SHAPE_ONLY:
             continue
         elif isinstance(child, _RECTIFIERS) or (child is None and _operation(user) in ("relu", "leaky_relu")):

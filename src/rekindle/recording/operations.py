@@ -40,6 +40,7 @@ ATTENTION = frozenset(
 SUMS = frozenset({"sum", "mean", "nansum", "logsumexp", "var", "std", "var_mean", "norm", "linalg_vector_norm", "prod"})
 EXTREMES = frozenset({"max", "amax", "min", "amin", "aminmax", "median"})
 CHOICES = frozenset({"topk", "argmax", "argmin", "sort", "argsort", "max", "kthvalue", "multinomial"})
+SOFTMAXES = frozenset({"_softmax", "_safe_softmax", "softmax"})
 SCORES = frozenset({"_softmax", "_safe_softmax", "softmax", "_log_softmax", "topk", "sort"})
 REDUCES = SUMS | EXTREMES | CHOICES | SCORES
 # Linear in what is recorded: two parts of one output that meet here may be a rotation.

@@ -118,7 +118,7 @@ class Recorder(TorchDispatchMode):
             if isinstance(module, ParametrizationList):
                 self._computed[id(module)] = path.replace("parametrizations.", "")
         self._memory = {p.untyped_storage()._cdata: n for n, p in named.items() if _has_memory(p)}
-        self._fixed = {id(buffer) for buffer in model.buffers()}
+        self._fixed = {id(buffer): name for name, buffer in model.named_buffers()}
         self.graph = Graph(named)
         self._numbers: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self._stack: list[ModuleCall] = []
@@ -212,7 +212,7 @@ class Recorder(TorchDispatchMode):
         if name is not None:
             self.graph.weights[number] = name
         elif id(tensor) in self._fixed:
-            self.graph.buffers.add(number)
+            self.graph.buffers[number] = self._fixed[id(tensor)]
         return number
 
     def _new(self, tensor: Tensor) -> int:
@@ -251,6 +251,15 @@ class Recorder(TorchDispatchMode):
         arguments = (Ref(read[0]), Ref(read[1]))
         written = Operation("write", None, arguments, {}, read, (made,), caller, len(self._stack))
         self.graph.operations.append(written)
+
+
+def called_parts(model: nn.Module) -> Iterator[nn.Module]:
+    """What a model that is not called itself calls: its children, and those in lists and dicts of modules."""
+    for child in model.children():
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield from called_parts(child)
+        else:
+            yield child
 
 
 def _has_memory(tensor: Tensor) -> bool:

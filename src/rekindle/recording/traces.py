@@ -46,7 +46,8 @@ class Content:
 
     `traces` by the number of the layer's call; `parts` are the parameters that it was computed from where nothing but
     parameters and constants went into it; `data`: it depends on the model's input or on parameters; `chosen`: the
-    calls whose rows it was chosen by (indices of a top-k); `before`: the calls that it was computed from, as bits.
+    calls whose rows it was chosen by (indices of a top-k); `before`: the calls that it was computed from, as bits;
+    `scores`: the products of two values that it is, element by element, `weights` after a softmax.
     """
 
     traces: dict[int, RowTrace] = field(default_factory=dict)
@@ -54,6 +55,8 @@ class Content:
     data: bool = False
     chosen: frozenset[int] = frozenset()
     before: int = 0
+    scores: frozenset[int] = frozenset()
+    weights: frozenset[int] = frozenset()
 
 
 EMPTY = Content()

@@ -64,7 +64,7 @@ class Consumer:
 class Group:
     """Hidden neurons: rows with one index in `makers` form one neuron, read by `consumers`.
 
-    Most groups have one maker; a gated MLP has two, multiplied elementwise. `norms` are the normalisation
+    Most groups have one maker; a gated MLP has two, multiplied elementwise. `norms` are the normalization
     modules between makers and consumers that hold something for each neuron; `late` if one of them stands after
     the nonlinearity, so that consumers do not read the activity itself.
     """

@@ -61,7 +61,7 @@ STYLE = """
 .tried td small{display:inline}.tried tr{grid-template-columns:1fr}}
 """
 _COLORS = 8
-_FIRST = ("nothing", "fresh")  # in grey: what the others are compared with
+_FIRST = ("nothing", "fresh")  # in gray: what the others are compared with
 _LEFT = 54
 
 

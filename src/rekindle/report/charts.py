@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _SPARK = (104, 28)
 _SPARK_POINTS = 24
 _MOST_LINES = 28
-# Cells between these bounds share a colour. The last is the strongest colour, and the worse end.
+# Cells between these bounds share a color. The last is the strongest color, and the worse end.
 DFI_BOUNDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 RANK_BOUNDS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
 DRIFT_BOUNDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)

@@ -28,8 +28,6 @@ from rekindle.sharding.team import Team
 Treat = Callable[[Sequence[tuple[Parcel, Tensor]]], None]
 """Called on the owner with the parcels of one lot and their tensors (a box, or a Gram matrix), changed in place."""
 
-BUFFERS = 3  # gathered matrices that a rank has room for; the solver's own workspace comes on top
-
 
 @dataclass
 class _Buffers:

@@ -6,7 +6,8 @@ Every process computes the same assignment from the same plan, so none of it is 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -14,11 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rekindle.blocks.layouts import Layout
 from rekindle.sharding.spread import Box, Spread, volume
-from rekindle.sharding.units import Unit
+from rekindle.sharding.units import Unit, units
 
 # A lot holds at least this much per rank: matrices of small models are sent together.
 MINIMUM = 1 << 20
+BUFFERS = 3  # gathered matrices that a rank has room for; the solver's own workspace comes on top
 
 
 @dataclass(frozen=True)
@@ -172,3 +175,47 @@ def _sent(parcel: Parcel, ranks: int) -> Tensor | None:
 def _shares(spread: Spread, box: Box, first: int) -> tuple[int, ...]:
     """How many elements of a box each rank of the mesh holds that is in the same copy as `first`; 0 for the others."""
     return tuple(spread.held(rank, box) if spread.sends(rank, first) else 0 for rank in spread.ranks)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The cost of one call on `ranks` processes: bytes and memory are those of the busiest one."""
+
+    ranks: int
+    parameters: int
+    lots: int
+    balance: float
+    moved: int
+    memory: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.ranks} ranks: busiest rank {self.balance:.2f} times the mean load, "
+            f"sends {self.moved / 1e6:,.1f} MB, holds {self.memory / 1e6:,.1f} MB beyond its shard, {self.lots} lots"
+        )
+
+
+def estimate(weights: Iterable[tuple[Sequence[Layout], int]], ranks: int) -> Estimate:
+    """What one call moves and holds, before there are any ranks.
+
+    The weights are (layouts of the blocks, bytes per element) of each parameter, cut by rows as FSDP2 does.
+    """
+    parcels: list[Parcel] = []
+    parameters = 0
+    for number, (layouts, itemsize) in enumerate(weights):
+        shape = layouts[0].shape
+        parameters += math.prod(shape)
+        spread = Spread(shape, (ranks,), tuple(range(ranks)), ((0, 0),) if ranks > 1 else ())
+        parcels += [Parcel(number, unit, spread, itemsize) for unit in units(layouts, spread)]
+    parcels = assign(parcels)
+    load, sent = [0.0] * ranks, [0.0] * ranks
+    for parcel in parcels:
+        load[parcel.owner] += parcel.unit.cost
+        if ranks > 1 and not parcel.spread.holders(parcel.unit.box):
+            share = parcel.size / ranks  # every other rank sends its rows, the owner sends all of them back
+            for rank in range(ranks):
+                sent[rank] += parcel.size - share if rank == parcel.owner else share
+    mean = sum(load) / ranks
+    balance = max(load) / mean if mean else 1.0
+    memory = BUFFERS * room_for(parcels) if ranks > 1 else 0
+    return Estimate(ranks, parameters, len(lots(parcels)), balance, int(max(sent)), memory)

@@ -81,6 +81,11 @@ class Team:
         """This process's index in the group."""
         return self.ranks.index(self.rank)
 
+    @property
+    def leads(self) -> bool:
+        """Whether this is the first process: the one that decides and logs."""
+        return self.rank == self.ranks[0]
+
     def gather(self, value: Any) -> list[Any]:
         """The (picklable) values of all processes, in the order of ranks."""
         if self.size == 1:
@@ -98,6 +103,34 @@ class Team:
         with self.waiting("adding up"):
             dist.all_reduce(total, group=self.group)
         return total.to(values.device)
+
+    def total(self, values: Sequence[Tensor]) -> list[Tensor]:
+        """The sums of these tensors over all processes, in one message."""
+        if self.size == 1 or not values:
+            return list(values)
+        flat = self.sum(torch.cat([value.detach().double().flatten() for value in values]))
+        parts = torch.split(flat, [value.numel() for value in values])
+        return [part.reshape(value.shape).to(value.dtype) for part, value in zip(parts, values, strict=True)]
+
+    def first(self, value: Any) -> Any:
+        """The (picklable) value of the first process, on all of them."""
+        if self.size == 1:
+            return value
+        box = [value if self.leads else None]
+        with self.waiting("hearing from the first process"):
+            dist.broadcast_object_list(box, self.ranks[0], group=self.group, device=torch.device(self.device))
+        return box[0]
+
+    @torch.no_grad()
+    def copy(self, tensor: Tensor) -> None:
+        """Give a tensor the numbers that it has on the first process, in place."""
+        if self.size == 1:
+            return
+        moved = tensor.detach().to(self.device).contiguous()
+        with self.waiting("copying from the first process"):
+            dist.broadcast(moved, self.ranks[0], group=self.group)
+        if not self.leads:
+            tensor.copy_(moved)
 
     def agree(self, error: Exception | None) -> None:
         """Raise the same error on every process if any of them has one; every process must call this.

@@ -1,5 +1,6 @@
-"""The agent of a setting: a stable-baselines3 class with the setting's options, its weights drawn from the run's seed.
+"""The agent of a setting, and its environments.
 
+An agent is a stable-baselines3 class with the setting's options, its weights drawn from the run's seed.
 `network_options` are SB3's own, but for three: `width` and `activation` of the hidden layers, and `extractor`
 ("minatar": a small convolutional network for 10×10 observations, "nature": SB3's for Atari, "normed": two hidden layers
 with a LayerNorm behind each).
@@ -11,7 +12,9 @@ seeded by the run's seed and the task's number when it begins.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+import warnings
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,15 +23,17 @@ from torch import Tensor, nn
 
 from rekindle.extras import require
 from rekindle.integrations.sb3 import trained
-from rekindle.lab.agents.environments import CHANNELS
 from rekindle.lab.arms import Arm
 from rekindle.lab.settings import Setting
 from rekindle.lab.sources import derive
 from rekindle.lab.train import Refused
 
+gymnasium: Any = require("gymnasium", "rl", "an environment for agents")
 _sb3: Any = require("stable_baselines3", "rl", "an agent in the laboratory")
 _extractors: Any = require("stable_baselines3.common.torch_layers", "rl", "an agent in the laboratory")
 
+CHANNELS = 10
+"""Of a MinAtar observation; games have 4 to 10, and one network plays them all."""
 AGENTS = {"dqn": "DQN", "sac": "SAC", "td3": "TD3", "ppo": "PPO", "a2c": "A2C"}
 _ACTIVATIONS = {"relu": nn.ReLU, "tanh": nn.Tanh, "elu": nn.ELU, "silu": nn.SiLU}
 _OPTIMIZERS = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
@@ -184,3 +189,119 @@ def _refill(buffer: Any, kept: Mapping[str, Any]) -> None:
         stored = rows.numpy()
         getattr(buffer, name)[: len(stored)] = np.asarray(stored)
     buffer.pos, buffer.full = kept["position"], kept["full"]
+
+
+# Environments that change from task to task: Gymnasium wrappers, each of which keeps the spaces as they were
+
+
+def made(name: str) -> Any:
+    """The environment of this name: Gymnasium's own, "MinAtar/Breakout", "ALE/Breakout-v5", "dm_control/walker-walk".
+
+    >>> made("CartPole-v1").observation_space.shape
+    (4,)
+    """
+    if name.startswith("MinAtar/"):
+        return minatar(name.removeprefix("MinAtar/"))
+    if name.startswith("ALE/"):
+        return atari(name)
+    if name.startswith("dm_control/"):
+        return dm_control(name)
+    return gymnasium.make(name)
+
+
+class Shuffled(gymnasium.ObservationWrapper):  # type: ignore[misc]
+    """Observations in another order and with other signs, both drawn from a seed.
+
+    The space stays as it is, for an agent has one space in all tasks; its bounds may not hold then, which neither
+    Gymnasium's wrappers nor SB3 check.
+    """
+
+    def __init__(self, env: Any, seed: int) -> None:
+        super().__init__(env)
+        numbers = np.random.default_rng(seed)
+        (size,) = env.observation_space.shape
+        self._order = numbers.permutation(size)
+        self._signs = numbers.choice(np.array([-1, 1], dtype=env.observation_space.dtype), size)
+
+    def observation(self, observation: Any) -> Any:
+        """The observation as this task shows it."""
+        return observation[self._order] * self._signs
+
+
+class Shifted(gymnasium.ObservationWrapper):  # type: ignore[misc]
+    """A constant of N(0, spread) per entry added to every observation."""
+
+    def __init__(self, env: Any, seed: int, spread: float) -> None:
+        super().__init__(env)
+        space = env.observation_space
+        self._offset = np.random.default_rng(seed).normal(0, spread, space.shape).astype(space.dtype)
+
+    def observation(self, observation: Any) -> Any:
+        """The observation with this task's constant."""
+        return observation + self._offset
+
+
+class Padded(gymnasium.ObservationWrapper):  # type: ignore[misc]
+    """A MinAtar observation (10, 10, channels) of truth values as (10, 10, 10) of uint8, channels first.
+
+    uint8 because a replay buffer of floats would be four times as large.
+    """
+
+    def __init__(self, env: Any) -> None:
+        super().__init__(env)
+        self.observation_space = gymnasium.spaces.Box(0, 1, (CHANNELS, 10, 10), np.uint8)
+
+    def observation(self, observation: Any) -> Any:
+        """Channels first, missing ones zero."""
+        shown = np.zeros((CHANNELS, 10, 10), np.uint8)
+        shown[: observation.shape[-1]] = np.moveaxis(observation, -1, 0)
+        return shown
+
+
+def minatar(game: str) -> Any:
+    """A MinAtar game with all six actions and ten channels."""
+    registering = require("minatar.gym", "rl", "a MinAtar game")
+    name = f"MinAtar/{game}-v0"  # v1 has only the actions that a game uses: another space in each
+    if name not in gymnasium.registry:
+        registering.register_envs()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return Padded(gymnasium.make(name))
+
+
+def atari(name: str) -> Any:
+    """An Atari game as DQN sees it: 84×84 gray, four frames, sticky actions, rewards clipped; returns are unclipped."""
+    gymnasium.register_envs(require("ale_py", "rl", "an Atari game"))
+    monitor = require("stable_baselines3.common.monitor", "rl", "an Atari game").Monitor
+    wrappers = gymnasium.wrappers
+    game = gymnasium.make(name, frameskip=1, repeat_action_probability=0.25)
+    game = monitor(wrappers.AtariPreprocessing(game))  # inside, so that it sees the rewards as they are
+    game = wrappers.TransformReward(game, lambda reward: float(np.sign(reward)))
+    return wrappers.FrameStackObservation(game, 4)
+
+
+def dm_control(name: str) -> Any:
+    """A task of the DeepMind control suite, its observations as one vector of float32."""
+    gymnasium.register_envs(require("shimmy", "rl-more", "a task of dm_control"))
+    wrappers = gymnasium.wrappers
+    return wrappers.DtypeObservation(wrappers.FlattenObservation(gymnasium.make(f"{name}-v0")), np.float32)
+
+
+def changed_physics(env: Any, *, friction: float | None = None, gravity: float | None = None) -> Any:
+    """The MuJoCo environment with its friction and gravity multiplied; a reset does not undo that."""
+    model = env.unwrapped.model
+    if friction is not None:
+        model.geom_friction[:, 0] *= friction
+    if gravity is not None:
+        model.opt.gravity[:] = model.opt.gravity * gravity
+    return env
+
+
+def factor(seed: int, ends: Sequence[float] | None) -> float | None:
+    """A number between the ends, log-uniformly."""
+    if ends is None:
+        return None
+    low, high = ends
+    if not 0 < low <= high:
+        raise ValueError(f"{list(ends)}: the ends of a factor are above zero, the lower first")
+    return float(math.exp(np.random.default_rng(seed).uniform(math.log(low), math.log(high))))

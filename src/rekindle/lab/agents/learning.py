@@ -21,8 +21,8 @@ import torch
 import rekindle
 from rekindle.integrations import sb3
 from rekindle.isolation import Recorded, random_states_kept
+from rekindle.lab.agents import AgentStream
 from rekindle.lab.agents.building import build, restore, state_of
-from rekindle.lab.agents.streams import AgentStream
 from rekindle.lab.evaluation import POINTS, finite, health_numbers
 from rekindle.lab.settings import FirstTask, Run, read_source
 from rekindle.lab.sources import derive, generator
@@ -38,8 +38,8 @@ def execute(run: Run, *, starts: Path | None = None) -> Iterator[Row]:
     """Do the run; rows as those of `rekindle.lab.train.execute`: a start, one per task, an end.
 
     `starts` is a folder for the state after the first task, which runs that do the same until then share, and for the
-    state after the last finished task, from which a killed run continues. The caller's random states of Python, numpy
-    and torch are restored whenever a row is yielded.
+    state after the last finished task, from which a killed run continues. The caller's random states are restored
+    whenever a row is yielded.
     """
     begun = time.perf_counter()
     if run.setting.source is not None:
@@ -278,9 +278,6 @@ def curve(episodes: Sequence[tuple[int, float]], steps: int, points: int = POINT
     """At most `points` times [step, mean return of the episodes that ended since the one before, None].
 
     The third place is where networks have their loss.
-
-    >>> curve([(10, 1.0), (20, 3.0), (40, 5.0)], 40, points=2)
-    [[20, 2.0, None], [40, 5.0, None]]
     """
     edges = sorted({round(place * steps / points) for place in range(points + 1)})
     return [

@@ -47,14 +47,7 @@ class Raw:
 
 
 def members(path: Path, wanted: Callable[[str], bool]) -> Iterator[tuple[str, bytes]]:
-    """The wanted files of a folder, tar (gzipped or not) or zip as (name, content), in one pass.
-
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     _ = (Path(folder) / "a.txt").write_bytes(b"alpha")
-    ...     list(members(Path(folder), lambda name: name.endswith(".txt")))
-    [('a.txt', b'alpha')]
-    """
+    """The wanted files of a folder, tar (gzipped or not) or zip as (name, content), in one pass."""
     try:
         if path.is_dir():
             for file in sorted(path.rglob("*")):
@@ -107,11 +100,7 @@ def _files(path: Path, names: tuple[str, ...]) -> dict[str, bytes]:
 
 
 def idx(content: bytes, name: str = "idx data") -> Bytes:
-    """The array of unsigned bytes in one idx file (MNIST's format), gzipped or not.
-
-    >>> idx(bytes([0, 0, 8, 1, 0, 0, 0, 3, 7, 8, 9])).tolist()
-    [7, 8, 9]
-    """
+    """The array of unsigned bytes in one idx file (MNIST's format), gzipped or not."""
     if content[:2] == b"\x1f\x8b":
         try:
             content = gzip.decompress(content)
@@ -237,14 +226,7 @@ READERS: dict[str, Callable[..., Raw]] = {
 
 
 def decode(content: bytes, name: str = "image") -> Bytes:
-    """The pixels (height, width, 3) of a PNG or JPEG; a grey one gets three equal channels.
-
-    >>> from PIL import Image
-    >>> stream = io.BytesIO()
-    >>> Image.new("L", (2, 1), 7).save(stream, "PNG")
-    >>> decode(stream.getvalue()).tolist()
-    [[[7, 7, 7], [7, 7, 7]]]
-    """
+    """The pixels (height, width, 3) of a PNG or JPEG; a gray one gets three equal channels."""
     try:
         from PIL import Image
     except ImportError as error:

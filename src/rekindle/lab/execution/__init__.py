@@ -1,8 +1,8 @@
 """Doing the runs of a study: claim a run, perform it somewhere, write its rows, try again, report.
 
 - `store`: the files of a study, one per run, each written by the process that holds its lock;
-- `local`: worker processes of this machine; `on_ray`: the same on Ray;
-- `jobs`: what a worker does with a run, or with many of one setting;
+- `workers`: what a worker does with a run, or with many of one setting, and the worker processes of this machine;
+- `on_ray`: the same on Ray;
 - here: `Execution`, which submits runs to one of these and is the only writer.
 
 Everything that `Execution` knows is on the disk, so it may be killed at any moment and restarted. Start reading at
@@ -14,23 +14,15 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from statistics import fmean
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-from rekindle.lab.execution.jobs import LAST, TARGET, together
 from rekindle.lab.execution.store import Claim, Row, RunStore
-from rekindle.monitoring.sinks import Sink, send
+from rekindle.lab.execution.workers import LAST, TARGET, together
 
 if TYPE_CHECKING:
     from rekindle.lab.settings import Run
-
-ONE_THREAD = dict.fromkeys(
-    ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS"), "1"
-) | {"OMP_WAIT_POLICY": "PASSIVE"}
-"""Two threads per run on a shared core make a step 10 to 100 times slower (measured); set before torch is loaded."""
-
 
 MOST_LOSSES = 3
 """How often a run's worker may be lost before the run counts as failed."""
@@ -67,62 +59,18 @@ class Outcome:
     errors: dict[str, str] = field(default_factory=dict)
 
 
-class Durations:
-    """How long runs take, from those that were seen: the same setting and arm, else the same setting.
-
-    >>> seen = Durations()
-    >>> seen.add("digits", "fire", 4.0); seen.add("digits", "nothing", 2.0)
-    >>> seen.expected("digits", "fire"), seen.expected("digits", "redo"), seen.expected("other", "fire")
-    (4.0, 3.0, None)
-    """
-
-    def __init__(self) -> None:
-        self._seen: dict[tuple[str, str], list[float]] = {}
-
-    def add(self, setting: str, arm: str, seconds: float) -> None:
-        """Note how long a run took."""
-        self._seen.setdefault((setting, arm), []).append(seconds)
-
-    def expected(self, setting: str, arm: str) -> float | None:
-        """Seconds, or None while nothing like it was seen."""
-        alike = [each for (name, _), values in self._seen.items() if name == setting for each in values]
-        known = self._seen.get((setting, arm), alike)
-        return fmean(known) if known else None
-
-    def ordered(self, runs: Sequence[Run]) -> list[Run]:
-        """Unknown and long runs first, so that none runs alone at the end; seeds in turn, for early pairs."""
-
-        def key(run: Run) -> tuple[float, int]:
-            seconds = self.expected(run.setting.name, run.arm.name)
-            # To a power of two: arms of about the same length stay in the order of their seeds.
-            return (-float("inf") if seconds is None else -float(2 ** round(seconds).bit_length()), run.seed)
-
-        return sorted(runs, key=key)
-
-
 @dataclass
 class Running:
-    """One run that is being performed, and how far it is."""
+    """One run that is being performed, and which share of it is over."""
 
     run: Run
     claim: Claim
-    expected: float | None = None
-    begun: float = field(default_factory=time.monotonic)
     tasks: int = 0
     share: float = 0.0
     past_first: bool = False
 
-    def left(self) -> float | None:
-        """Seconds that remain: from its own speed once a tenth is done, before that as expected."""
-        spent = time.monotonic() - self.begun
-        if self.share >= 0.1:
-            return spent * (1.0 - self.share) / self.share
-        return None if self.expected is None else max(0.0, self.expected - spent)
-
     def advance(self, row: Row) -> None:
-        """Note how far the run is; the number of tasks is in the start row, on Ray in the progress."""
-        if row["kind"] == "start":
-            self.begun = time.monotonic()
+        """Note how far the run is; the number of tasks is in its start row."""
         self.tasks = int(row.get("stream", row).get("tasks") or self.tasks)
         self.past_first |= row["kind"] == "task" or row.get("task", 0) > 0
         if self.tasks and row["kind"] in ("task", "progress"):
@@ -152,33 +100,30 @@ class Execution:
     """Does runs with an executor until none is left; `do` may be called again with more."""
 
     def __init__(
-        self,
-        store: RunStore,
-        executor: Executor,
-        *,
-        watch: Watcher | None = None,
-        sinks: Iterable[Sink] = (),
-        batched: bool = True,
+        self, store: RunStore, executor: Executor, *, watch: Watcher | None = None, batched: bool = True
     ) -> None:
-        self.store, self.executor = store, executor
-        self.watch, self.sinks = watch, list(sinks)
+        self.store, self.executor, self.watch = store, executor, watch
         self.batched = batched and getattr(executor, "target", None) == TARGET
         self.jobs: dict[str, set[str]] = {}  # what was submitted; its runs where it has many
         self.alone: set[str] = set()  # runs that failed or died among others
-        self.durations, self.outcome = Durations(), Outcome()
+        self.outcome = Outcome()
         self.waiting: list[Run] = []
         self.running: dict[str, Running] = {}
         self.losses: Counter[str] = Counter()
-        self.total = self.done = 0
+        self.total = self.done = self.known = 0  # known: done before, by whoever it was
+        self.begun = time.monotonic()
 
     def do(self, runs: Iterable[Run], *, later: int = 0) -> Outcome:
-        """Do all of these that are not done, `later` more being expected afterwards.
+        """Do all of these that are not done, `later` more being expected afterwards; seeds in turn, for early pairs.
 
         On any exception, Ctrl-C included, locks are released and what is written stays.
         """
         unique = {run.identity: run for run in runs}
         self.total = self.done + len(unique) + later
-        self.waiting = self._unsettled(unique.values())
+        self.waiting = [run for run in unique.values() if not self.store.read(run.identity).settles(run.code)]
+        self.waiting.sort(key=lambda run: run.seed)
+        self.done += len(unique) - len(self.waiting)
+        self.known += len(unique) - len(self.waiting)
         try:
             while self.waiting or self.jobs:
                 self._fill()
@@ -193,17 +138,12 @@ class Execution:
                 each.claim.release()
         return self.outcome
 
-    def _unsettled(self, runs: Iterable[Run]) -> list[Run]:
-        left = []
-        for run in runs:
-            record = self.store.read(run.identity)
-            if record.state == "finished":
-                self.durations.add(run.setting.name, run.arm.name, float(record.rows[-1].get("seconds", 0.0)))
-            if record.settles(run.code):
-                self.done += 1
-            else:
-                left.append(run)
-        return self.durations.ordered(left)
+    @property
+    def left(self) -> float | None:
+        """Seconds to go if what is left takes as long as what is over; None while nothing is."""
+        over = self.done - self.known + sum(each.share for each in self.running.values())
+        spent = time.monotonic() - self.begun
+        return spent * (self.total - self.known - over) / over if over else None
 
     def _fill(self) -> None:
         """Fill the free slots; runs that could share a first task that is still running come after others."""
@@ -228,9 +168,9 @@ class Execution:
         """The run with others of its setting that can be trained as one, shared evenly among the slots."""
         if not self._stackable(run):
             return [run]
-        alike = [each for each in candidates if each.setting == run.setting and self._stackable(each)]
         from rekindle.lab.together import MOST
 
+        alike = [each for each in candidates if each.setting == run.setting and self._stackable(each)]
         rest = [each for each in alike if each.identity != run.identity]
         return [run, *rest][: min(MOST, -(-len(alike) // self.executor.slots))]
 
@@ -251,8 +191,7 @@ class Execution:
             claim.release()
             self._over("elsewhere", run, claim.record.rows[-1])
             return False
-        expected = self.durations.expected(run.setting.name, run.arm.name)
-        self.running[run.identity] = Running(run, claim, expected)
+        self.running[run.identity] = Running(run, claim)
         return True
 
     def _receive(self, key: str, row: Row) -> None:
@@ -302,9 +241,6 @@ class Execution:
         each.claim.release()
         if kind == "failed":
             self.outcome.errors[each.run.identity] = str(row.get("error", ""))
-        if kind == "finished":
-            self.durations.add(each.run.setting.name, each.run.arm.name, float(row.get("seconds", 0.0)))
-            self._send(each.run)
         self._over(kind, each.run, row)
 
     def _lost(self, each: Running, row: Row) -> None:
@@ -327,55 +263,4 @@ class Execution:
 
     def _report(self, kind: str, run: Run, row: Row) -> None:
         if self.watch is not None:
-            waiting = [self.durations.expected(each.setting.name, each.arm.name) for each in self.waiting]
-            left = time_left([each.left() for each in self.running.values()], waiting, self.executor.slots)
-            self.watch(Event(kind, run, row, self.done, self.total, len(self.running), left))
-
-    def _send(self, run: Run) -> None:
-        """A finished run's numbers to the sinks, all at once: a run that was begun twice is sent once."""
-        if self.sinks:
-            prefix = f"{run.setting.name}/{run.arm.name}/seed-{run.seed}"
-            for row in self.store.read(run.identity).rows:
-                if row["kind"] == "task":
-                    send(self.sinks, row["task"], dict(numbers(row, prefix)))
-
-
-def time_left(running: Sequence[float | None], waiting: Sequence[float | None], slots: int) -> float | None:
-    """Seconds until all is done, from the seconds that each run needs; None while there is no estimate.
-
-    What is unknown is taken as the mean of the rest.
-
-    >>> time_left([], [10.0, 10.0, None, 10.0], 2)
-    20.0
-    """
-    parts = [*running, *waiting]
-    known = [part for part in parts if part is not None]
-    if not parts:
-        return 0.0
-    if not known:
-        return None
-    total = sum(known) + (len(parts) - len(known)) * fmean(known)
-    return max(total / slots, *(part for part in running if part is not None), 0.0)
-
-
-def numbers(row: Mapping[str, Any], prefix: str) -> Iterable[tuple[str, float]]:
-    """The numbers in a row, groups included, under a prefix.
-
-    >>> list(numbers({"kind": "task", "task": 3, "test_loss": 0.5, "remedy": {"seconds": 1.0}}, "digits/fire"))
-    [('digits/fire/test_loss', 0.5), ('digits/fire/remedy/seconds', 1.0)]
-    """
-    for name, value in row.items():
-        if isinstance(value, dict):
-            yield from numbers(value, f"{prefix}/{name}")
-        elif isinstance(value, int | float) and not isinstance(value, bool) and name != "task":
-            yield f"{prefix}/{name}", float(value)
-
-
-def described(event: Event) -> str:
-    """One line for a terminal."""
-    where = f"{event.run.setting.name} · {event.run.arm.name} · seed {event.run.seed}"
-    seconds = event.left
-    short = "" if seconds is None else f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
-    left = f", about {short} left" if short else ""
-    why: Any = event.row.get("error") or event.row.get("refused")
-    return f"[{event.done}/{event.total}{left}] {event.kind}: {where}" + (f": {why}" if why else "")
+            self.watch(Event(kind, run, row, self.done, self.total, len(self.running), self.left))

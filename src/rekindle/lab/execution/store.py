@@ -2,28 +2,29 @@
 
     folder/study.json            what was asked for
     folder/runs/<identity>.jsonl start, task, task, …, end
-    folder/table.parquet         one row per task of every finished run
+    folder/table.parquet         one row per task of every finished run that is reported
 
 A run's file is written only by the process that holds its lock (flock, so a killed process releases it), which is how
 two studies in one folder never do the same run twice. An interrupted run is repeated from its start: the new rows
 follow the old ones in the file, and readers take the last attempt that reached its end. So do results of code that has
-changed since: they are made again behind the old ones.
+changed since: they are made again behind the old ones. `pack` keeps a finished study as one small file.
 """
 
 from __future__ import annotations
 
 import io
 import json
+import lzma
 import os
-import warnings
+import tarfile
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO, TypeAlias
 
 from rekindle import files
-from rekindle.extras import install
 
 Row: TypeAlias = dict[str, Any]
 
@@ -44,33 +45,18 @@ class RunRecord:
 
     @property
     def code(self) -> str | None:
-        """The hash of the code that made it (`Run.code`); None if it was made by a version that did not write it."""
+        """The version of the code that made it (`Run.code`)."""
         return self.rows[0].get("code") if self.rows else None
 
     def settles(self, code: str) -> bool:
-        """Whether nothing is left to do for a run of this code.
-
-        What other code finished or refused is done again. What was finished before the code was recorded is kept: it
-        cannot be judged, and is shown as such.
-
-        >>> old = RunRecord("finished", ({"kind": "start"},))
-        >>> new = RunRecord("refused", ({"kind": "start", "code": "a"},))
-        >>> old.settles("b"), new.settles("a"), new.settles("b"), RunRecord("failed").settles("a")
-        (True, True, False, False)
-        """
-        if self.state == "finished":
-            return self.code in (None, code)
-        return self.state == "refused" and self.code == code
+        """Whether nothing is left to do for a run of this code; what other code finished or refused is done again."""
+        return self.state in ("finished", "refused") and self.code == code
 
 
 def parse(content: bytes) -> tuple[RunRecord, int]:
     """The record in a run's file, and how many bytes of it are whole lines: what follows them is an incomplete line.
 
     The last attempt that reached its end counts, else the last one.
-
-    >>> record, good = parse(b'{"kind":"start"}\\n{"kind":"end","seconds":1}\\n{"kind":"ta')
-    >>> record.state, good
-    ('finished', 44)
     """
     rows: list[Row] | None = None  # of the attempt in progress; None if it cannot be trusted
     ended: RunRecord | None = None
@@ -132,23 +118,12 @@ class Claim:
     def __enter__(self) -> Claim:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.release()
 
 
 class RunStore:
-    """The folder of a study.
-
-    >>> import tempfile
-    >>> store = RunStore(Path(tempfile.mkdtemp()))
-    >>> with store.claim("abc") as claim:
-    ...     for row in ({"kind": "start"}, {"kind": "task", "task": 0}, {"kind": "end"}):
-    ...         claim.append(row)
-    >>> store.read("abc").state, sorted(store.finished())
-    ('finished', ['abc'])
-    """
+    """The folder of a study."""
 
     def __init__(self, folder: Path | str) -> None:
         self.folder = Path(folder)
@@ -175,13 +150,9 @@ class RunStore:
         except FileNotFoundError:
             return RunRecord("new")
 
-    def identities(self) -> list[str]:
-        """Every run that has a file, in order of name."""
-        return sorted(path.stem for path in self.runs.glob("*.jsonl"))
-
     def finished(self) -> set[str]:
         """The runs that reached their end."""
-        return {identity for identity in self.identities() if self.read(identity).state == "finished"}
+        return {path.stem for path in self.runs.glob("*.jsonl") if self.read(path.stem).state == "finished"}
 
     def describe(self, content: Mapping[str, Any]) -> None:
         """Write study.json."""
@@ -201,77 +172,60 @@ class RunStore:
             raise ValueError(f"{path} holds no study; run the study again to write it anew")
         return content
 
-    def write_table(self) -> Path:
-        """Write table.parquet: every task of every finished run, sorted by setting, arm, seed, identity and task."""
-        path = self.folder / "table.parquet"
-        buffer = io.BytesIO()
-        frame(self.records()).to_parquet(buffer, index=False)
+    def write_table(self, frame: Any) -> Path:
+        """Write table.parquet from a data frame."""
+        path, buffer = self.folder / "table.parquet", io.BytesIO()
+        frame.to_parquet(buffer, index=False)
         files.write(path, buffer.getvalue())
         return path
 
-    def records(self) -> Iterator[tuple[str, RunRecord]]:
-        """Every finished run with its rows."""
-        for identity in self.identities():
-            record = self.read(identity)
-            if record.state == "finished":
-                yield identity, record
+
+_LEFT_OUT = ("curve", "seconds", "remedy_seconds")
 
 
-def flat(row: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A row without nesting: groups become dotted names, lists JSON text, and what was not measured is left out.
+def pack(store: RunStore, identities: Iterable[str], path: Path) -> int:
+    """Write a study's description and these of its runs that ended to a .tar.xz; how many they are.
 
-    >>> flat({"task": 0, "remedy": {"seconds": 1.0}, "health": None, "curve": [[1, 0.5]]})
-    {'task': 0, 'remedy.seconds': 1.0, 'curve': '[[1, 0.5]]'}
+    For keeping beside the text that cites them: curves and times of tasks are left out, and numbers but the headline
+    (which decides between rates) have five digits. The same runs give the same bytes.
     """
-    out: dict[str, Any] = {}
-    for name, value in row.items():
-        if isinstance(value, Mapping):
-            out.update(flat(value, f"{prefix}{name}."))
-        elif isinstance(value, list | tuple):
-            out[prefix + name] = json.dumps(value)
-        elif value is not None:
-            out[prefix + name] = value
-    return out
+    contents = {"study.json": json.dumps(store.description(), indent=1).encode()}
+    for identity in identities:
+        record = store.read(identity)
+        if record.state in ("finished", "refused"):
+            headline = record.rows[0]["run"]["setting"]["headline"]
+            lines = [json.dumps(_short(row, headline)) + "\n" for row in record.rows]
+            contents[f"runs/{identity}.jsonl"] = "".join(lines).encode()
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as archive:
+        for name, content in contents.items():
+            entry = tarfile.TarInfo(name)
+            entry.size = len(content)
+            archive.addfile(entry, io.BytesIO(content))
+    files.write(path, lzma.compress(buffer.getvalue(), preset=9))
+    return len(contents) - 1
 
 
-def _described(identity: str, record: RunRecord) -> dict[str, Any]:
-    run = record.rows[0].get("run", {})
-    arm = run.get("arm", {})
-    return {
-        "setting": run.get("setting", {}).get("name"),
-        "arm": arm.get("name"),
-        "seed": run.get("seed"),
-        "identity": identity,
-        "arm_lr": None if arm.get("lr") is None else float(arm["lr"]),
-        "arm_options": json.dumps(arm.get("options") or {}, sort_keys=True),
-    }
+@contextmanager
+def unpacked(path: Path) -> Iterator[Path]:
+    """The folder of a packed study, while it is needed; a folder is itself."""
+    if path.is_dir():
+        yield path
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        with tarfile.open(path) as archive:
+            archive.extractall(folder, filter="data")
+        yield Path(folder)
 
 
-FIRST_COLUMNS = ("setting", "arm", "seed", "identity", "arm_lr", "arm_options", "task", "name")
+def _short(row: Row, headline: str) -> Row:
+    if row["kind"] != "task":
+        return row
+    kept = {name: value for name, value in row.items() if name not in _LEFT_OUT}
+    return {name: value if name == headline else _rounded(value) for name, value in kept.items()}
 
 
-def frame(records: Iterable[tuple[str, RunRecord]]) -> Any:
-    """A pandas DataFrame with one row per task; the same whatever the order of the records.
-
-    >>> start = {"kind": "start", "run": {"setting": {"name": "digits"}, "arm": {"name": "fire"}, "seed": 0}}
-    >>> table = frame([("abc", RunRecord("finished", (start, {"kind": "task", "task": 0, "test_loss": 0.5})))])
-    >>> table[["setting", "arm", "seed", "task", "test_loss"]].values.tolist()
-    [['digits', 'fire', 0, 0, 0.5]]
-    """
-    try:
-        import pandas
-    except ImportError as error:
-        raise ImportError(f"the table of a study needs pandas and pyarrow: {install('lab')}") from error
-    lines: list[dict[str, Any]] = []
-    for identity, record in records:
-        try:
-            head = _described(identity, record)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            reason = f"{type(error).__name__}: {error}"
-            warnings.warn(f"the run {identity} is malformed and left out ({reason})", stacklevel=2)
-            continue
-        lines += [head | flat(row) for row in record.rows if row.get("kind") == "task"]
-    columns = [*FIRST_COLUMNS, *sorted({name for line in lines for name in line} - {*FIRST_COLUMNS, "kind"})]
-    table = pandas.DataFrame(lines, columns=columns)
-    table["arm_lr"] = table["arm_lr"].astype("float64")
-    return table.sort_values(["setting", "arm", "seed", "identity", "task"], kind="stable", ignore_index=True)
+def _rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _rounded(each) for name, each in value.items()}
+    return float(f"{value:.5g}") if isinstance(value, float) else value

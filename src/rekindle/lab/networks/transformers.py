@@ -1,12 +1,8 @@
 """Networks with attention: a GPT over tokens and a ViT over patches.
 
-The GPT is written here instead of using transformers' GPT-2. The paper trains nanoGPT, in which the layers are
-`nn.Linear` without biases, q | k | v lie in one `c_attn`, and `lm_head` shares its weight with the tokens; GPT-2 in
-transformers stores transposed weights (`Conv1D`) with biases. It keeps the laboratory free of a large dependency, and
-at the size that the laboratory runs (2 layers, width 64, context 32, batch 32, one CPU thread) a training step takes 19
-ms where GPT-2 takes 26: no caches, masks or output classes around the products. With `bias=True` it has GPT-2's sizes,
-and its function but for the exact GELU in place of the approximate one. The layout of `c_attn` is registered here, as
-users register that of their own module.
+The GPT is nanoGPT, which the paper trains: `nn.Linear` without biases, q | k | v in one `c_attn`, and `lm_head` shares
+its weight with the tokens. With `bias=True` it has GPT-2's sizes, and its function but for the exact GELU in place of
+the approximate one. The layout of `c_attn` is registered here, as users register that of their own module.
 
 The ViT's layers are called to_q, to_k, to_v and to_out as in the paper's ViT-Tiny, of which only to_q and to_k are
 projected (the preset "paper-vit").
@@ -15,7 +11,6 @@ projected (the preset "paper-vit").
 from __future__ import annotations
 
 import math
-from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -23,45 +18,28 @@ from torch import Tensor, nn
 
 from rekindle.blocks import matrices, register
 from rekindle.blocks.layouts import Recipe
-from rekindle.lab.dawn.network import Positions
+from rekindle.lab.dawn import Positions
 from rekindle.lab.networks.vision import at_least_one, image
 
-Pooling = Literal["class", "mean"]
 _STD = 0.02
 
 
 def context(shape: tuple[int, ...]) -> int:
-    """The longest sequence of tokens that a language model of this shape reads.
-
-    >>> context((32,))
-    32
-    >>> context((3, 16, 16))
-    Traceback (most recent call last):
-    ValueError: shape=(3, 16, 16) must be (context,) for a network that reads tokens
-    """
+    """The longest sequence of tokens that a language model of this shape reads."""
     if len(shape) != 1 or shape[0] < 1:
         raise ValueError(f"shape={shape} must be (context,) for a network that reads tokens")
     return shape[0]
 
 
 def whole_heads(width: int, heads: int) -> None:
-    """An error unless the width splits evenly over the attention heads.
-
-    >>> whole_heads(48, 5)
-    Traceback (most recent call last):
-    ValueError: width=48 must be a multiple of heads=5
-    """
+    """An error unless the width splits evenly over the attention heads."""
     at_least_one(width=width, heads=heads)
     if width % heads:
         raise ValueError(f"width={width} must be a multiple of heads={heads}")
 
 
 class GPTAttention(nn.Module):
-    """Every token looks at itself and at what came before.
-
-    >>> GPTAttention(8, heads=2)(torch.zeros(3, 5, 8)).shape
-    torch.Size([3, 5, 8])
-    """
+    """Every token looks at itself and at what came before."""
 
     def __init__(self, width: int, heads: int, bias: bool = False) -> None:
         super().__init__()
@@ -91,11 +69,7 @@ register(GPTAttention, _layout)
 
 
 class GPTMLP(nn.Module):
-    """The two layers that work on each token by itself.
-
-    >>> GPTMLP(8)(torch.zeros(3, 5, 8)).shape
-    torch.Size([3, 5, 8])
-    """
+    """The two layers that work on each token by itself."""
 
     def __init__(self, width: int, bias: bool = False) -> None:
         super().__init__()
@@ -110,11 +84,7 @@ class GPTMLP(nn.Module):
 
 
 class GPTBlock(nn.Module):
-    """Attention and MLP, each added to what it read, normalised.
-
-    >>> GPTBlock(8, heads=2)(torch.zeros(3, 5, 8)).shape
-    torch.Size([3, 5, 8])
-    """
+    """Attention and MLP, each added to what it read, normalized."""
 
     def __init__(self, width: int, heads: int, bias: bool = False) -> None:
         super().__init__()
@@ -181,11 +151,7 @@ class GPT(nn.Module):
 
 
 class ViTAttention(nn.Module):
-    """Every token looks at every token.
-
-    >>> ViTAttention(8, heads=2)(torch.zeros(3, 5, 8)).shape
-    torch.Size([3, 5, 8])
-    """
+    """Every token looks at every token."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -202,11 +168,7 @@ class ViTAttention(nn.Module):
 
 
 class ViTMLP(nn.Module):
-    """The two layers that work on each token by itself.
-
-    >>> ViTMLP(8, 32)(torch.zeros(3, 5, 8)).shape
-    torch.Size([3, 5, 8])
-    """
+    """The two layers that work on each token by itself."""
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
@@ -219,11 +181,7 @@ class ViTMLP(nn.Module):
 
 
 class ViTBlock(nn.Module):
-    """Attention and MLP, each added to what it read, normalised.
-
-    >>> ViTBlock(8, heads=2, hidden=32)(torch.zeros(3, 5, 8)).shape
-    torch.Size([3, 5, 8])
-    """
+    """Attention and MLP, each added to what it read, normalized."""
 
     def __init__(self, width: int, heads: int, hidden: int) -> None:
         super().__init__()
@@ -240,10 +198,9 @@ class ViTBlock(nn.Module):
 class ViT(nn.Module):
     """Patches of `patch`×`patch` pixels, learned positions, `layers` blocks, and a head on the pooled tokens.
 
-    The sizes are ViT-Tiny's unless told; `hidden`, the width inside the MLPs, is four times `width` unless told.
-    `pooling="class"` reads a token that belongs to no patch, `"mean"` the average of all. Patches are cut by
-    reordering pixels and embedded by a Linear: a convolution with its stride computes the same, but would be
-    projected tap by tap, where it is really one matrix.
+    The sizes are ViT-Tiny's unless told; `hidden`, the width inside the MLPs, is four times `width` unless told. The
+    head reads a token that belongs to no patch. Patches are cut by reordering pixels and embedded by a Linear: a
+    convolution with its stride computes the same, but would be projected tap by tap, where it is really one matrix.
 
     >>> ViT((3, 16, 16), 10, layers=3, width=48)(torch.zeros(2, 3, 16, 16)).shape
     torch.Size([2, 10])
@@ -259,7 +216,6 @@ class ViT(nn.Module):
         width: int = 192,
         heads: int = 3,
         hidden: int | None = None,
-        pooling: Pooling = "class",
     ) -> None:
         super().__init__()
         channels, high, wide = image(shape)
@@ -268,12 +224,10 @@ class ViT(nn.Module):
         whole_heads(width, heads)
         if high % patch or wide % patch:
             raise ValueError(f"patch={patch} must divide the height and width of shape={shape}")
-        if pooling not in get_args(Pooling):
-            raise ValueError(f"pooling={pooling!r} must be one of {', '.join(get_args(Pooling))}")
-        tokens = (high // patch) * (wide // patch) + (pooling == "class")
+        tokens = (high // patch) * (wide // patch) + 1
         self.patch = patch
         self.patch_embed = nn.Linear(channels * patch**2, width)
-        self.cls_token = nn.Parameter(torch.empty(1, 1, width)) if pooling == "class" else None
+        self.cls_token = nn.Parameter(torch.empty(1, 1, width))
         self.pos_embed = nn.Parameter(torch.empty(1, tokens, width))
         self.blocks = nn.Sequential(*(ViTBlock(width, heads, hidden) for _ in range(layers)))
         self.norm = nn.LayerNorm(width)
@@ -283,16 +237,11 @@ class ViT(nn.Module):
     def reset_parameters(self) -> None:
         """Draw what belongs to no layer; the layers start as torch starts them."""
         nn.init.normal_(self.pos_embed, std=0.02)
-        if self.cls_token is not None:
-            nn.init.normal_(self.cls_token, std=0.02)
+        nn.init.normal_(self.cls_token, std=0.02)
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits (batch, classes) for images (batch, channels, height, width)."""
         tokens = self.patch_embed(F.pixel_unshuffle(x, self.patch).flatten(2).transpose(1, 2))
-        if self.cls_token is not None:
-            tokens = torch.cat([self.cls_token.expand(tokens.shape[0], -1, -1), tokens], dim=1)
-        tokens = self.blocks(tokens + self.pos_embed)
-        # Pooled before it is normalised: the class token is the only one that the head reads.
-        pooled = tokens.mean(1) if self.cls_token is None else tokens[:, 0]
-        logits: Tensor = self.head(self.norm(pooled))
+        tokens = torch.cat([self.cls_token.expand(tokens.shape[0], -1, -1), tokens], dim=1)
+        logits: Tensor = self.head(self.norm(self.blocks(tokens + self.pos_embed)[:, 0]))
         return logits

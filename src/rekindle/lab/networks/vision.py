@@ -26,14 +26,7 @@ ACTIVATIONS: Final[Mapping[str, type[nn.Module]]] = {
 
 
 def image(shape: tuple[int, ...]) -> tuple[int, int, int]:
-    """The shape as (channels, height, width), or an error.
-
-    >>> image((3, 16, 16))
-    (3, 16, 16)
-    >>> image((784,))
-    Traceback (most recent call last):
-    ValueError: shape=(784,) must be (channels, height, width) for a network that looks at images
-    """
+    """The shape as (channels, height, width), or an error."""
     if len(shape) != 3 or min(shape) < 1:
         raise ValueError(f"shape={shape} must be (channels, height, width) for a network that looks at images")
     channels, height, width = shape
@@ -41,26 +34,14 @@ def image(shape: tuple[int, ...]) -> tuple[int, int, int]:
 
 
 def at_least_one(**sizes: int) -> None:
-    """An error that names the first size that is not a positive whole number.
-
-    >>> at_least_one(width=8, layers=0)
-    Traceback (most recent call last):
-    ValueError: layers=0 must be a whole number of at least 1
-    """
+    """An error that names the first size that is not a positive whole number."""
     for name, size in sizes.items():
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise ValueError(f"{name}={size!r} must be a whole number of at least 1")
 
 
 def activation_class(name: str) -> type[nn.Module]:
-    """The class of an activation.
-
-    >>> activation_class("gelu")()
-    GELU(approximate='none')
-    >>> activation_class("relo")
-    Traceback (most recent call last):
-    ValueError: activation='relo' must be one of relu, leaky_relu, elu, gelu, silu, tanh, sigmoid
-    """
+    """The class of an activation."""
     if name not in ACTIVATIONS:
         raise ValueError(f"activation={name!r} must be one of {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[name]
@@ -186,11 +167,7 @@ class CNN(nn.Module):
 
 
 class ResidualBlock(nn.Module):
-    """Two 3×3 convolutions beside a shortcut, which is a 1×1 convolution where the size changes.
-
-    >>> ResidualBlock(4, 8, stride=2)(torch.zeros(2, 4, 6, 6)).shape
-    torch.Size([2, 8, 3, 3])
-    """
+    """Two 3×3 convolutions beside a shortcut, which is a 1×1 convolution where the size changes."""
 
     def __init__(self, into: int, out: int, stride: int = 1) -> None:
         super().__init__()
@@ -250,29 +227,19 @@ class ResNet18(nn.Module):
 
 
 class VGG16(nn.Module):
-    """VGG-16 with BatchNorm: thirteen convolutions without a shortcut, average pooling to `pool`×`pool`, a classifier.
+    """VGG-16 with BatchNorm: thirteen convolutions without a shortcut, average pooling, one layer as the classifier.
 
-    For small images the classifier is one layer. `hidden=(4096, 4096), pool=7` is the original, with `dropout`
-    after each hidden layer. A max pooling that would leave nothing of a small image is left out. Modules are named and
-    ordered as in torchvision where the image is at least 32×32.
+    A max pooling that would leave nothing of a small image is left out. Convolutions are named and ordered as in
+    torchvision where the image is at least 32×32.
 
     >>> VGG16((3, 16, 16), 10, width=4)(torch.zeros(2, 3, 16, 16)).shape
     torch.Size([2, 10])
     """
 
-    def __init__(
-        self,
-        shape: tuple[int, ...],
-        classes: int,
-        *,
-        width: int = 64,
-        hidden: Sequence[int] = (),
-        pool: int = 1,
-        dropout: float = 0.0,
-    ) -> None:
+    def __init__(self, shape: tuple[int, ...], classes: int, *, width: int = 64) -> None:
         super().__init__()
         channels, *size = image(shape)
-        at_least_one(width=width, pool=pool)
+        at_least_one(width=width)
         smallest = min(size)
         self.features = nn.Sequential()
         for group in _GROUPS:
@@ -282,14 +249,8 @@ class VGG16(nn.Module):
             if smallest > 1:
                 self.features.append(nn.MaxPool2d(2))
                 smallest //= 2
-        self.avgpool = nn.AdaptiveAvgPool2d(pool)
-        self.classifier = nn.Sequential()
-        into = channels * pool**2
-        for out in hidden:
-            at_least_one(hidden=out)
-            self.classifier.extend([nn.Linear(into, out), nn.ReLU(), nn.Dropout(dropout)])
-            into = out
-        self.classifier.append(nn.Linear(into, classes))
+        self.avgpool = nn.AdaptiveAvgPool2d(1)
+        self.classifier = nn.Sequential(nn.Linear(channels, classes))
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits (batch, classes) for images (batch, channels, height, width)."""

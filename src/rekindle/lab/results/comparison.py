@@ -1,27 +1,19 @@
 """The arms of one setting compared: values by seed, intervals, paired differences, costs and curves.
 
-Every interval that a table, a page, a document or a terminal shows is computed here, once. An `ArmComparison` is made
-from the runs of a study or from the dictionary that `Results.to_dict` gave, so that a page can be made from a file.
+Every interval that a table, a page, a document or a terminal shows is computed here, once.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from statistics import fmean
 from typing import Any, TypeVar
 
 from rekindle.lab.results import metrics
-from rekindle.lab.results.metrics import ArmRuns, Rows, at, mean_at, mean_of_known
-from rekindle.lab.results.statistics import (
-    Difference,
-    Interval,
-    holm,
-    paired,
-    t_interval,
-)
+from rekindle.lab.results.metrics import ArmRuns, at, mean_at
+from rekindle.lab.results.statistics import Difference, Interval, holm, paired, t_interval
 from rekindle.lab.results.wording import Measure, measure
 from rekindle.lab.settings import Setting
 
@@ -29,37 +21,12 @@ T = TypeVar("T")
 
 FIRE, NOTHING, FRESH, TUNED = "fire", "nothing", "full-reset", " (tuned)"
 RANDOM, HEADS = "random-isometry", "-heads"
-CURVES = tuple(f"{when}_{what}" for when in ("online", "train", "test", "old") for what in ("accuracy", "loss"))
-CURVES += ("return", "online_return")
 UNEQUAL = "the tasks are not equally hard: what was lost is what a fresh start gains"
 
 
 def references(arm: str) -> tuple[str, str, str]:
-    """What an arm is compared with: the random isometry is the one that touches the output layer if the arm does.
-
-    >>> references("fire")[-1], references("fire-nearest-heads (tuned)")[-1]
-    ('random-isometry', 'random-isometry-heads')
-    """
+    """What an arm is compared with: the random isometry is the one that touches the output layer if the arm does."""
     return NOTHING, FRESH, RANDOM + (HEADS if arm.removesuffix(TUNED).endswith(HEADS) else "")
-
-
-@dataclass(frozen=True)
-class Pair:
-    """One measure of one setting: arm − other over the seeds that both have."""
-
-    setting: str
-    what: str
-    measured: Measure
-    difference: Difference
-
-    def cells(self) -> tuple[str, str, str, str]:
-        """Setting, measure, difference with its interval, and who is better: "–" where it may be chance."""
-        found = self.difference
-        shown = f"{self.measured.difference(found.mean)} {self.measured.difference_ends(found)}".strip()
-        sure = found.holm is not None and found.holm < 0.05
-        gain = (found.mean > 0) == self.measured.higher
-        verdict = ("better" if gain else "worse") if sure else "–"
-        return self.setting, f"{self.what}, {self.measured.step}".removesuffix(", "), shown, verdict
 
 
 @dataclass(frozen=True)
@@ -156,39 +123,6 @@ class ArmComparison:
 
         return self._once(("curve", arm, path), computed)
 
-    def pairs(self, arm: str, other: str) -> list[Pair]:
-        """Two arms in everything that is measured, with Holm's p over the measures of this setting."""
-        old = measure("old_loss" if self.setting.falling else "old_accuracy")
-        cost = replace(old, higher=False)
-        asked = [("headline", self.headline, self.values.get(arm, {}), self.values.get(other, {}))]
-        for what, measured, name in (
-            ("old tasks right after the remedy", old, "retention"),
-            ("old tasks at the end", old, "retention_end"),
-            ("drop of the task just learned", cost, "drop"),
-            ("change of the function (KL)", measure("function_drift"), "function_drift"),
-        ):
-            ours, theirs = (
-                self.arms[each].by_seed(lambda rows, name=name: NUMBERS[name](rows, self.setting))  # type: ignore[misc]
-                for each in (arm, other)
-            )
-            asked.append((what, measured, ours, theirs))
-        if NOTHING in self.arms:
-            steps = Measure("steps", "steps", higher=False)
-            asked.append(
-                (
-                    "until learned as well as by doing nothing",
-                    steps,
-                    self._recoveries(arm, True),
-                    self._recoveries(other, True),
-                )
-            )
-        found = [
-            Pair(self.name, what, measured, difference)
-            for what, measured, ours, theirs in asked
-            if (difference := paired(ours, theirs)) is not None
-        ]
-        return with_holm(found)
-
     # What tables and files hold
 
     def line(self, arm: str, metric: str = "headline") -> dict[str, Any]:
@@ -224,34 +158,6 @@ class ArmComparison:
             line["note"] = f"{len(each.runs) - len(values)} of {len(each.runs)} runs diverged and are not in the mean"
         return line
 
-    def detail(self, arm: str) -> dict[str, Any]:
-        """Everything about an arm, ready for JSON."""
-        each, values = self.arms[arm], self.values.get(arm)
-        kind = "loss" if self.setting.falling else "accuracy"
-        health = sorted({name for rows in each.runs.values() for row in rows for name in row.get("health") or {}})
-        before = t_interval_of(each.by_seed(lambda rows: mean_at(rows, "remedy", f"old_{kind}_before")))
-        return {
-            "name": arm,
-            "arm": dict(each.arm),
-            "tuned": each.tuned,
-            "seeds": sorted(each.runs),
-            "headline": self.interval(arm).to_dict() if values else None,
-            "differences": {
-                reference: None if (d := self.differences("headline", reference).get(arm)) is None else d.to_dict()
-                for reference in references(arm)
-            },
-            **{name: as_dict(self.number(arm, name)) for name in (*NUMBERS, "recovery")},
-            "diverged": each.diverged,
-            "retained": {
-                "before": as_dict(before),
-                "after": as_dict(self.number(arm, "retention")),
-                "end": as_dict(self.number(arm, "retention_end")),
-            },
-            "curves": {name: curve for name in CURVES if (curve := self.curve(arm, name)) is not None},
-            "health": {name: curve for name in health if (curve := self.curve(arm, "health", name)) is not None},
-            "learning": each.learning() if each.runs else None,
-        }
-
     def validity(self) -> dict[str, Any]:
         """Whether the stream can tell remedies apart: doing nothing must fall to half of its first task or below.
 
@@ -261,22 +167,17 @@ class ArmComparison:
         firsts = [value for rows in runs if (value := metrics.first_task(rows, self.setting)) is not None]
         if not values or not firsts:
             # An agent has no return of a task in whose second half no episode ended.
-            missing = (
-                f"no run of {NOTHING!r} with a value for its first task"
-                if values
-                else f"no finished run of {NOTHING!r}"
-            )
-            return {"valid": None, "first": None, "last": None, "fall": None, "note": missing}
-        first, last = fmean(firsts), fmean(values.values())
-        valid, fall = metrics.valid_stream(runs, self.setting, self.classes), None
-        if valid is not None:
-            # A loss is judged by how far below chance it is, as `valid_stream` does.
-            chance = math.log(self.classes or 1)
-            low = mean_of_known([metrics.chance_return(rows) for rows in runs]) or 0.0
-            top, bottom = (chance - each if self.setting.falling else each - low for each in (first, last))
-            fall = (top - bottom) / top if top > 0 else None
-        note = None if metrics.equally_hard(self.setting) else UNEQUAL
-        return {"valid": valid, "first": first, "last": last, "fall": fall, "note": note}
+            missing = f"no run of {NOTHING!r} with a value for its first task"
+            note = missing if values else f"no finished run of {NOTHING!r}"
+            return {"valid": None, "first": None, "last": None, "fall": None, "note": note}
+        fall = metrics.share_lost(runs, self.setting, self.classes)
+        return {
+            "valid": None if fall is None else fall >= 0.5,
+            "first": fmean(firsts),
+            "last": fmean(values.values()),
+            "fall": fall,
+            "note": None if metrics.equally_hard(self.setting) else UNEQUAL,
+        }
 
     # Inside
 
@@ -292,10 +193,10 @@ class ArmComparison:
         tuned = arm.endswith(TUNED) or (arm in self.arms and self.arms[arm].tuned)
         return reference + TUNED if tuned and not reference.endswith(TUNED) else reference
 
-    def _recoveries(self, arm: str, itself: bool = False) -> dict[int, float]:
+    def _recoveries(self, arm: str) -> dict[int, float]:
         """By seed, the steps in which an arm learns a task as well as doing nothing has by its end."""
         nothing = self.arms.get(NOTHING)
-        if nothing is None or (arm == NOTHING and not itself):
+        if nothing is None or arm == NOTHING:
             return {}
         both = {seed: (rows, nothing.runs[seed]) for seed, rows in self.arms[arm].runs.items() if seed in nothing.runs}
         found = {seed: metrics.recovery(rows, reference, self.setting) for seed, (rows, reference) in both.items()}
@@ -314,10 +215,10 @@ NUMBERS: dict[str, Callable[[Any, Setting], float | None]] = {
     "first_task": metrics.first_task,
     "auc": metrics.auc,
     "drop": metrics.drop,
-    "peak": lambda rows, setting: metrics.peak(rows),
+    "peak": metrics.peak,
     "retention": metrics.retention_after_remedy,
     "retention_end": metrics.retention,
-    "function_drift": lambda rows, setting: metrics.drift(rows),
+    "function_drift": metrics.drift,
     "remedy_seconds": lambda rows, setting: mean_at(
         [row for row in rows if row.get("remedy_seconds")], "remedy_seconds"
     ),
@@ -325,50 +226,8 @@ NUMBERS: dict[str, Callable[[Any, Setting], float | None]] = {
 }
 
 
-def comparisons(data: Mapping[str, Any]) -> list[ArmComparison]:
-    """A comparison for each setting of what `Results.to_dict` gave, in its order.
-
-    >>> comparisons({"settings": {}, "runs": []})
-    []
-    """
-    known = {each.name for each in fields(Setting)}
-    found = []
-    for name, about in data["settings"].items():
-        setting = Setting(**{key: value for key, value in about.items() if key in known})
-        details = {each["name"]: each for each in (data.get("arms") or {}).get(name, ())}
-        runs: dict[str, dict[int, Rows]] = {}
-        tuned: dict[str, bool] = {}
-        reasons: dict[str, dict[str, str]] = {"refused": {}, "failed": {}}
-        for run in data["runs"]:
-            if run["setting"] != name:
-                continue
-            if run["state"] == "finished":
-                runs.setdefault(run["arm"], {})[int(run["seed"])] = run["tasks"]
-                tuned[run["arm"]] = bool(run.get("tuned"))
-            elif run["state"] in reasons:
-                reasons[run["state"]][run["arm"]] = run.get("reason") or ""
-        arms = {
-            arm: ArmRuns(setting, arm, (details.get(arm) or {}).get("arm") or {}, tuned[arm], seeds)
-            for arm, seeds in runs.items()
-        }
-        prefix = f"{name}/"
-        chosen = {
-            key.removeprefix(prefix): choice(made)
-            for key, made in (data.get("tuning") or {}).items()
-            if key.startswith(prefix)
-        }
-        found.append(ArmComparison(setting, arms, chosen=chosen, classes=about.get("classes"), **reasons))
-    return found
-
-
 def choice(made: Mapping[str, Any]) -> str:
-    """What tuning changed in an arm, as text.
-
-    >>> choice({"place": 1, "arm": {"lr": 0.5, "options": {"scale": "nearest"}}})
-    '0.5 of the learning rate, scale=nearest'
-    >>> choice({"place": 0, "arm": {"options": {"tau": 0.1}}}), choice({"arm": None, "note": "none ran"})
-    ('its default', 'none ran')
-    """
+    """What tuning changed in an arm, as text."""
     if not made.get("arm"):
         return str(made.get("note") or "nothing yet")
     if made["place"] == 0:
@@ -377,26 +236,3 @@ def choice(made: Mapping[str, Any]) -> str:
     options = {**(arm.get("options") or {}), **(arm.get("optimizer_options") or {})}
     rate = [f"{arm['lr']:g} of the learning rate"] if arm.get("lr") else []
     return ", ".join([*rate, *(f"{key}={value}" for key, value in options.items())])
-
-
-def with_holm(pairs: Sequence[Pair]) -> list[Pair]:
-    """The same with Holm's p over all of them."""
-    corrected = holm({str(place): pair.difference.p for place, pair in enumerate(pairs)})
-    return [
-        replace(pair, difference=replace(pair.difference, holm=corrected[str(place)]))
-        for place, pair in enumerate(pairs)
-    ]
-
-
-def t_interval_of(values: Mapping[int, float]) -> Interval | None:
-    """The interval of values by seed; None without any.
-
-    >>> t_interval_of({}) is None
-    True
-    """
-    return t_interval(list(values.values())) if values else None
-
-
-def as_dict(interval: Interval | None) -> dict[str, Any] | None:
-    """An interval for JSON."""
-    return None if interval is None else interval.to_dict()

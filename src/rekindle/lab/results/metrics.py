@@ -18,36 +18,8 @@ from rekindle.lab.settings import Setting
 Row = Mapping[str, Any]
 Rows = Sequence[Row]
 
-_UNEQUAL = frozenset(
-    {
-        "warm-start",
-        "continual",
-        "class-incremental",
-        "drift",
-        "domains",
-        "games",
-        "dynamics",
-        "midpoint",
-        "replay-ratio",
-    }
-)
-
-__all__ = [
-    "auc",
-    "chance_return",
-    "drift",
-    "drop",
-    "equally_hard",
-    "final",
-    "first_task",
-    "headline",
-    "peak",
-    "recovery",
-    "retention",
-    "retention_after_remedy",
-    "tasks",
-    "valid_stream",
-]
+_UNEQUAL = {"warm-start", "continual", "class-incremental", "drift", "domains"}
+_UNEQUAL |= {"games", "dynamics", "midpoint", "replay-ratio"}
 
 
 def tasks(rows: Iterable[Row]) -> list[Row]:
@@ -56,12 +28,7 @@ def tasks(rows: Iterable[Row]) -> list[Row]:
 
 
 def headline(rows: Iterable[Row], setting: Setting) -> float | None:
-    """The setting's metric, averaged over its last tasks.
-
-    >>> rows = [{"kind": "task", "task": i, "online_accuracy": i / 4} for i in range(4)]
-    >>> headline(rows, Setting("tiny", "random-labels", "mlp", last=2))
-    0.625
-    """
+    """The setting's metric, averaged over its last tasks."""
     return final(rows, setting.headline, setting.last)
 
 
@@ -77,13 +44,7 @@ def first_task(rows: Iterable[Row], setting: Setting) -> float | None:
 
 
 def auc(rows: Iterable[Row], setting: Setting) -> float | None:
-    """The area under the learning curve of the whole stream: the online metric, averaged over all steps.
-
-    >>> rows = [{"kind": "task", "task": 0, "steps": 10, "online_accuracy": 1.0}]
-    >>> rows += [{"kind": "task", "task": 1, "steps": 30, "online_accuracy": 0.0}]
-    >>> auc(rows, Setting("tiny", "random-labels", "mlp"))
-    0.25
-    """
+    """The area under the learning curve of the whole stream: the online metric, averaged over all steps."""
     metric = "online_return" if setting.agents else "online_loss" if setting.falling else "online_accuracy"
     found = tasks(rows)
     steps: int = sum(row["steps"] for row in found)
@@ -96,10 +57,6 @@ def drop(rows: Iterable[Row], setting: Setting) -> float | None:
     """What the remedy costs at once: the mean fall of accuracy (or rise of loss) on the task just learned.
 
     None for an arm that does nothing at boundaries.
-
-    >>> remedy = {"accuracy_before": 0.9, "accuracy_after": 0.5}
-    >>> drop([{"kind": "task", "task": 1, "remedy": remedy}], Setting("tiny", "random-labels", "mlp"))
-    0.4
     """
     name, sign = ("loss", -1) if setting.falling else ("accuracy", 1)
     pairs = [(r[f"{name}_before"], r[f"{name}_after"]) for r in _remedies(rows) if f"{name}_before" in r]
@@ -111,12 +68,6 @@ def recovery(rows: Iterable[Row], reference: Iterable[Row], setting: Setting) ->
 
     Read from the curves, so to a twentieth of a task. A task that never reaches it counts with all its steps, so
     that the mean is a lower bound then. The first task, before any boundary, does not count.
-
-    >>> slow = [{"task": 1, "steps": 100, "curve": [[50, 0.2, 2.0], [100, 0.4, 1.5]]}]
-    >>> fast = [{"task": 1, "steps": 100, "curve": [[50, 0.5, 1.2], [100, 0.9, 0.3]]}]
-    >>> setting = Setting("tiny", "random-labels", "mlp")
-    >>> recovery(fast, slow, setting), recovery(slow, fast, setting)
-    (50.0, 100.0)
     """
     place, sign = (2, -1) if setting.falling else (1, 1)
     wanted = {row["task"]: row["curve"][-1][place] for row in tasks(reference) if row.get("curve")}
@@ -130,19 +81,14 @@ def recovery(rows: Iterable[Row], reference: Iterable[Row], setting: Setting) ->
     return mean(counts)
 
 
-def peak(rows: Iterable[Row]) -> float | None:
-    """The highest loss in the first 20 steps after a boundary, the mean over boundaries: the spike, if there is one.
-
-    >>> peak([{"task": 0, "peak_loss": 9.0}, {"task": 1, "peak_loss": 2.0}, {"task": 2, "peak_loss": 4.0}])
-    3.0
-    """
-    return mean(row.get("peak_loss") for row in tasks(rows) if row["task"] > 0)
+def peak(rows: Iterable[Row], setting: Setting) -> float | None:
+    """The highest loss in the first 20 steps after a boundary, the mean over boundaries: the spike, if there is one."""
+    return mean(row.get("peak_loss") for row in _later(rows))
 
 
 def retention(rows: Iterable[Row], setting: Setting) -> float | None:
     """How well up to five earlier tasks are still done at the end of a later one, averaged over the last tasks."""
-    later = [row for row in tasks(rows) if row["task"] > 0]
-    return mean(row.get("old_loss" if setting.falling else "old_accuracy") for row in later[-setting.last :])
+    return mean(row.get("old_loss" if setting.falling else "old_accuracy") for row in _later(rows)[-setting.last :])
 
 
 def retention_after_remedy(rows: Iterable[Row], setting: Setting) -> float | None:
@@ -150,11 +96,10 @@ def retention_after_remedy(rows: Iterable[Row], setting: Setting) -> float | Non
 
     For an arm that does nothing it is what there was.
     """
-    later = [row for row in tasks(rows) if row["task"] > 0]
-    return mean(row.get("old_loss_start" if setting.falling else "old_accuracy_start") for row in later)
+    return mean(row.get("old_loss_start" if setting.falling else "old_accuracy_start") for row in _later(rows))
 
 
-def drift(rows: Iterable[Row]) -> float | None:
+def drift(rows: Iterable[Row], setting: Setting) -> float | None:
     """How far the remedy moved the network's function, in nats; the mean over boundaries."""
     return mean(remedy.get("function_drift") for remedy in _remedies(rows))
 
@@ -164,54 +109,34 @@ def equally_hard(setting: Setting) -> bool:
 
     More data, more classes, another text, or old data mixed in make other tasks: what was lost there is what a fresh
     start gains on the same task.
-
-    >>> equally_hard(Setting("a", "random-labels", "mlp")), equally_hard(Setting("b", "class-incremental", "vit"))
-    (True, False)
     """
     return setting.stream not in _UNEQUAL and not setting.replay
 
 
-def valid_stream(runs: Sequence[Sequence[Row]], setting: Setting, classes: int | None = None) -> bool | None:
-    """Whether doing nothing loses half of what it could do in the first task, over all seeds.
+def share_lost(runs: Sequence[Sequence[Row]], setting: Setting, classes: int | None = None) -> float | None:
+    """Which share of what it could do in the first task an arm has lost in its last tasks, over all seeds.
 
-    `runs` are those of the arm that does nothing. A loss is counted from chance, ln(classes), downwards; without
-    `classes` (the start row has it) it cannot be told, nor where tasks are not equally hard. A return is counted from
-    that of random actions.
-
-    >>> rows = [{"kind": "task", "task": i, "online_accuracy": value} for i, value in enumerate((0.5, 0.2, 0.2))]
-    >>> valid_stream([rows], Setting("tiny", "random-labels", "mlp", last=2))
-    True
+    A loss is counted from chance, ln(classes), downwards, a return from that of random actions. None where that cannot
+    be told: tasks that are not equally hard, an unknown chance, a first task in which nothing was learned.
     """
-    if setting.falling and classes is None:
-        starts = [row for rows in runs for row in rows if row.get("kind") == "start"]
-        classes = starts[0]["stream"]["classes"] if starts else None
     first = mean(first_task(rows, setting) for rows in runs)
     last = mean(headline(rows, setting) for rows in runs)
     if first is None or last is None or (setting.falling and classes is None) or not equally_hard(setting):
         return None
+    low: float | None = 0.0
     if setting.falling:
-        chance = math.log(classes or 1)
-        first, last = chance - first, chance - last
-    if setting.agents:
-        low = mean(chance_return(rows) for rows in runs)
-        if low is None or first <= low:
-            return None  # nothing was learned in the first task
-        first, last = first - low, last - low
-    return last <= 0.5 * first
-
-
-def chance_return(rows: Iterable[Row]) -> float | None:
-    """The return of random actions in the first task of a run of agents; 0 for what has none.
-
-    >>> chance_return([{"task": 0, "chance_return": 20.0}])
-    20.0
-    """
-    found = tasks(rows)
-    return found[0].get("chance_return", 0.0) if found else 0.0
+        first, last = math.log(classes or 1) - first, math.log(classes or 1) - last
+    elif setting.agents:
+        low = mean(tasks(rows)[0].get("chance_return", 0.0) for rows in runs)
+    return None if low is None or first <= low else (first - last) / (first - low)
 
 
 def _remedies(rows: Iterable[Row]) -> list[Row]:
     return [row["remedy"] for row in tasks(rows) if row.get("remedy")]
+
+
+def _later(rows: Iterable[Row]) -> list[Row]:
+    return [row for row in tasks(rows) if row["task"] > 0]
 
 
 @dataclass(frozen=True)
@@ -242,48 +167,16 @@ class ArmRuns:
         """How many runs had a loss that was not finite."""
         return sum(any(row.get("diverged") for row in rows) for rows in self.runs.values())
 
-    def learning(self) -> dict[str, list[Any]]:
-        """The fine curve over the whole stream, mean over the seeds whose points agree with the first seed's."""
-        lines = [_joined(rows) for rows in self.runs.values()]
-        lines = [line for line in lines if [p[0] for p in line] == [p[0] for p in lines[0]]]
-        points = list(zip(*lines, strict=True))
-        return {
-            "step": [each[0][0] for each in points],
-            "accuracy": [mean_of_known([p[1] for p in each]) for each in points],
-            "loss": [mean_of_known([p[2] for p in each]) for each in points],
-        }
-
 
 def mean_at(rows: Iterable[Row], *path: str) -> float | None:
-    """The mean over the tasks that have this number.
-
-    >>> mean_at([{"a": {"b": 1.0}}, {"a": None}, {"a": {"b": 2.0}}], "a", "b")
-    1.5
-    """
-    return mean_of_known([at(row, path) for row in rows])
+    """The mean over the tasks that have this number, None if none has."""
+    known = [value for row in rows if (value := at(row, path)) is not None]
+    return fmean(known) if known else None
 
 
 def at(row: Row, path: Sequence[str]) -> float | None:
-    """The number at a path in a row, or None.
-
-    >>> at({"remedy": {"seconds": 2}}, ("remedy", "seconds")), at({"remedy": None}, ("remedy", "seconds"))
-    (2.0, None)
-    """
+    """The number at a path in a row, or None."""
     found: Any = row
     for name in path:
         found = found.get(name) if isinstance(found, Mapping) else None
     return float(found) if isinstance(found, int | float) and not isinstance(found, bool) else None
-
-
-def mean_of_known(values: Sequence[float | None]) -> float | None:
-    """The mean of what was measured, None if nothing was."""
-    known = [value for value in values if value is not None]
-    return fmean(known) if known else None
-
-
-def _joined(rows: Rows) -> list[tuple[int, float | None, float | None]]:
-    out, before = [], 0
-    for row in rows:
-        out += [(before + int(step), accuracy, loss) for step, accuracy, loss in row.get("curve") or ()]
-        before += int(row.get("steps") or 0)
-    return out

@@ -1,4 +1,4 @@
-"""Statistics over a few seeds: intervals, paired differences, and comparisons over several streams.
+"""Statistics over a few seeds: intervals, paired differences, Holm's correction.
 
 Runs of different arms share their seeds, and with a seed the data, their order and the initial weights. So arms are
 compared seed by seed: the spread of the differences is much smaller than that of the values. Where the data are not
@@ -15,11 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from rekindle.extras import install
+from rekindle.extras import require
 
 LEVEL = 0.95
 SEEDS_FOR_INTERVAL = 3  # t with one degree of freedom is 12.7: an interval of two seeds is useless
-RESAMPLES = 4999
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ class Difference(Interval):
         return f"{self.mean:+.3f} [{self.low:+.3f}, {self.high:+.3f}]"
 
 
-def t_interval(values: Sequence[float], *, level: float = LEVEL) -> Interval:
+def t_interval(values: Sequence[float]) -> Interval:
     """The mean and its t-interval: mean ± t·s/√n with n − 1 degrees of freedom.
 
     >>> print(t_interval([0.1, 0.2, 0.3]))
@@ -71,11 +70,11 @@ def t_interval(values: Sequence[float], *, level: float = LEVEL) -> Interval:
     if few is not None:
         return few
     count, mean = _checked(values)
-    half = float(scipy_stats().t.ppf((1 + level) / 2, count - 1)) * float(np.std(values, ddof=1)) / math.sqrt(count)
+    half = float(scipy_stats().t.ppf((1 + LEVEL) / 2, count - 1)) * float(np.std(values, ddof=1)) / math.sqrt(count)
     return Interval(mean, mean - half, mean + half, count)
 
 
-def paired(arm: Mapping[int, float], reference: Mapping[int, float], *, level: float = LEVEL) -> Difference | None:
+def paired(arm: Mapping[int, float], reference: Mapping[int, float]) -> Difference | None:
     """The difference arm − reference over their common seeds; None if they have none.
 
     >>> print(paired({0: 0.5, 1: 0.7, 2: 0.6}, {0: 0.4, 1: 0.5, 2: 0.5}))
@@ -85,7 +84,7 @@ def paired(arm: Mapping[int, float], reference: Mapping[int, float], *, level: f
     if not seeds:
         return None
     differences = [arm[seed] - reference[seed] for seed in seeds]
-    interval = t_interval(differences, level=level)
+    interval = t_interval(differences)
     if len(seeds) < SEEDS_FOR_INTERVAL:
         return Difference(interval.mean, None, None, len(seeds), note=interval.note, values=interval.values)
     if _flat(differences):
@@ -100,9 +99,6 @@ def holm(p_values: Mapping[str, float | None]) -> dict[str, float | None]:
     """Holm's step-down p values, which keep the chance of any false finding among all arms below the level.
 
     What has no p value takes no part, and gets none.
-
-    >>> holm({"a": 0.01, "b": 0.04, "c": 0.03, "d": None})
-    {'a': 0.03, 'b': 0.06, 'c': 0.06, 'd': None}
     """
     known = sorted((p, name) for name, p in p_values.items() if p is not None)
     out: dict[str, float | None] = dict.fromkeys(p_values)
@@ -115,11 +111,7 @@ def holm(p_values: Mapping[str, float | None]) -> dict[str, float | None]:
 
 def scipy_stats() -> Any:
     """`scipy.stats`, or an error that says how to install it."""
-    try:
-        import scipy.stats
-    except ImportError as error:
-        raise ImportError(f"intervals need scipy: {install('lab')}") from error
-    return scipy.stats
+    return require("scipy.stats", "lab", "an interval")
 
 
 def _too_few(values: Sequence[float]) -> Interval | None:

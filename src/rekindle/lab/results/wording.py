@@ -19,19 +19,11 @@ class Measure:
 
     @property
     def axis(self) -> str:
-        """For the side of a picture.
-
-        >>> measure("test_accuracy").axis
-        'test accuracy, %'
-        """
+        """For the side of a picture."""
         return f"{self.name}, {self.unit}" if self.unit else self.name
 
     def number(self, value: float | None) -> str:
-        """The value without its unit, with as many digits as the seeds can resolve.
-
-        >>> measure("test_accuracy").number(0.4634), measure("test_loss").number(2.23)
-        ('46.3', '2.230')
-        """
+        """The value without its unit, with as many digits as the seeds can resolve."""
         if value is None:
             return "–"
         return _fixed(value * self.times, 1 if self.times == 100 else _decimals(value))
@@ -45,12 +37,7 @@ class Measure:
         return self._with_unit(self.number(value)) if value is not None else "–"
 
     def ends(self, found: Interval) -> str:
-        """The ends of an interval; the values themselves where there are too few for one; else nothing.
-
-        >>> shares = measure("test_accuracy")
-        >>> shares.ends(Interval(0.46, 0.45, 0.47, 5)), shares.ends(Interval(0.46, None, None, 2, values=(0.45, 0.47)))
-        ('[45.0, 47.0]', '(45.0, 47.0)')
-        """
+        """The ends of an interval; the values themselves where there are too few for one; else nothing."""
         return _bracketed(found, self.number)
 
     def difference(self, value: float | None) -> str:
@@ -66,20 +53,12 @@ class Measure:
         return f"{sign}{shown}"
 
     def difference_ends(self, found: Difference) -> str:
-        """The same for a difference, each with its sign.
-
-        >>> measure("test_accuracy").difference_ends(Difference(0.005, -0.01, 0.02, 5))
-        '[−1.0, +2.0]'
-        """
+        """The same for a difference, each with its sign."""
         return _bracketed(found, self.difference)
 
     @property
     def step(self) -> str:
-        """The unit of a difference, for sentences.
-
-        >>> measure("test_accuracy").step, measure("test_loss").step
-        ('points', 'nats')
-        """
+        """The unit of a difference, for sentences."""
         return "points" if self.unit == "%" else self.unit
 
     def _with_unit(self, shown: str) -> str:
@@ -124,20 +103,12 @@ MEASURES = {
 
 
 def measure(name: str) -> Measure:
-    """What is known about a measure; an unknown one is shown under its own name.
-
-    >>> measure("old_loss").name, measure("some_thing").name
-    ('loss on earlier tasks', 'some thing')
-    """
+    """What is known about a measure; an unknown one is shown under its own name."""
     return MEASURES.get(name) or Measure(name.replace("_", " "))
 
 
 def duration(seconds: float | None) -> str:
-    """A duration as text.
-
-    >>> duration(0.0031), duration(42.4), duration(312), duration(None)
-    ('3 ms', '42 s', '5 min 12 s', '–')
-    """
+    """A duration as text."""
     if seconds is None:
         return "–"
     if seconds < 1:
@@ -150,20 +121,12 @@ def duration(seconds: float | None) -> str:
 
 
 def chance(p: float | None) -> str:
-    """A p value as text.
-
-    >>> chance(0.00002), chance(0.034), chance(None)
-    ('< 0.001', '0.034', '–')
-    """
+    """A p value as text."""
     return "–" if p is None else "< 0.001" if p < 0.001 else f"{p:.2f}" if p >= 0.1 else f"{p:.3f}"
 
 
 def ordinal(place: int) -> str:
-    """A rank as text: first, second, …
-
-    >>> [ordinal(place) for place in (1, 2, 3, 11, 22)]
-    ['first', 'second', 'third', '11th', '22nd']
-    """
+    """A rank as text: first, second, …"""
     spelled = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth")
     if place <= len(spelled):
         return spelled[place - 1]

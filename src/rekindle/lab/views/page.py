@@ -1,25 +1,32 @@
 """render(): the page of a study. What was found first, then tables, curves, differences, retention, health, reasons.
 
-It takes what `Results.to_dict()` gives, and uses the same layout as the page of a checkpoint.
+It uses the same layout as the page of a checkpoint. `learning` and its like are the pictures that a study has.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+import platform
+from collections.abc import Sequence
 from typing import Any
 
 from rekindle.extras import install
-from rekindle.lab.results.comparison import FIRE, ArmComparison, comparisons
-from rekindle.lab.results.wording import duration
-from rekindle.lab.views import figures
+from rekindle.lab.results import Results
+from rekindle.lab.results.comparison import FIRE, NOTHING, ArmComparison
+from rekindle.lab.results.statistics import SEEDS_FOR_INTERVAL
+from rekindle.lab.results.wording import duration, measure
+from rekindle.lab.settings import RETURNS
+from rekindle.lab.views import NOT_YET, call, columns, sentences, won
 from rekindle.lab.views.atlas import Atlas
-from rekindle.lab.views.svg import STYLE, Picture, colors
-from rekindle.lab.views.text import NOT_YET, call, columns, sentences, won
+from rekindle.lab.views.plots import Line, Whisker, curves, forest
+from rekindle.lab.views.svg import COLORS, STYLE, Picture, colors
 from rekindle.report.page import document, source
 from rekindle.report.view import Headline
 from rekindle.report.words import listed, plural
 
 _HERE = "rekindle.lab.views"
+_KNOWN_FIRST = (FIRE, NOTHING, "full-reset")
+_HEALTH = ("dormant", "effective_rank", "dfi", "norm")
 _WORDS = """
 stream | a sequence of tasks, or data that grow, which a network learns one after the other.
 arm | one remedy with its settings. All arms of a seed see the same data, in the same order, from one start.
@@ -34,27 +41,26 @@ DfI | deviation from isometry at the matrix's own scale: 0 is an isometry.
 """
 
 
-def render(data: Mapping[str, Any]) -> str:
-    """The whole page as text.
+def render(results: Results, command: str = "") -> str:
+    """The whole page as text, with the command that made the study.
 
-    >>> page = render({"study": {"name": "empty"}, "settings": {}, "runs": []})
+    >>> page = render(Results({"name": "empty"}, ()))
     >>> page.startswith("<!doctype html>"), "No run has finished yet." in page
     (True, True)
     """
-    found = comparisons(data)
-    study: Mapping[str, Any] = data.get("study") or {}
+    found = list(results.comparisons.values())
     return document(
         "study.html",
         packages=("rekindle.report", _HERE),
-        title=f"Laboratory: {study.get('name', 'a study')}",
+        title=f"Laboratory: {results.study['name']}",
         facts=_facts(found),
         first=_first(found),
         script=f"{source('script.js')}\n{source('page.js', _HERE)}",
         data={},
         style=source("page.css", _HERE) + STYLE,
-        over_all=[_atlas(found).figure()] if len(found) > 1 and any(each.ranked for each in found) else [],
+        over_all=[Atlas.of(found).picture().figure()] if len(found) > 1 and any(each.ranked for each in found) else [],
         streams=[_stream(each, alone=len(found) == 1) for each in found],
-        made=_made(data, study),
+        made=_made(results, command),
         words=listed(_WORDS),
     )
 
@@ -88,14 +94,10 @@ def _first(found: Sequence[ArmComparison]) -> Headline:
     return Headline("plan", "Result", sentence, tuple(more))
 
 
-def _atlas(found: Sequence[ArmComparison]) -> Picture:
-    return Atlas.of(found).picture()
-
-
 def _stream(found: ArmComparison, *, alone: bool) -> dict[str, Any]:
     """One stream as the template takes it."""
     shown = columns(found) if found.ranked else []
-    ink = colors(figures.shown_arms(found))
+    ink = colors(shown_arms(found))
     return {
         "name": found.name,
         "alone": alone,
@@ -112,10 +114,10 @@ def _stream(found: ArmComparison, *, alone: bool) -> dict[str, Any]:
             for at, arm in enumerate(found.ranked)
         ],
         "pictures": [
-            _pictures("Learning, task by task", figures.learning(found)),
-            _pictures("Against doing nothing", figures.differences(found)),
-            _pictures("What is kept of earlier tasks", figures.retention(found), paired=True),
-            _pictures("Health over time", figures.health(found), paired=True),
+            _pictures("Learning, task by task", learning(found)),
+            _pictures("Against doing nothing", differences(found)),
+            _pictures("What is kept of earlier tasks", retention(found), paired=True),
+            _pictures("Health over time", health(found), paired=True),
         ],
         "reasons": [("Refused, and why", found.refused), ("Failed", found.failed)],
     }
@@ -135,9 +137,103 @@ def _pictures(heading: str, drawn: Sequence[Picture], *, paired: bool = False) -
     return {"heading": heading, "kind": "pair" if paired else "one", "drawn": [each.figure() for each in drawn]}
 
 
-def _made(data: Mapping[str, Any], study: Mapping[str, Any]) -> dict[str, Any]:
-    line = study.get("command") or f"rekindle lab run {study.get('name', 'STUDY')}"
-    made = data.get("made") or {}
-    versions = ", ".join(f"{key} {value}" for key, value in (made.get("versions") or {}).items())
-    note = "; ".join(filter(None, (versions, versions and made.get("platform"), made.get("code"))))
-    return {"lines": [install("lab"), line], "note": note}
+def _made(results: Results, command: str) -> dict[str, Any]:
+    versions = ", ".join(f"{key} {value}" for key, value in results.versions().items())
+    note = "; ".join(filter(None, (versions, versions and platform.platform(), results.provenance())))
+    return {"lines": [install("lab"), command or f"rekindle lab run {results.study['name']}"], "note": note}
+
+
+# The pictures
+
+
+def shown_arms(comparison: ArmComparison) -> list[str]:
+    """The arms that get a color: FIRE, nothing and the full reset, then the best of the others."""
+    first = [arm for arm in _KNOWN_FIRST if arm in comparison.values]
+    rest = [arm for arm in comparison.ranked if arm not in first][: COLORS - len(_KNOWN_FIRST)]
+    # In the order of the study, so that a color does not change with the result where all arms have one.
+    return [*first, *(arm for arm in comparison.values if arm in rest)]
+
+
+def learning(comparison: ArmComparison) -> list[Picture]:
+    """The headline over the tasks, and the test measure beside it where it means something."""
+    drawn, setting, classes = [], comparison.setting, comparison.classes
+    # Test accuracy of random labels is chance by construction: no picture.
+    other = {"online_accuracy": "test_accuracy", "online_loss": "test_loss"}.get(setting.headline)
+    for key in (setting.headline, *([other] if other and "random" not in setting.stream else [])):
+        share = measure(key).unit == "%"
+        count = len(comparison.seeds)
+        few = f"{'One seed' if count == 1 else 'Two seeds'}: no intervals."
+        more = {
+            "level": (100.0 / classes, "chance") if share and classes else None,
+            "start": 0.0 if share else None,
+            "note": few if count < SEEDS_FOR_INTERVAL else f"Mean over {count} seeds with its 95 % interval.",
+        }
+        drawn += _curves(comparison, f"{_capital(measure(key).name)} on each task", key, **more)
+    return drawn
+
+
+def differences(comparison: ArmComparison) -> list[Picture]:
+    """Each arm minus doing nothing."""
+    measured, whiskers = comparison.headline, []
+    for arm in comparison.ranked:
+        difference = comparison.against(arm, NOTHING) if arm != NOTHING else None
+        if difference is not None:
+            low, high = (None if end is None else measured.times * end for end in (difference.low, difference.high))
+            whiskers.append(Whisker(arm, measured.times * difference.mean, low, high))
+    if not whiskers:
+        return []
+    better, worse = ("better", "worse") if measured.higher else ("worse", "better")
+    return [
+        forest(
+            f"{_capital(measured.name)}: each arm minus doing nothing, paired by seed",
+            whiskers,
+            x=f"difference, {measured.step}" if measured.step else "difference",
+            better=better,
+            worse=worse,
+            named=shown_arms(comparison),
+        )
+    ]
+
+
+def retention(comparison: ArmComparison) -> list[Picture]:
+    """What is left of earlier tasks right after the remedy, and at the end of each task."""
+    key = "old_accuracy" if comparison.headline.unit == "%" else "old_loss"
+    name, size = _capital(measure(key).name), (640, 300)
+    return [
+        *_curves(comparison, f"{name}, when a task begins, right after the remedy", f"{key}_start", size=size),
+        *_curves(comparison, f"{name}, when a task ends", key, size=size),
+    ]
+
+
+def health(comparison: ArmComparison) -> list[Picture]:
+    """Measures of the network at the end of each task."""
+    options: dict[str, Any] = {"start": 0.0, "size": (640, 280)}
+    drawn = (_curves(comparison, _capital(measure(key).name), "health", key, **options) for key in _HEALTH)
+    return [picture for pictures in drawn for picture in pictures]
+
+
+def _curves(comparison: ArmComparison, title: str, *keys: str, **options: Any) -> list[Picture]:
+    lines, axis = _lines(comparison, *keys), measure(keys[-1].removesuffix("_start")).axis
+    return [curves(title, lines, x="task", y=axis, named=shown_arms(comparison), **options)] if lines else []
+
+
+def _lines(comparison: ArmComparison, *keys: str) -> list[Line]:
+    """Curves of a measure in its unit; a band ends where the measure does, whatever few seeds make of its interval."""
+    measured = measure(keys[-1].removesuffix("_start"))
+    bottom = -math.inf if keys[-1] in RETURNS else 0.0
+    top = 100.0 if measured.unit == "%" else math.inf
+    lines = []
+    for arm in comparison.arms:
+        curve = comparison.curve(arm, *keys)
+        if curve is not None:
+            mean, low, high = (
+                [None if value is None else measured.times * value for value in curve[end]]
+                for end in ("mean", "low", "high")
+            )
+            ends = ([None if value is None else min(max(value, bottom), top) for value in end] for end in (low, high))
+            lines.append(Line(arm, range(1, len(mean) + 1), mean, *ends))
+    return lines
+
+
+def _capital(words: str) -> str:
+    return words[0].upper() + words[1:]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rekindle.lab.views.svg import PHONE, Picture, apart, colors, label, labelled, rule, ticks, wide
+from rekindle.lab.views.svg import PHONE, Picture, apart, colors, label, labeled, rule, ticks, wide
 from rekindle.report.markup import element, joined
 from rekindle.report.words import number
 
@@ -60,12 +60,8 @@ def curves(
 ) -> Picture:
     """Lines with bands, each with its name at its end; on a phone the names stand below.
 
-    `named` are the ones in color, and their order (all by default); the others are thin and grey. `level` is a
+    `named` are the ones in color, and their order (all by default); the others are thin and gray. `level` is a
     dotted line with its name, such as chance. `start` is a value that the axis has to hold, such as 0.
-
-    >>> drawn = curves("Accuracy", [Line("fire", [1, 2], [0.5, 0.6])], x="task", y="accuracy")
-    >>> drawn.described
-    'Accuracy: fire from 0.5 to 0.6.'
     """
     lines = [line for line in lines if any(value is not None for value in line.y)]
     named = [line.name for line in lines] if named is None else [n for n in named if any(n == li.name for li in lines)]
@@ -76,7 +72,7 @@ def curves(
     marked = ticks(min(every), max(every))
     places = [place for line in lines for place in line.x] or [0.0, 1.0]
     first, last = min(places), max(places)
-    shown = labelled(marked)
+    shown = labeled(marked)
     left, right = 34 + max(map(wide, shown)), 22 + max([wide(name) for name in ink], default=0.0)
     if phone:
         size, right = (PHONE, 240.0), 8.0
@@ -90,9 +86,8 @@ def curves(
         dotted = f"M{left:.1f},{at:.1f} H{size[0] - right:.1f}"
         marks.append(element("path", class_="zero", stroke_dasharray="2 4", d=dotted))
         marks.append(label(level[1], left + 6, at - 5))
-    order = sorted(lines, key=lambda line: named.index(line.name) if line.name in ink else -1, reverse=False)
-    # Grey first, then from the last named to the first: what matters most lies on top.
-    order = [li for li in order if li.name not in ink] + [li for li in reversed(order) if li.name in ink]
+    # Gray first, then from the last named to the first: what matters most lies on top.
+    order = sorted(lines, key=lambda line: -named.index(line.name) if line.name in ink else -len(named))
     marks += [_band(line, ink.get(line.name, "rest"), across, down) for line in order]
     marks += [_curve(line, ink.get(line.name, "rest"), across, down) for line in order]
     ends = {line.name: down(_last(line.y)) for line in lines if ink.get(line.name, "rest") != "rest"}
@@ -103,12 +98,12 @@ def curves(
         edge = size[0] - right
         marks.append(rule(edge + 2, ends[name], edge + 11, at, f"lead {ink[name]}"))
         marks.append(label(name, edge + 14, at + 4, kind=f"name {ink[name]}"))
-    grey = sum(ink.get(line.name, "rest") == "rest" for line in lines)
+    gray = sum(ink.get(line.name, "rest") == "rest" for line in lines)
     told = "; ".join(
         f"{line.name} from {number(next(v for v in line.y if v is not None))} to {number(_last(line.y))}"
         for line in lines
     )
-    more = f"{grey} more in grey; point at a line for its name." if grey else ""
+    more = f"{gray} more in gray; point at a line for its name." if gray else ""
     small = None
     if not phone:
         small = curves(title, lines, x=x, y=y, named=named, level=level, start=start, phone=True)
@@ -141,10 +136,6 @@ def forest(
     """Differences with their intervals around a line at zero, the numbers beside them; on a phone above them.
 
     `better` and `worse` say what lies to the right and to the left of zero; `named` are the arms in color.
-
-    >>> drawn = forest("Against nothing", [Whisker("fire", 0.3, 0.2, 0.4)], x="difference in accuracy")
-    >>> drawn.described
-    'Against nothing: fire +0.300 [+0.200, +0.400].'
     """
     ends = [v for each in intervals for v in (each.value, each.low, each.high) if v is not None]
     marked = ticks(min([0.0, *ends]), max([0.0, *ends]), 6)
@@ -165,7 +156,7 @@ def forest(
     bottom = height - 58 - 16 * phone
     marks: list[Any] = [rule(across(v), 10, across(v), bottom, "zero" if v == 0 else "grid") for v in marked]
     marks += [
-        label(s, across(v), bottom + 16, "middle") for v, s in zip(marked, labelled(marked, signed=True), strict=True)
+        label(s, across(v), bottom + 16, "middle") for v, s in zip(marked, labeled(marked, signed=True), strict=True)
     ]
     below = textwrap.wrap(x, 44) if phone else [x]
     for place, part in enumerate(below):
@@ -290,7 +281,3 @@ def _signed(value: float, decimals: int) -> str:
 
 def _last(values: Sequence[float | None]) -> float:
     return next(value for value in reversed(values) if value is not None)
-
-
-def _span(values: Sequence[float]) -> tuple[float, float]:
-    return (min(values), max(values)) if values else (0.0, 1.0)

@@ -55,11 +55,7 @@ PHONE = 330.0  # wide on a phone of 390 pixels, margins and card taken off
 
 
 def colors(names: Sequence[str]) -> dict[str, str]:
-    """A class for each name: the known ones their own, the next ones in turn, and grey where colors run out.
-
-    >>> colors(["fire", "nothing", "redo"])
-    {'fire': 'k1', 'nothing': 'k0', 'redo': 'k3'}
-    """
+    """A class for each name: the known ones their own, the next ones in turn, and gray where colors run out."""
     taken = {name: f"k{_FIXED[name]}" for name in names if name in _FIXED}
     free = iter(f"k{at}" for at in range(len(_FIXED), COLORS))
     return {name: taken.get(name) or next(free, "rest") for name in names}
@@ -78,11 +74,7 @@ class Picture:
     narrow: Picture | None = None  # the same for a phone
 
     def figure(self) -> Markup:
-        """For the page, whose style colors it.
-
-        >>> Picture("A", "nothing", 10, 10, "").figure().startswith('<figure class="picture">')
-        True
-        """
+        """For the page, whose style colors it."""
         kinds = [(self, "pic")] if self.narrow is None else [(self, "pic large"), (self.narrow, "pic small")]
         drawings = [each._drawing(kind, self.described) for each, kind in kinds]
         return element(
@@ -99,11 +91,7 @@ class Picture:
         return element("svg", self.marks, class_=kind, **size, role="img", aria_label=described)
 
     def file(self) -> str:
-        """An SVG file with its own style: follows the reader's light or dark, on a ground of its own.
-
-        >>> Picture("A", "nothing", 10, 10, "").file().startswith("<svg xmlns=")
-        True
-        """
+        """An SVG file with its own style: follows the reader's light or dark, on a ground of its own."""
         high = self.height + _HEADING
         drawing = element(
             "svg",
@@ -125,13 +113,7 @@ class Picture:
 
 
 def ticks(low: float, high: float, about: int = 5) -> list[float]:
-    """Round numbers that span from `low` to `high`, both included.
-
-    >>> ticks(0.13, 0.52)
-    [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]
-    >>> ticks(0.0, 0.0)  # no share, count or norm is below zero
-    [0.0, 0.25, 0.5, 0.75, 1.0]
-    """
+    """Round numbers that span from `low` to `high`, both included."""
     if high <= low:
         spread = abs(low) * 0.1
         low, high = low - spread, high + (spread or 1.0)
@@ -142,12 +124,8 @@ def ticks(low: float, high: float, about: int = 5) -> list[float]:
     return [float(f"{at * step:.10g}") for at in range(first, last + 1)]
 
 
-def labelled(values: Sequence[float], *, signed: bool = False) -> list[str]:
-    """Ticks as text with as many decimals as their step needs.
-
-    >>> labelled([0.0, 0.25, 0.5]), labelled([-1.0, 0.0, 1.0], signed=True)
-    (['0.00', '0.25', '0.50'], ['−1', '0', '+1'])
-    """
+def labeled(values: Sequence[float], *, signed: bool = False) -> list[str]:
+    """Ticks as text with as many decimals as their step needs."""
     step = min((b - a for a, b in pairwise(values)), default=1.0)
     decimals = next((d for d in range(7) if abs(round(step, d) - step) < 1e-9 * max(1.0, step)), 6)
     found = []
@@ -158,16 +136,12 @@ def labelled(values: Sequence[float], *, signed: bool = False) -> list[str]:
 
 
 def apart(wanted: Mapping[str, float], gap: float, low: float, high: float) -> dict[str, float]:
-    """Heights for labels as near as possible to where they belong, at least `gap` apart and within bounds.
-
-    >>> apart({"a": 10.0, "b": 11.0}, 10, 0, 100)
-    {'a': 5.5, 'b': 15.5}
-    """
+    """Heights for labels as near as possible to where they belong, at least `gap` apart and within bounds."""
     order = sorted(wanted, key=lambda name: wanted[name])
-    # Neighbours that would touch are joined into a group, which sits where its members' mean is.
+    # Neighbors that would touch are joined into a group, which sits where its members' mean is.
     groups: list[list[str]] = [[name] for name in order]
 
-    def centre(group: list[str]) -> float:
+    def center(group: list[str]) -> float:
         half = gap * (len(group) - 1) / 2
         mean = sum(wanted[name] for name in group) / len(group)
         return min(max(mean, low + half), max(high - half, low + half))
@@ -178,40 +152,28 @@ def apart(wanted: Mapping[str, float], gap: float, low: float, high: float) -> d
         for at in range(len(groups) - 1):
             first, second = groups[at], groups[at + 1]
             room = gap * (len(first) + len(second)) / 2
-            if centre(second) - centre(first) < room - 1e-9:
+            if center(second) - center(first) < room - 1e-9:
                 groups[at : at + 2] = [first + second]
                 joined = True
                 break
     return {
-        name: centre(group) + gap * (at - (len(group) - 1) / 2) for group in groups for at, name in enumerate(group)
+        name: center(group) + gap * (at - (len(group) - 1) / 2) for group in groups for at, name in enumerate(group)
     }
 
 
 def wide(words: str) -> float:
-    """About how many units a label takes.
-
-    >>> wide("nothing") > wide("fire")
-    True
-    """
+    """About how many units a label takes."""
     return 7.4 * len(words)
 
 
 def label(
     said: str, x: float, y: float, anchor: str | None = None, kind: str | None = None, turn: bool = False
 ) -> Markup:
-    """A text, upright or turned.
-
-    >>> label("a<b", 1, 2)
-    Markup('<text x="1.0" y="2.0">a&lt;b</text>')
-    """
+    """A text, upright or turned."""
     turned = f"rotate(-90 {x:.1f} {y:.1f})" if turn else None
     return element("text", said, x=float(x), y=float(y), class_=kind, text_anchor=anchor, transform=turned)
 
 
 def rule(x1: float, y1: float, x2: float, y2: float, kind: str) -> Markup:
-    """A straight line.
-
-    >>> rule(0, 0, 1, 1, "grid")
-    Markup('<line class="grid" x1="0.0" y1="0.0" x2="1.0" y2="1.0"/>')
-    """
+    """A straight line."""
     return element("line", class_=kind, x1=float(x1), y1=float(y1), x2=float(x2), y2=float(y2))

@@ -18,7 +18,7 @@ from rich.text import Text
 from rekindle.lab.results.comparison import ArmComparison
 from rekindle.lab.results.wording import duration, measure
 from rekindle.lab.tuning import SEEDS, tuned_name
-from rekindle.lab.views.text import ArmColumn, columns, sentences
+from rekindle.lab.views import ArmColumn, columns, sentences
 from rekindle.report.words import printable
 
 if TYPE_CHECKING:
@@ -42,17 +42,15 @@ class Board:
         self.values: dict[str, dict[str, dict[int, list[float]]]] = {}
         self.measures: dict[str, str] = {}
         self.now = ""
-        self.done, self.total, self.running = 0, 0, 0
+        self.done, self.total = 0, 0
+        self.left: float | None = None
         self.notes: list[str] = []
-        self._begun = self._told = time.monotonic()
-        self._left: float | None = None
-        self._share = 0.0
+        self._begun, self._share = time.monotonic(), 0.0
 
     def __call__(self, event: Event) -> None:
         """Process one event."""
         run, row = event.run, event.row
-        self.done, self.total, self.running = event.done, event.total, event.running
-        self._told, self._left = time.monotonic(), event.left
+        self.done, self.total, self.left = event.done, event.total, event.left
         setting = run.setting.name
         self.measures[setting] = run.setting.headline
         if event.kind == "task":
@@ -68,22 +66,17 @@ class Board:
             if line not in self.notes:
                 self.notes.append(line)
 
-    @property
-    def left(self) -> float | None:
-        """Seconds to go, counted down between events."""
-        return None if self._left is None else max(0.0, self._left - (time.monotonic() - self._told))
-
     def share(self) -> float:
         """How much of the time is over; it never decreases."""
-        left, spent = self.left, time.monotonic() - self._begun
-        if left is not None:
-            self._share = max(self._share, spent / max(spent + left, 1e-9))
+        if self.left is not None:
+            spent = time.monotonic() - self._begun
+            self._share = max(self._share, spent / max(spent + self.left, 1e-9))
         return self._share
 
     def __rich_console__(self, console: Console, options: Any) -> Iterator[RenderableType]:
         """The bar, then the table of the setting of the latest event."""
-        share, left = self.share(), self.left
-        told = f"{duration(left)} left" if left is not None else "measuring the time"
+        share = self.share()
+        told = f"{duration(self.left)} left" if self.left is not None else "measuring the time"
         line = Table.grid(padding=(0, 2))
         line.add_row(
             Text(self.title, "bold"),
@@ -104,47 +97,37 @@ class Board:
         tasks = sorted({task for each in values.values() for task in each})
         room = max(2, (width - _NAME) // _CELL)
         shown = tasks if len(tasks) <= room else [tasks[0], *tasks[-(room - 1) :]]
-        known = [arm for arm in self.arms if arm in values]
-        known += [arm for arm in values if arm not in known]
+        known = [*(arm for arm in self.arms if arm in values), *(arm for arm in values if arm not in self.arms)]
         means = {arm: {task: fmean(values[arm][task]) for task in shown if values[arm].get(task)} for arm in known}
-        best = {
-            task: (max if measured.higher else min)((m[task] for m in means.values() if task in m), default=None)
-            for task in shown
-        }
+        choose = max if measured.higher else min
+        best = {task: choose((m[task] for m in means.values() if task in m), default=None) for task in shown}
         table = Table(box=None)
         table.add_column("", no_wrap=True, max_width=_NAME)
         for task in shown:
             table.add_column(str(task + 1), justify="right", no_wrap=True, header_style="dim")
         for arm in known[:_MOST_ARMS]:
-            cells = []
-            for task in shown:
-                mean = means[arm].get(task)
-                if mean is None:
-                    cells.append(Text("·", "dim"))
-                else:
-                    cells.append(Text(_short(mean * measured.times), "bold green" if mean == best[task] else ""))
+            cells = [Text("·", "dim")] * len(shown)
+            for at, task in enumerate(shown):
+                if (mean := means[arm].get(task)) is not None:
+                    value = mean * measured.times
+                    text = f"{value:.0f}" if abs(value) >= 10 else f"{value:.2f}"
+                    cells[at] = Text(text, "bold green" if mean == best[task] else "")
             table.add_row(Text(arm, "bold" if arm == "fire" else ""), *cells)
         return table
 
 
-def _short(value: float) -> str:
-    return f"{value:.0f}" if abs(value) >= 10 else f"{value:.2f}"
-
-
 @contextmanager
-def live(board: Board, *, quiet: bool = False) -> Iterator[Any]:
+def live(board: Board) -> Iterator[Any]:
     """The board on stderr while the block runs, plain lines where that is no terminal; yields what takes the events."""
     console = Console(stderr=True)
-    if quiet:
-        yield None
-    elif not console.is_terminal:
-        yield _Lines(board)
+    if not console.is_terminal:
+        yield _Log(board)
     else:
         with Live(board, console=console, refresh_per_second=4, transient=True):
             yield board
 
 
-class _Lines:
+class _Log:
     """Progress for a log: a line when a run is done, and every so often in between."""
 
     def __init__(self, board: Board) -> None:
@@ -153,18 +136,13 @@ class _Lines:
     def __call__(self, event: Event) -> None:
         board = self.board
         board(event)
-        for note in board.notes[self._notes :]:
-            self._write(note)
-        self._notes = len(board.notes)
+        lines, self._notes = board.notes[self._notes :], len(board.notes)
         if board.done != self._done or time.monotonic() - self._written > _EVERY:
-            self._done = board.done
             left = f", {duration(board.left)} left" if board.left is not None else ""
-            self._write(f"{board.title}: {board.done} of {board.total} runs{left}")
-
-    def _write(self, line: str) -> None:
-        self._written = time.monotonic()
-        sys.stderr.write(f"{printable(line)}\n")
-        sys.stderr.flush()
+            self._done, lines = board.done, [*lines, f"{board.title}: {board.done} of {board.total} runs{left}"]
+        for line in lines:
+            self._written = time.monotonic()
+            print(printable(line), file=sys.stderr, flush=True)
 
 
 def tables(listed: Sequence[ArmComparison], width: int) -> RenderableType:

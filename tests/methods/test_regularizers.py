@@ -1,4 +1,4 @@
-"""Regularisers: value and gradient against the formula in float64, coupled and decoupled."""
+"""Regularizers: value and gradient against the formula in float64, coupled and decoupled."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from torch import nn
 
 import zoo_models
 from rekindle.initial import UnknownStart, snapshot
-from rekindle.methods import IsometryLoss, L2Init, Parseval, SpectralRegulariser, WeightDecay
+from rekindle.methods import IsometryLoss, L2Init, Parseval, SpectralRegularizer, WeightDecay
 
 
 def net():
@@ -150,9 +150,9 @@ def test_fused_weights_are_split_as_in_the_plan():
     assert term == pytest.approx(parseval_reference([part.T for part in weight.chunk(3, 1)], 1.0))
 
 
-def test_spectral_regulariser_matches_the_svd():
+def test_spectral_regularizer_matches_the_svd():
     model = net()
-    method = SpectralRegulariser(0.7, k=2, iterations=200)
+    method = SpectralRegularizer(0.7, k=2, iterations=200)
     term = method.loss_term(model)
     expected = 0.0
     for w in (model[0].weight, model[4].weight, model[6].weight):
@@ -169,19 +169,19 @@ def test_spectral_regulariser_matches_the_svd():
 
 def test_one_power_step_a_call_follows_slow_changes():
     model = net()
-    method = SpectralRegulariser(1.0)
+    method = SpectralRegularizer(1.0)
     for _ in range(60):
         value = method.loss_term(model).item()
         with torch.no_grad():
             model[4].weight.mul_(1.001)
-    exact = SpectralRegulariser(1.0, iterations=300).loss_term(model).item()
+    exact = SpectralRegularizer(1.0, iterations=300).loss_term(model).item()
     assert value == pytest.approx(exact, rel=0.05)
-    again = SpectralRegulariser(1.0)
+    again = SpectralRegularizer(1.0)
     again.load_state_dict(method.state_dict())
     assert again.loss_term(model).item() == pytest.approx(method.loss_term(model).item(), rel=1e-6)
 
 
-@pytest.mark.parametrize("make", [L2Init, Parseval, SpectralRegulariser, IsometryLoss])
+@pytest.mark.parametrize("make", [L2Init, Parseval, SpectralRegularizer, IsometryLoss])
 def test_decoupled_step_is_lr_times_the_gradient_and_leaves_moments(make):
     model = net()
     method = make(0.3)
@@ -192,7 +192,7 @@ def test_decoupled_step_is_lr_times_the_gradient_and_leaves_moments(make):
     adam = torch.optim.Adam(
         [{"params": model[0].parameters(), "lr": 0.5}, {"params": model[1:].parameters(), "lr": 0.01}]
     )
-    if isinstance(method, SpectralRegulariser):
+    if isinstance(method, SpectralRegularizer):
         method.iterations = 200
     wanted = gradients(method.loss_term(model), model)
     before = snapshot(model)

@@ -32,7 +32,7 @@ from rekindle.projection.targets import Scale, Targets
 from rekindle.sharding.team import refuse_shards
 
 
-class Regulariser(Remedy):
+class Regularizer(Remedy):
     """coefficient · penalty(model), as a term of the loss (`loss_term`) or decoupled (`__call__`).
 
     The decoupled form is what AdamW is to Adam: after the optimizer's step, θ ← θ − lr·∇(coefficient·penalty), with
@@ -77,12 +77,16 @@ class Regulariser(Remedy):
             if not bool(torch.isfinite(gradient).all()):
                 raise ValueError(f"the penalty's gradient for {name!r} is NaN or Inf; nothing was changed")
         records = []
+        unmoved = {n: "the penalty does not depend on it" for n in named if n not in steps}
         with torch.no_grad():
             for name, (parameter, gradient) in steps.items():
-                parameter.sub_(gradient, alpha=rates[id(parameter)])
+                new = parameter.sub(gradient, alpha=rates[id(parameter)])
+                if torch.equal(new, parameter):
+                    unmoved[name] = "its step is lost in rounding"
+                    continue
+                parameter.copy_(new)
                 moved = rates[id(parameter)] * gradient.norm().item()
                 records.append(BlockRecord(name, sfe=moved**2, values={"moved": moved}))
-        unmoved = {n: "the penalty does not depend on it" for n in named if n not in steps}
         return Receipt(self.name, tuple(records), unmoved, optimizer=StateReset("none"))
 
 
@@ -92,7 +96,7 @@ def learning_rates(optimizer: Any) -> Mapping[int, float]:
     return {id(parameter): float(group["lr"]) for group in groups for parameter in group["params"]}
 
 
-class WeightDecay(Regulariser):
+class WeightDecay(Regularizer):
     """(coefficient/2)·‖θ‖² (Krogh & Hertz, 1991); decoupled it is AdamW's θ ← (1 − lr·coefficient)·θ.
 
     >>> model = nn.Linear(1, 1, bias=False)
@@ -118,8 +122,8 @@ class WeightDecay(Regulariser):
         return 0.5 * torch.stack([share.of(share.parameter).square().sum() for share in chosen]).sum()
 
 
-class L2Init(Regulariser, FromStart):
-    """Regenerative regularisation (Kumar, Marklund & Van Roy, 2023): coefficient·‖θ − θ₀‖².
+class L2Init(Regularizer, FromStart):
+    """Regenerative regularization (Kumar, Marklund & Van Roy, 2023): coefficient·‖θ − θ₀‖².
 
     θ₀ is the stored start: `remember(model)` while the model is new, or `initial=`.
 
@@ -141,7 +145,7 @@ class L2Init(Regulariser, FromStart):
         initial: Mapping[str, Tensor] | None = None,
         seed: int = 0,
     ) -> None:
-        Regulariser.__init__(self, coefficient, decoupled=decoupled, seed=seed)
+        Regularizer.__init__(self, coefficient, decoupled=decoupled, seed=seed)
         self._initial = dict(initial) if initial is not None else None
         self._fresh = None
         self.targets = targets
@@ -185,14 +189,14 @@ class L2Init(Regulariser, FromStart):
         return [(share, share.of(start[name])) for name, share in now.items()]
 
 
-class Parseval(Regulariser):
+class Parseval(Regularizer):
     """coefficient·Σ‖WWᵀ − scale·I‖²_F (Cissé et al., 2017; for plasticity Chung et al., 2024).
 
     A convolution is flattened to (out, in·kh·kw). The identity has the size of the rows, as published, which a
     matrix with out > in cannot reach; `side="smaller"` uses the smaller Gram matrix instead. The output head is not
     among the targets. Chung et al. set `scale` to the square of the gain of their orthogonal start (2 for ReLU) and
     the coefficient in proportion to 1/width². FIRE's form of it has `targets="layers"`, head included, and
-    `norms=True`: Σ(γ² − scale)² of the weight γ of each normalisation layer among the targets is added.
+    `norms=True`: Σ(γ² − scale)² of the weight γ of each normalization layer among the targets is added.
 
     >>> model = nn.Sequential(nn.Linear(4, 2, bias=False), nn.ReLU(), nn.Linear(2, 1))
     >>> _ = nn.init.orthogonal_(model[0].weight)
@@ -235,22 +239,22 @@ class Parseval(Regulariser):
         return weights, norm_scales(model, self.targets) if self.norms else []
 
 
-class SpectralRegulariser(Regulariser):
+class SpectralRegularizer(Regularizer):
     """coefficient·[Σ(σ_max(W)^k − 1)² + Σ(max|γ|^k − 1)² + Σ‖b‖^2k] (Lewandowski et al., 2024).
 
     What multiplies is pulled to one, what adds to zero: weights by their largest singular value (a convolution
-    flattened to (out, in·kh·kw)), scales γ of normalisation layers, biases b. σ_max comes from `iterations` steps of
-    a power iteration whose vectors are kept from call to call, as in spectral normalisation; k = 2 in the paper.
+    flattened to (out, in·kh·kw)), scales γ of normalization layers, biases b. σ_max comes from `iterations` steps of
+    a power iteration whose vectors are kept from call to call, as in spectral normalization; k = 2 in the paper.
     `targets="layers"` is the paper's: all of them. Other targets take the biases of the chosen weights, and the
-    normalisation layers that they name.
+    normalization layers that they name.
 
     >>> model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.ReLU(), nn.Linear(3, 1, bias=False))
     >>> _ = nn.init.eye_(model[0].weight), nn.init.constant_(model[2].weight, 3**-0.5)
-    >>> SpectralRegulariser(1.0).loss_term(model).item() < 1e-6
+    >>> SpectralRegularizer(1.0).loss_term(model).item() < 1e-6
     True
     """
 
-    name = "spectral-regulariser"
+    name = "spectral-regularizer"
 
     def __init__(
         self,
@@ -315,7 +319,7 @@ class SpectralRegulariser(Regulariser):
         self._vectors = dict(state["vectors"])
 
 
-class IsometryLoss(Regulariser):
+class IsometryLoss(Regularizer):
     """coefficient·Σ DfI(W, s)/k over all matrices: FIRE brings it to zero at once, this loss a little at each step.
 
     DfI is ‖(W/s)(W/s)ᵀ − I‖²_F on the smaller side, s the scale rule's value (measured ones are taken from the
@@ -365,6 +369,6 @@ class IsometryLoss(Regulariser):
 
 
 def norm_scales(model: nn.Module, targets: Targets) -> list[Parameter]:
-    """The trainable weights γ of the normalisation layers among the targets."""
+    """The trainable weights γ of the normalization layers among the targets."""
     found = [norm._parameters.get("weight") for norm in chosen_norms(model, targets).values()]
     return [weight for weight in found if weight is not None and weight.requires_grad]

@@ -5,18 +5,18 @@
     losses.sum().backward()
     stack.step()
 
-A model stays an ordinary module: what changes it in place (a remedy, an optimizer's reset) changes the stack. Two
-ways of doing the pass: where every weight belongs to a known layer the layers know that the batch has parts, and the
-rest of the forward pass sees one large batch; else `torch.func.vmap`. Both are compared with the models' own passes
-before they are used.
+A model stays an ordinary module: what changes it in place (a remedy, an optimizer's reset) changes the stack. Every
+weight must belong to a known layer: these know that the batch has parts, and the rest of the forward pass sees one
+large batch. Where all models see the same batch, `losses(batch)` is any `loss(model, batch)` for each, after
+`check(loss, batch)`, by `torch.func.vmap` where that is not so. Both are compared with the models' own passes first.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import groupby
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +26,25 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import cross_entropy
 from torch.optim import Adam, AdamW, Optimizer
 
+from rekindle.isolation import Loss, explained
+
 _CLOSE = 1e-3  # relative; a wrong pass is off by the size of the logits
+
+
+W = TypeVar("W")
+
+
+class WithLoss(nn.Module):
+    """The loss as a module's forward, so that torch.func can run the model with other tensors."""
+
+    def __init__(self, model: nn.Module, loss: Loss) -> None:
+        super().__init__()
+        self.model, self._loss = model, loss
+
+    def forward(self, batch: Any) -> Tensor:
+        """The loss of the model on a batch."""
+        with explained(self.model, batch):
+            return self._loss(self.model, batch)
 
 
 class Unstackable(Exception):
@@ -37,7 +55,8 @@ class Stack:
     """Parameters, buffers and Adam moments of equal models, in stacks whose first dimension is the model.
 
     The models' parameters keep their identity; their data become views. Optimizers are one Adam or AdamW per model,
-    with options of its own.
+    with options of its own, that `step` takes together, but for those `apart`, whose rate changes within a step.
+    Without optimizers only the passes are those of the stack.
 
     >>> models = [nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2)) for _ in range(4)]
     >>> stack = Stack(models, [Adam(model.parameters()) for model in models])
@@ -47,9 +66,14 @@ class Stack:
     (torch.Size([4]), True)
     """
 
-    def __init__(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
-        self.models, self.optimizers = list(models), list(optimizers)
-        if len({signature(each, its) for each, its in zip(models, optimizers, strict=True)}) != 1:
+    def __init__(
+        self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer] = (), *, apart: Collection[int] = ()
+    ) -> None:
+        self.models, self.optimizers, self._apart = list(models), list(optimizers), frozenset(apart)
+        signatures = {architecture(each) for each in models}
+        if optimizers:
+            signatures = {signature(each, its) for each, its in zip(models, optimizers, strict=True)}
+        if len(signatures) != 1:
             raise Unstackable("the models or their optimizers differ")
         own = [dict(model.named_parameters()) for model in models]
         held = [dict(model.named_buffers()) for model in models]
@@ -58,14 +82,16 @@ class Stack:
         for name, parameter in own[0].items():
             self.parameters[name].requires_grad_(parameter.requires_grad)
         self._own = own
-        self._slots = {name: [self._slot(name, key) for key in _SLOTS] for name in self._trained}
-        self._counts = {name: torch.stack([self._count(name, i) for i in range(len(self))]) for name in self._trained}
+        self._forward: Callable[[Tensor], Tensor] | None = None
+        self._losses: Callable[[Any], Tensor] | None = None
+        held_slots = self._trained if optimizers else []
+        self._slots = {name: [self._slot(name, key) for key in _SLOTS] for name in held_slots}
+        self._counts = {name: torch.stack([self._count(name, i) for i in range(len(self))]) for name in held_slots}
         for i, optimizer in enumerate(self.optimizers):
             for name, (first, second) in self._slots.items():
                 state = {"step": self._counts[name][i], "exp_avg": first[i], "exp_avg_sq": second[i]}
                 optimizer.state[own[i][name]] = state
         self.regroup()
-        self._forward: Callable[[Tensor], Tensor] | None = None
 
     def __len__(self) -> int:
         return len(self.models)
@@ -90,37 +116,55 @@ class Stack:
         """Every model in training mode."""
         for model in self.models:
             model.train()
-        self._forward = None
+        self._forward = self._losses = None
 
     def pass_(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """The loss of every model and how many of its answers are right, for x and y (models, batch, …)."""
         if self._forward is None:
-            self._forward = self._checked(x)
+            self._forward = self._checked([self._in_parts], lambda way: way(x), lambda i: self.models[i](x[i]))
         logits = self._forward(x)
         answers, labels = logits.flatten(1, -2), y.flatten(1)
         losses = cross_entropy(answers.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape).mean(1)
         return losses, (answers.detach().argmax(-1) == labels).sum(1)
 
-    def _checked(self, x: Tensor) -> Callable[[Tensor], Tensor]:
+    def check(self, loss: Loss, batch: Any) -> None:
+        """Find the way in which `losses` does this loss; nothing of the models changes."""
+        ways = (lambda: self._losses_in_parts(loss), lambda: self._losses_mapped(loss))
+        self._losses = self._checked(ways, lambda way: way(batch), lambda i: loss(self.models[i], batch))
+
+    def losses(self, batch: Any) -> Tensor:
+        """The loss of `check` of every model on the same batch.
+
+        >>> stack = Stack([nn.Linear(2, 1) for _ in range(3)])
+        >>> stack.check(lambda model, x: model(x).square().mean(), torch.ones(4, 2))
+        >>> stack.losses(torch.ones(4, 2)).shape
+        torch.Size([3])
+        """
+        assert self._losses is not None, "call check() first"
+        return self._losses(batch)
+
+    def _checked(self, ways: Sequence[Callable[[], W]], do: Callable[[W], Tensor], own: Callable[[int], Tensor]) -> W:
         """The first way of doing the pass that gives what the first and the last model give on their own."""
-        for way in (self._in_parts, self._mapped):
+        why = f"{type(self.models[0]).__name__} computes something else when it is stacked"
+        for way in ways:
             kept = {name: buffer.clone() for name, buffer in self.buffers.items()}
             try:
-                forward = way()
+                made = way()
                 with torch.no_grad():
-                    mine = forward(x)
-                    pairs = [(mine[i], self.models[i](x[i])) for i in (0, len(self) - 1)]
-            except (RuntimeError, NotImplementedError, TypeError, ValueError, Unstackable):
+                    mine = do(made)
+                    pairs = [(mine[i], own(i)) for i in (0, len(self) - 1)]
+            except Exception as error:  # whatever a model or a loss raises where it is called otherwise
+                why = str(error)
                 continue
             finally:
                 for name, buffer in kept.items():
                     self.buffers[name].copy_(buffer)
             if all(got.shape == one.shape and _near(got, one) for got, one in pairs):
-                return forward
-        raise Unstackable(f"{type(self.models[0]).__name__} computes something else when it is stacked")
+                return made
+        raise Unstackable(why)
 
-    def _in_parts(self) -> Callable[[Tensor], Tensor]:
-        """The model's own forward pass with layers that know of the parts, on all batches as one."""
+    def _template(self) -> nn.Module:
+        """The model with layers that know of the parts of a batch."""
         template = copy.deepcopy(self.models[0])
         stacks = {id(tensor): self.parameters[name] for name, tensor in template.named_parameters()}
         stacks |= {id(tensor): self.buffers[name] for name, tensor in template.named_buffers()}
@@ -131,6 +175,11 @@ class Stack:
                     raise Unstackable(f"{name}: a {type(module).__name__} has weights of its own")
                 above, _, last = name.rpartition(".")
                 setattr(template.get_submodule(above), last, _Layer(module, stacks))
+        return template
+
+    def _in_parts(self) -> Callable[[Tensor], Tensor]:
+        """The model's own forward pass, on all batches as one."""
+        template = self._template()
 
         def forward(x: Tensor) -> Tensor:
             out: Tensor = template(x.flatten(0, 1))
@@ -138,15 +187,35 @@ class Stack:
 
         return forward
 
-    def _mapped(self) -> Callable[[Tensor], Tensor]:
-        template = copy.deepcopy(self.models[0])
+    def _losses_in_parts(self, loss: Loss) -> Callable[[Any], Tensor]:
+        """The loss asks for one output: that of all models, then each gets its own."""
+        template = self._template()
 
-        def one(parameters: Any, buffers: Any, x: Tensor) -> Any:
-            with sdpa_kernel(SDPBackend.MATH):  # the others cannot be mapped
-                return functional_call(template, (parameters, buffers), (x,))
+        def losses(batch: Any) -> Tensor:
+            args, options = _asked(loss, batch)
+            out = template(
+                *(_repeated(each, len(self)) for each in args),
+                **{name: _repeated(each, len(self)) for name, each in options.items()},
+            )
+            own = out.view(len(self), -1, *out.shape[1:])
+            return vmap(lambda each: loss(_Answer(each), batch))(own)  # type: ignore[arg-type]
 
-        mapped = vmap(one)
-        return lambda x: mapped(self.parameters, self.buffers, x)
+        return losses
+
+    def _losses_mapped(self, loss: Loss) -> Callable[[Any], Tensor]:
+        template = WithLoss(copy.deepcopy(self.models[0]), loss)
+        parameters, buffers = (
+            {f"model.{name}": each for name, each in held.items()} for held in (self.parameters, self.buffers)
+        )
+
+        def losses(batch: Any) -> Tensor:
+            def one(parameters: Any, buffers: Any) -> Any:
+                with sdpa_kernel(SDPBackend.MATH):  # the others cannot be mapped
+                    return functional_call(template, (parameters, buffers), (batch,))
+
+            return vmap(one)(parameters, buffers)  # type: ignore[no-any-return]
+
+        return losses
 
     def clip(self, norm: float) -> None:
         """Clip the gradient of every model to this norm, as `torch.nn.utils.clip_grad_norm_` does."""
@@ -180,19 +249,19 @@ class Stack:
         self.regroup()
 
     def regroup(self) -> None:
-        """Which models one call of the fused Adam can step: neighbours with equal options and equal counts."""
+        """Which models one call of the fused Adam can step: neighbors with equal options and equal counts."""
         options = [_options(optimizer) for optimizer in self.optimizers]
         counts = list(zip(*(each.tolist() for each in self._counts.values()), strict=True))
-        keys = list(zip(options, counts, strict=True))
-        self._parts = []
-        for _, run in groupby(range(len(self)), key=keys.__getitem__):
+        keys = [(*pair, i if i in self._apart else None) for i, pair in enumerate(zip(options, counts, strict=True))]
+        self._parts: list[tuple[slice, Optimizer]] = []
+        for _, run in groupby(range(len(keys)), key=keys.__getitem__):
             places = list(run)
             self._parts.append((slice(places[0], places[-1] + 1), self.optimizers[places[0]]))
 
     @torch.no_grad()
     def step(self) -> None:
         """One step of every model's optimizer; learning rates are read anew."""
-        for name in self._trained:
+        for name in self._counts:
             self._counts[name].add_(1)
         present = [name for name in self._trained if self.parameters[name].grad is not None]
         for part, optimizer in self._parts:
@@ -218,13 +287,24 @@ class Stack:
 _SLOTS = ("exp_avg", "exp_avg_sq")
 
 
-def signature(model: nn.Module, optimizer: Optimizer) -> Any:
-    """What two models must have in common to be trained as one; an error for one that cannot be.
+def architecture(model: nn.Module) -> Any:
+    """What two models must have in common to do their passes as one; an error for one that cannot.
 
-    >>> one, other = nn.Linear(2, 3), nn.Linear(2, 4)
-    >>> signature(one, Adam(one.parameters())) == signature(other, Adam(other.parameters()))
-    False
+    >>> architecture(nn.Linear(2, 3)) == architecture(nn.Linear(2, 3)), architecture(nn.Linear(2, 3))[0]
+    (True, 'Linear(in_features=2, out_features=3, bias=True)')
     """
+    for name, module in model.named_modules():
+        if (isinstance(module, nn.Dropout) and module.p) or hasattr(module, "parametrizations"):
+            raise Unstackable(f"{name}: {type(module).__name__} is not done for many networks at once")
+        if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
+            raise Unstackable(f"{name or 'the model'} has hooks")
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    shapes = [(name, tuple(each.shape), str(each.dtype), each.requires_grad) for name, each in tensors]
+    return (repr(model), tuple(shapes))
+
+
+def signature(model: nn.Module, optimizer: Optimizer) -> Any:
+    """What two models must have in common to be trained as one; an error for one that cannot be."""
     if type(optimizer) not in (Adam, AdamW) or len(optimizer.param_groups) != 1:
         raise Unstackable(f"{type(optimizer).__name__} is not one Adam with one group")
     if hooks_of(optimizer, "pre") or hooks_of(optimizer, "post"):
@@ -235,24 +315,11 @@ def signature(model: nn.Module, optimizer: Optimizer) -> Any:
     trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
     if {id(parameter) for parameter in group["params"]} != trained:
         raise Unstackable("the optimizer trains something else than the model")
-    for name, module in model.named_modules():
-        if (isinstance(module, nn.Dropout) and module.p) or hasattr(module, "parametrizations"):
-            raise Unstackable(f"{name}: {type(module).__name__} is not done for many networks at once")
-        if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
-            raise Unstackable(f"{name or 'the model'} has hooks")
-    tensors = [*model.named_parameters(), *model.named_buffers()]
-    shapes = [(name, tuple(each.shape), str(each.dtype), each.requires_grad) for name, each in tensors]
-    return (type(optimizer), repr(model), tuple(shapes))
+    return (type(optimizer), architecture(model))
 
 
 def hooks_of(optimizer: Optimizer, when: str) -> list[Callable[..., Any]]:
-    """What is to be called before ("pre") or after ("post") a step of the optimizer, which a stack takes for it.
-
-    >>> adam = Adam([nn.Parameter(torch.ones(1))])
-    >>> _ = adam.register_step_post_hook(lambda *_: None)
-    >>> len(hooks_of(adam, "pre")), len(hooks_of(adam, "post"))
-    (0, 1)
-    """
+    """What is to be called before ("pre") or after ("post") a step of the optimizer, which a stack takes for it."""
     return list(getattr(optimizer, f"_optimizer_step_{when}_hooks").values())
 
 
@@ -268,6 +335,40 @@ def _stacked(tensors: Sequence[Tensor]) -> Tensor:
     for tensor, view in zip(tensors, stack, strict=True):
         tensor.data = view
     return stack
+
+
+class _Question(Exception):
+    """What a loss calls the model with."""
+
+
+def _asked(loss: Loss, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def ask(*args: Any, **options: Any) -> Any:
+        raise _Question(args, options)
+
+    try:
+        loss(ask, batch)  # type: ignore[arg-type]
+    except _Question as asked:
+        args, options = asked.args
+        return args, options
+    raise Unstackable("the loss does not call the model")
+
+
+class _Answer:
+    """Stands for a model whose output is there: a loss that calls it twice cannot be done in parts."""
+
+    def __init__(self, output: Tensor) -> None:
+        self._output: Tensor | None = output
+
+    def __call__(self, *args: Any, **options: Any) -> Tensor:
+        output, self._output = self._output, None
+        if output is None:
+            raise Unstackable("the loss calls the model twice")
+        return output
+
+
+def _repeated(value: Any, times: int) -> Any:
+    """The same rows for every model."""
+    return value.expand(times, *value.shape).flatten(0, 1) if isinstance(value, Tensor) and value.dim() else value
 
 
 def _near(one: Tensor, other: Tensor) -> bool:
