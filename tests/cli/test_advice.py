@@ -134,13 +134,16 @@ def test_bad_input_is_one_line(tmp_path: Path, mine: Path) -> None:
 def test_control_c_stops_advise_and_its_processes(mine: Path) -> None:
     """All processes of the group hear it, as in a terminal; one line, and exit code 130."""
     mine.write_text(MINE + "\nimport pathlib\npathlib.Path(__file__).with_suffix('.begun').touch()\n", encoding="utf-8")
-    command = [sys.executable, "-m", "rekindle", "advise", str(mine), "--budget", "10m", "--workers", "2"]
+    long = ["--steps", "10000000", "--budget", "10m", "--workers", "2"]  # it is still at work when the signal comes
+    command = [sys.executable, "-m", "rekindle", "advise", str(mine), *long]
     began = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
     while not mine.with_suffix(".begun").exists() and began.poll() is None:
         time.sleep(0.1)
     time.sleep(1.0)
     os.killpg(began.pid, signal.SIGINT)
     out, err = began.communicate(timeout=120)
-    assert began.returncode == 130 and out == "" and err.strip() == "stopped"
+    *progress, last = err.splitlines()
+    assert began.returncode == 130 and out == "" and last == "stopped"
+    assert all(line.startswith("advise") for line in progress)  # plain lines, every five seconds
     with pytest.raises(ProcessLookupError):
         os.killpg(began.pid, 0)
