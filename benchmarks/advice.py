@@ -66,7 +66,7 @@ def run(
             if (setting.name, seed) in done:
                 continue
             found = entry(quiet(setting), seed, points, times, shares, most)
-            with (folder / "entries.jsonl").open("a") as file:
+            with (folder / "entries.jsonl").open("a", encoding="utf-8") as file:
                 file.write(json.dumps(found) + "\n")
             print(f"{setting.name} {seed}: {found['seconds']:.0f} s, {found.get('chosen')}", flush=True)
 
@@ -197,7 +197,7 @@ def entries(folder: Path) -> list[dict[str, Any]]:
     """The whole entries of a folder; a line that was cut off is left out."""
     path = folder / "entries.jsonl"
     found = []
-    for line in path.read_text().splitlines() if path.exists() else ():
+    for line in path.read_text("utf-8").splitlines() if path.exists() else ():
         try:
             found.append(json.loads(line))
         except ValueError:
@@ -261,7 +261,7 @@ def show(folder: Path, plot: Path | None = None, earlier: Sequence[Path] = ()) -
     _correlations(runs)
     _verdicts(runs)
     if plot is not None:
-        plot.write_text(picture([point for points in runs for point in points]))
+        plot.write_text(picture([point for points in runs for point in points]), "utf-8")
 
 
 def _around(values: Sequence[float], sign: str = "") -> str:

@@ -98,7 +98,7 @@ def make(folder: Path, size: float, seed: int) -> int:
     }
     config |= {"intermediate_size": mlp, "num_hidden_layers": layers, "num_attention_heads": width // 64}
     config |= {"num_key_value_heads": keys // 64, "vocab_size": vocabulary, "tie_word_embeddings": False}
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(config), "utf-8")
     tensors: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocabulary, width)}
     for i in range(layers):
         tensors |= {f"model.layers.{i}.{name}.weight": shape for name, shape in shapes.items()}
@@ -121,7 +121,7 @@ def make(folder: Path, size: float, seed: int) -> int:
             shard = {}
     total = sum(4 * torch.Size(shape).numel() for shape in tensors.values())
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index), "utf-8")
     return 4 * vocabulary * width
 
 
@@ -235,7 +235,7 @@ def kills(source: Path, target: Path, expected: Path, seconds: float, options: a
         if names != ["model.safetensors"] or digest(source, full=False) != untouched:
             raise SystemExit(f"kill {number + 1} after {wait:.1f} s: the input or the old output was damaged: {names}")
         journal = target.with_name(f".{target.name}.rekindle-journal")
-        batches = journal.read_text().count('"batch"') if journal.exists() else 0
+        batches = journal.read_text("utf-8").count('"batch"') if journal.exists() else 0
         print(f"kill {number + 1} after {wait:.1f} s: input and old output intact, {batches} batches noted", flush=True)
     start = time.perf_counter()
     child(source, target, "plain", options.targets)

@@ -392,7 +392,7 @@ def main() -> None:
         written = page(runs, text, options.steps, command + " --write docs/evidence/dawn.md")
         if options.write:
             options.write.parent.mkdir(parents=True, exist_ok=True)
-            options.write.write_text(written)
+            options.write.write_text(written, "utf-8")
             draw(runs, options.write.with_name("dawn.svg"))
     print("\n" + written)
 

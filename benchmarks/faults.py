@@ -55,14 +55,14 @@ def files(count: int, seed: int, work: Path) -> list[str]:
         child = os.fork()
         if child == 0:
             try:
-                with report.open("w") as file:
+                with report.open("w", encoding="utf-8") as file:
                     for kind, number in jobs[begin : begin + BATCH]:
                         print(json.dumps((kind, number, "died", "")), file=file, flush=True)
                         print(json.dumps((kind, number, *judged(kind, number, work))), file=file, flush=True)
             finally:
                 os._exit(0)
         os.waitpid(child, 0)
-        lines = [json.loads(line) for line in report.read_text().split("\n") if line]
+        lines = [json.loads(line) for line in report.read_text("utf-8").split("\n") if line]
         last = {(kind, number): (outcome, verdict) for kind, number, outcome, verdict in lines}
         for (kind, number), (outcome, verdict) in last.items():
             outcomes[f"{kind} {outcome}"] += 1

@@ -180,7 +180,7 @@ def report() -> None:
 def add_up(*files: str) -> None:
     """The counts of several runs."""
     for file in files:
-        for line in Path(file).read_text().splitlines():
+        for line in Path(file).read_text("utf-8").splitlines():
             counted = re.fullmatch(r" *(\d+)  (.+)", line)
             if counted:
                 COUNTS[counted[2]] += int(counted[1])

@@ -126,7 +126,7 @@ def rank(folder: Path, layers: int, width: int, rounds: int) -> None:
         "bandwidth": bandwidth(),
         "largest": 4 * width * 4 * width,
     }
-    (folder / f"{dist.get_rank()}.json").write_text(json.dumps(result))
+    (folder / f"{dist.get_rank()}.json").write_text(json.dumps(result), "utf-8")
     dist.barrier()
     os._exit(0)  # torch 2.13 sometimes aborts while it takes down the threads of FSDP2 and gloo
 
@@ -138,7 +138,7 @@ def launch(size: int, options: argparse.Namespace) -> list[dict[str, float]]:
         command += ["--rounds", str(options.rounds)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
         subprocess.run(command, check=True, env=environment, timeout=900)
-        return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(size)]
+        return [json.loads((Path(folder) / f"{rank}.json").read_text("utf-8")) for rank in range(size)]
 
 
 def main() -> None:

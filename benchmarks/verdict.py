@@ -201,7 +201,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     seeds = range(options.first_seed, options.first_seed + options.seeds)
-    kept = options.runs.read_text().splitlines() if options.runs and options.runs.exists() else []
+    kept = options.runs.read_text("utf-8").splitlines() if options.runs and options.runs.exists() else []
     runs: list[Run] = [json.loads(line) for line in kept]
     done = {(run["part"], run["kind"], run["arm"], run["seed"]) for run in runs}
     for seed in seeds:
@@ -209,13 +209,13 @@ def main() -> None:
             print(json.dumps(run), flush=True)
             runs.append(run)
             if options.runs:
-                with options.runs.open("a") as file:
+                with options.runs.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(run) + "\n")
     wanted = [run for run in runs if run["seed"] in seeds]
     lines = [*_streams(wanted), "", *_activations(wanted), "", *_alarms(wanted), "", _conditions(wanted)]
     print("\n".join(lines))
     if options.write:
-        options.write.write_text("\n".join([*_header(options.first_seed, options.seeds), *lines, ""]))
+        options.write.write_text("\n".join([*_header(options.first_seed, options.seeds), *lines, ""]), "utf-8")
 
 
 def all_runs(seed: int, done: set[tuple[str, str, str, int]]) -> Iterator[Run]:

@@ -139,7 +139,7 @@ def atlas(name: str, metric: str, stores: str, *remedies: str) -> str:
 
 def picture(name: str, made: Picture) -> None:
     """Write the picture of a page."""
-    (PAGES / f"{name}.svg").write_text(made.file())
+    (PAGES / f"{name}.svg").write_text(made.file(), "utf-8")
 
 
 def learning(name: str, store: str, setting: str) -> str:
@@ -209,7 +209,7 @@ def verdict() -> str:
     sys.path.insert(0, str(HOME / "benchmarks"))
     import verdict as benchmark
 
-    runs = [json.loads(line) for line in (PAGES / "verdict-runs.jsonl").read_text().splitlines()]
+    runs = [json.loads(line) for line in (PAGES / "verdict-runs.jsonl").read_text("utf-8").splitlines()]
     streams = [("Fashion-MNIST, ReLU", "stream", "ReLU")]
     streams += [(f"digits, {kind}", "activation", kind) for kind in benchmark.ACTIVATIONS]
     lines = [["random labels", "arm", "networks", "in time", "late", "lost", "false alarm", "quiet"]]
@@ -239,12 +239,14 @@ def page(text: str) -> str:
 
 def pages() -> list[Path]:
     """The pages that hold tables."""
-    return [path for path in (HOME / "README.md", *sorted(PAGES.glob("*.md"))) if "<!-- table:" in path.read_text()]
+    return [
+        path for path in (HOME / "README.md", *sorted(PAGES.glob("*.md"))) if "<!-- table:" in path.read_text("utf-8")
+    ]
 
 
 def differing() -> list[str]:
     """The pages whose tables are not those of the stored runs; pictures are not looked at."""
-    return [path.name for path in pages() if page(path.read_text()) != path.read_text()]
+    return [path.name for path in pages() if page(path.read_text("utf-8")) != path.read_text("utf-8")]
 
 
 def main() -> None:
@@ -267,7 +269,7 @@ def main() -> None:
         )
         sys.exit(bool(wrong))
     for path in pages():
-        path.write_text(page(path.read_text()))
+        path.write_text(page(path.read_text("utf-8")), "utf-8")
 
 
 if __name__ == "__main__":

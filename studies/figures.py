@@ -48,7 +48,7 @@ def _value(words: str) -> str:
     metric, _, rest = words.rpartition(":")
     kind, *given = rest.split()
     if kind.startswith("claim"):
-        value, digits = json.loads((STORES / "claims.json").read_text())[given[0]], int((*given, 3)[1])
+        value, digits = json.loads((STORES / "claims.json").read_text("utf-8"))[given[0]], int((*given, 3)[1])
         mean, low, high = (f"{value[end]:.{digits}g}" for end in ("mean", "low", "high"))
         return mean if kind == "claim" else f"{mean} [{low}, {high}]"
     store, setting, arm, *other = (word.replace("+tuned", " (tuned)") for word in given)
@@ -65,8 +65,8 @@ def _value(words: str) -> str:
 
 def unfounded(path: Path) -> list[str]:
     """What is wrong with the figures in a page's sentences: pieces that are not there, figures that have no piece."""
-    pieces = yaml.safe_load((PAGES / "figures.yaml").read_text()).get(path.name) or []
-    text, wrong = " ".join(_MADE.sub(" ", path.read_text()).split()), []
+    pieces = yaml.safe_load((PAGES / "figures.yaml").read_text("utf-8")).get(path.name) or []
+    text, wrong = " ".join(_MADE.sub(" ", path.read_text("utf-8")).split()), []
     for piece in map(filled, pieces):
         wrong += [] if piece in text else [f"not in the page: {piece}"]
         text = text.replace(piece, " ")

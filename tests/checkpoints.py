@@ -54,9 +54,9 @@ def save_sharded(
         weight_map |= dict.fromkeys(part, file)
     total = sum(t.numel() * t.element_size() for t in tensors.values())
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index), "utf-8")
     if config is not None:
-        (folder / "config.json").write_text(json.dumps(config))
+        (folder / "config.json").write_text(json.dumps(config), "utf-8")
 
 
 def isometry(weight: Tensor) -> Tensor:

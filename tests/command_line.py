@@ -72,8 +72,8 @@ def loss(model, batch):
 
 @pytest.fixture
 def own(tmp_path: Path) -> Path:
-    (tmp_path / "mine.py").write_text(MODEL)
-    (tmp_path / "helper_of_mine.py").write_text("")
+    (tmp_path / "mine.py").write_text(MODEL, "utf-8")
+    (tmp_path / "helper_of_mine.py").write_text("", "utf-8")
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3))
     with torch.no_grad():

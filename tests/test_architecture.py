@@ -75,7 +75,7 @@ def test_every_module_is_in_a_room() -> None:
 
 
 def test_the_design_page_draws_the_same_picture() -> None:
-    page = (SRC.parent / "docs" / "design.md").read_text()
+    page = (SRC.parent / "docs" / "design.md").read_text("utf-8")
     drawn = re.findall(r"^\| `([a-z]+)/?` \|", page, flags=re.M)
     assert drawn == [name for name in ORDER if name in drawn] and set(drawn) >= {room(name) for name in GRAPH} - {
         *PUBLIC
@@ -87,7 +87,9 @@ ONE_FILE_EACH = {"methods": "One file per paper", "cli": "Commands are in files 
 
 @pytest.mark.parametrize("name", [name for name in ORDER if (SRC / "rekindle" / name).is_dir()])
 def test_a_room_says_what_is_inside_what_it_may_import_and_where_to_start(name: str) -> None:
-    said = " ".join((ast.get_docstring(ast.parse((SRC / "rekindle" / name / "__init__.py").read_text())) or "").split())
+    said = " ".join(
+        (ast.get_docstring(ast.parse((SRC / "rekindle" / name / "__init__.py").read_text("utf-8"))) or "").split()
+    )
     inside = {module.split(".")[2] for module in GRAPH if room(module) == name and module.count(".") > 1}
     if ONE_FILE_EACH.get(name, "…") not in said:
         assert {module for module in inside if f"`{module}`" not in said} == set()
@@ -99,7 +101,7 @@ def test_a_room_says_what_is_inside_what_it_may_import_and_where_to_start(name: 
     assert used - {*allowed, name, "", "extras", "tables"} == set()
     start = re.search(r"Start reading at `([\w.]+)`", said)
     assert start is not None and is_there(f"rekindle.{name}.{start[1]}")
-    assert f"`{start[1]}` |" in (SRC.parent / "docs" / "design.md").read_text()  # the same place
+    assert f"`{start[1]}` |" in (SRC.parent / "docs" / "design.md").read_text("utf-8")  # the same place
 
 
 def test_imports_point_one_way() -> None:
@@ -121,7 +123,7 @@ def test_no_module_imports_itself_by_a_detour() -> None:
 def test_a_class_name_means_one_thing() -> None:
     places: dict[str, list[str]] = {}
     for name, path in modules().items():
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
             if isinstance(node, ast.ClassDef):
                 places.setdefault(node.name, []).append(name)
     # Each trainer's callback has the same name in its own module, as users of several trainers expect.
@@ -188,7 +190,7 @@ from rekindle.lab.dawn import DAWN, DAWNConfig, DAWNLoss
 def test_the_root_has_few_names_and_the_reference_says_when_each_is_needed() -> None:
     rekindle = __import__("rekindle")
     assert len(rekindle.__all__) <= 24
-    rows = re.findall(r"^\| `rekindle\.(\w+)` \| (.+) \|$", REFERENCE.read_text(), flags=re.M)
+    rows = re.findall(r"^\| `rekindle\.(\w+)` \| (.+) \|$", REFERENCE.read_text("utf-8"), flags=re.M)
     assert sorted(name for name, _ in rows) == sorted(rekindle.__all__)
     assert all(getattr(rekindle, name) is not None and when for name, when in rows)
 
@@ -196,7 +198,7 @@ def test_the_root_has_few_names_and_the_reference_says_when_each_is_needed() -> 
 def public(name: str) -> bool:
     """Whether a user may import it: a name of the root, or one that the reference documents by itself or its module."""
     rekindle = __import__("rekindle")
-    documented = re.findall(r"^::: ([\w.]+)$", REFERENCE.read_text(), flags=re.M)
+    documented = re.findall(r"^::: ([\w.]+)$", REFERENCE.read_text("utf-8"), flags=re.M)
     roots = {f"rekindle.{each}" for each in (*rekindle.__all__, *rekindle._MODULES, "__version__")}
     for module in rekindle._MODULES:
         roots |= {f"rekindle.{module}.{each}" for each in getattr(getattr(rekindle, module), "__all__", ())}
@@ -206,7 +208,7 @@ def public(name: str) -> bool:
 def test_the_laboratory_imports_what_a_user_may_import() -> None:
     private = set()
     for path in (SRC / "rekindle" / "lab").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "rekindle":
                 names = {f"{node.module}.{alias.name}" for alias in node.names}
                 private |= {f"{path.name}: {name}" for name in names if not public(name)}
@@ -232,7 +234,7 @@ def test_the_base_owns_the_call_of_every_remedy() -> None:
     owners = [
         path.name
         for path in (SRC / "rekindle" / "methods").glob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
         if isinstance(node, ast.FunctionDef) and node.name == "__call__"
     ]
     assert owners == ["remedy.py"]

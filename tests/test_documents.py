@@ -79,7 +79,7 @@ def test_the_quickstart_prints_what_the_readme_shows(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    page = (ROOT / "README.md").read_text()
+    page = (ROOT / "README.md").read_text("utf-8")
     exec(compile(snippets(ROOT / "README.md")[0], "README.md", "exec"), {})
     printed = list(map(without_rounding, capsys.readouterr().out.splitlines()))
     shown = re.findall(r"```text\n(.*?)```", page, flags=re.S)[0].splitlines()
@@ -106,7 +106,7 @@ def test_the_links_lead_somewhere(page: Path) -> None:
 
 
 def test_the_reference_has_every_public_name() -> None:
-    listed = set(re.findall(r"^::: (\S+)", (ROOT / "docs" / "reference.md").read_text(), flags=re.M))
+    listed = set(re.findall(r"^::: (\S+)", (ROOT / "docs" / "reference.md").read_text("utf-8"), flags=re.M))
     elsewhere = {
         "scales": "projection.targets.Scale",
         "bounds": "measures.bounds",
@@ -127,14 +127,16 @@ def test_examples_in_docstrings_are_rendered_as_code() -> None:
 
 
 def test_every_recipe_names_a_program_that_is_there() -> None:
-    named = re.findall(r"`(examples/\w+\.py)`", (ROOT / "docs" / "recipes.md").read_text())
+    named = re.findall(r"`(examples/\w+\.py)`", (ROOT / "docs" / "recipes.md").read_text("utf-8"))
     assert set(named) == {f"examples/{path.name}" for path in (ROOT / "examples").glob("*.py")}
 
 
 def test_nobody_is_told_to_install_the_other_rekindle() -> None:
     """The name belongs to another project on PyPI; `rekindle.extras` is the one place that knows ours."""
     files = [*PAGES, *(ROOT / "src").rglob("*.py"), *(ROOT / "examples").glob("*.py")]
-    wrong = [str(file) for file in files if re.search(r'pip install "?rekindle\b', file.read_text())]
+    wrong = [str(file) for file in files if re.search(r'pip install "?rekindle\b', file.read_text("utf-8"))]
     assert wrong == []
-    named = [file.name for file in (ROOT / "src").rglob("*.py") if re.search(r'"torch-rekindle"', file.read_text())]
+    named = [
+        file.name for file in (ROOT / "src").rglob("*.py") if re.search(r'"torch-rekindle"', file.read_text("utf-8"))
+    ]
     assert named == ["extras.py"]

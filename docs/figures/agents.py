@@ -60,7 +60,7 @@ def main() -> None:
         named=ARMS,
         start=0.0,
     )
-    (DOCS / "images" / "agents.svg").write_text(drawn.file())
+    (DOCS / "images" / "agents.svg").write_text(drawn.file(), "utf-8")
     print(drawn.described)
 
 

@@ -66,11 +66,11 @@ def test_only_classes_listed_for_the_model_type_are_made(name: Any) -> None:
 
 
 def test_code_beside_a_checkpoint_never_runs(tmp_path: Path) -> None:
-    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'was-here')!r}, 'w')\nclass Evil: pass\n")
+    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'was-here')!r}, 'w')\nclass Evil: pass\n", "utf-8")
     save_file({"a.weight": torch.eye(4), "b.weight": torch.eye(4)}, tmp_path / "model.safetensors")
     evil = {"auto_map": {"AutoModel": "evil.Evil", "AutoConfig": "evil.Evil"}, "name_or_path": str(tmp_path)}
     for config in ({"model_type": "blip_text_model", **evil}, {"model_type": "blip", "text_config": evil, **evil}):
-        (tmp_path / "config.json").write_text(json.dumps(config))
+        (tmp_path / "config.json").write_text(json.dumps(config), "utf-8")
         with open_checkpoint(tmp_path) as checkpoint:
             checkpoint.plan(allow_empty=True)
     command = [sys.executable, "-m", "rekindle", "plan", str(tmp_path), "--json"]

@@ -363,7 +363,7 @@ def test_every_known_transformers_class_exists() -> None:
     from rekindle.blocks.known_classes import _TRANSFORMERS
 
     source = Path(transformers.__file__).parent / "models"
-    text = "\n".join(p.read_text() for p in source.glob("*/modeling_*.py"))
+    text = "\n".join(p.read_text("utf-8") for p in source.glob("*/modeling_*.py"))
     counts = {n: text.count(f"\nclass {n}(") for _, names in _TRANSFORMERS for n in names.split()}
     assert [n for n, count in counts.items() if count == 0] == []
     # DeBERTa and its second version share a name; only the first has the fused weight that the rule names.

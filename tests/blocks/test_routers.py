@@ -105,7 +105,7 @@ def test_infinities_in_a_config(tmp_path) -> None:
     small = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = {"model_type": "llama", "vocab_size": 8, "num_key_value_heads": 2, **small}
     config["time_step_limit"] = [0.0, {"__float__": "Infinity"}]
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "config.json").write_text(json.dumps(config), "utf-8")
     assert meta_model(tmp_path).config.time_step_limit == [0.0, float("inf")]
 
 

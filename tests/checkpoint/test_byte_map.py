@@ -82,7 +82,7 @@ def test_a_name_listed_as_dropped_that_another_shard_holds_is_a_tensor_of_its_ow
     save_file({"a.weight": torch.eye(4)}, tmp_path / "x-1.safetensors", metadata={"b.weight": "a.weight"})
     save_file({"b.weight": torch.ones(4, 4)}, tmp_path / "x-2.safetensors")
     index = {"weight_map": {"a.weight": "x-1.safetensors", "b.weight": "x-2.safetensors"}}
-    (tmp_path / "x.safetensors.index.json").write_text(json.dumps(index))
+    (tmp_path / "x.safetensors.index.json").write_text(json.dumps(index), "utf-8")
     with open_checkpoint(tmp_path) as checkpoint:
         assert checkpoint.tied == {}
         assert list(checkpoint.meta_tensors()) == ["a.weight", "b.weight"]

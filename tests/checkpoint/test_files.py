@@ -101,9 +101,9 @@ def test_a_hugging_face_folder_is_laid_out_by_its_config_and_loads_again(tmp_pat
     config = transformers.GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=64, n_positions=16)
     model = transformers.GPT2LMHeadModel(config)
     model.save_pretrained(tmp_path / "in", max_shard_size="40KB")
-    (tmp_path / "in" / "tokenizer.json").write_text("{}")
+    (tmp_path / "in" / "tokenizer.json").write_text("{}", "utf-8")
     (tmp_path / "in" / "1_Pooling").mkdir()
-    (tmp_path / "in" / "1_Pooling" / "config.json").write_text("{}")
+    (tmp_path / "in" / "1_Pooling" / "config.json").write_text("{}", "utf-8")
     (tmp_path / "in" / "pytorch_model.bin").write_bytes(b"stale")
     receipt = fire_file(tmp_path / "in", tmp_path / "out")
     rekindle.fire(model)
@@ -124,13 +124,13 @@ def test_without_config_what_is_unsure_is_skipped_and_said(tmp_path: Path) -> No
     receipt = fire_file(tmp_path / "in.safetensors", tmp_path / "out.safetensors", heads="x")
     assert "how c_attn is fused" in receipt.skipped["h.c_attn.weight"]
     config = {"model_type": "no-such-model", "num_hidden_layers": 2}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "config.json").write_text(json.dumps(config), "utf-8")
     receipt = fire_file(tmp_path / "in.safetensors", tmp_path / "out2.safetensors", heads="x")
     assert any("config.json was not used" in note for note in receipt.notes)
     with pytest.raises(CheckpointError, match="no-such-model"):
         fire_file(tmp_path / "in.safetensors", tmp_path / "out3.safetensors", config=config)
     config["num_hidden_layers"] = 10**9  # would take forever, even on the meta device
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "config.json").write_text(json.dumps(config), "utf-8")
     fire_file(tmp_path / "in.safetensors", tmp_path / "out4.safetensors", heads="x")
 
 
@@ -165,7 +165,7 @@ def test_another_dtype_is_given_to_every_floating_tensor(kind: str, dtype: str, 
             else:
                 assert torch.allclose(new.read(name).double(), isometry(value), atol=2e-2)
     if kind == "sharded":
-        index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+        index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text("utf-8"))
         files = (tmp_path / "out").glob("*.safetensors")
         assert index["metadata"]["total_size"] == sum(t.nbytes for f in files for t in load_file(f).values())
     assert leftovers(tmp_path) == []

@@ -182,9 +182,9 @@ def test_path_tricks_in_the_index_are_refused(shard: Any, tmp_path: Path) -> Non
     save_sharded(small_model().state_dict(), folder)
     save_file({"0.weight": torch.zeros(2, 2)}, tmp_path / "secret.safetensors")
     index = folder / "model.safetensors.index.json"
-    table = json.loads(index.read_text())
+    table = json.loads(index.read_text("utf-8"))
     table["weight_map"]["0.weight"] = shard
-    index.write_text(json.dumps(table))
+    index.write_text(json.dumps(table), "utf-8")
     refused(folder, "not a plain file name")
 
 
@@ -192,7 +192,7 @@ def test_an_index_that_does_not_fit_its_shards_is_refused(tmp_path: Path) -> Non
     folder = tmp_path / "in"
     save_sharded(small_model().state_dict(), folder)
     index = folder / "model.safetensors.index.json"
-    table = json.loads(index.read_text())
+    table = json.loads(index.read_text("utf-8"))
     first, second = sorted(set(table["weight_map"].values()))
     for change, words in (
         ({"weight_map": {**table["weight_map"], "0.weight": second}}, "said to be in"),
@@ -202,11 +202,11 @@ def test_an_index_that_does_not_fit_its_shards_is_refused(tmp_path: Path) -> Non
         ({"weight_map": {}}, "no weight_map"),
         ([], "JSON object"),
     ):
-        index.write_text(json.dumps(change))
+        index.write_text(json.dumps(change), "utf-8")
         refused(folder, words)
-    index.write_text("{broken")
+    index.write_text("{broken", "utf-8")
     refused(folder, "JSON")
-    index.write_text(json.dumps(table))
+    index.write_text(json.dumps(table), "utf-8")
     save_file({"0.weight": torch.zeros(2, 2)}, folder / second)
     refused(folder, "too")
 

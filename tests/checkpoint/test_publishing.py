@@ -48,15 +48,15 @@ def test_in_place_touches_only_the_files_in_which_a_weight_changes(tmp_path: Pat
     folder = tmp_path / "hf"
     folder.mkdir()
     save_file(small_model().state_dict(), folder / "model.safetensors")
-    (folder / "config.json").write_text("{}")
+    (folder / "config.json").write_text("{}", "utf-8")
     (folder / ".git").mkdir()
-    (folder / ".git" / "HEAD").write_text("ref")
+    (folder / ".git" / "HEAD").write_text("ref", "utf-8")
     (folder / "model-q4.gguf").write_bytes(b"GGUF")
     (folder / "pytorch_model.bin").write_bytes(b"old")
     (folder / "empty").mkdir()
     (tmp_path / "elsewhere").mkdir()
     (folder / "linked").symlink_to(tmp_path / "elsewhere")
-    (folder / "my.rekindle-notes.txt").write_text("mine")
+    (folder / "my.rekindle-notes.txt").write_text("mine", "utf-8")
     (folder / "model.safetensors").chmod(0o640)
     before = everything(folder)
     fire_file(folder, in_place=True)
@@ -80,9 +80,9 @@ def test_in_place_leaves_shards_without_changes_as_they_are(tmp_path: Path) -> N
 def test_force_replaces_the_files_of_a_checkpoint_and_nothing_else(tmp_path: Path) -> None:
     source, target = make_folder(tmp_path / "in", shards=2), make_folder(tmp_path / "out", shards=3)
     (target / "docs").mkdir()
-    (target / "docs" / "thesis.tex").write_text("years of work")
+    (target / "docs" / "thesis.tex").write_text("years of work", "utf-8")
     fire_file(source, target, force=True)
-    assert (target / "docs" / "thesis.tex").read_text() == "years of work"
+    assert (target / "docs" / "thesis.tex").read_text("utf-8") == "years of work"
     shards = sorted(path.name for path in target.glob("*.safetensors"))
     assert shards == [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
     with open_checkpoint(target) as checkpoint:
@@ -94,10 +94,10 @@ def test_force_refuses_what_is_no_checkpoint(tmp_path: Path) -> None:
     save_file(small_model().state_dict(), file)
     home = tmp_path / "home"
     (home / "docs").mkdir(parents=True)
-    (home / "docs" / "thesis.tex").write_text("years of work")
+    (home / "docs" / "thesis.tex").write_text("years of work", "utf-8")
     with pytest.raises(CheckpointError, match="holds no checkpoint"):
         fire_file(source, home, force=True)
-    assert (home / "docs" / "thesis.tex").read_text() == "years of work"
+    assert (home / "docs" / "thesis.tex").read_text("utf-8") == "years of work"
     os.mkfifo(tmp_path / "pipe")
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(tmp_path / "socket"))
@@ -107,11 +107,11 @@ def test_force_refuses_what_is_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="is a device"):
         fire_file(file, Path("/dev/null"), force=True)
     notes = make_folder(tmp_path / "notes")
-    (source / "NOTES.md").write_text("of the source")
-    (notes / "NOTES.md").write_text("of the user")
+    (source / "NOTES.md").write_text("of the source", "utf-8")
+    (notes / "NOTES.md").write_text("of the user", "utf-8")
     with pytest.raises(CheckpointError, match="no part of a checkpoint"):
         fire_file(source, notes, force=True)
-    assert (notes / "NOTES.md").read_text() == "of the user"
+    assert (notes / "NOTES.md").read_text("utf-8") == "of the user"
     assert leftovers(tmp_path) == []
 
 
@@ -119,14 +119,14 @@ def test_force_refuses_what_is_no_checkpoint(tmp_path: Path) -> None:
 def test_a_link_with_a_working_name_is_never_written_through(what: str, tmp_path: Path) -> None:
     file, precious = tmp_path / "in.safetensors", tmp_path / "precious"
     save_file(small_model().state_dict(), file)
-    precious.write_text("precious")
+    precious.write_text("precious", "utf-8")
     (tmp_path / f".out.rekindle-{what}").symlink_to(precious)
     if what == "journal":
         with pytest.raises(CheckpointError, match="symbolic link"):
             fire_file(file, tmp_path / "out")
     else:
         fire_file(file, tmp_path / "out")
-    assert precious.read_text() == "precious"
+    assert precious.read_text("utf-8") == "precious"
 
 
 FORMATS: dict[str, Callable[[Path], Any]] = {
@@ -177,10 +177,10 @@ def test_a_target_that_appears_while_a_job_runs_stays(
 ) -> None:
     file, target = tmp_path / "in.safetensors", tmp_path / "out"
     save_file(small_model().state_dict(), file)
-    during(monkeypatch, lambda: target.write_text("somebody else's"))
+    during(monkeypatch, lambda: target.write_text("somebody else's", "utf-8"))
     with pytest.raises(CheckpointError, match="while the job ran"):
         fire_file(file, target, force=force)
-    assert target.read_text() == "somebody else's"
+    assert target.read_text("utf-8") == "somebody else's"
     assert leftovers(tmp_path) == []
 
 
@@ -207,7 +207,7 @@ def test_links_stay_inside_or_are_refused(tmp_path: Path) -> None:
     (folder / "latest.json").symlink_to("config.json")
     fire_file(folder, tmp_path / "out")
     assert os.readlink(tmp_path / "out" / "latest.json") == "config.json"
-    (tmp_path / "secret").write_text("secret")
+    (tmp_path / "secret").write_text("secret", "utf-8")
     (folder / "notes.txt").symlink_to(tmp_path / "secret")
     with pytest.raises(CheckpointError, match="leads out of the folder"):
         fire_file(folder, tmp_path / "other")
@@ -230,11 +230,11 @@ def test_a_snapshot_of_the_hub_cache_is_copied_as_files(tmp_path: Path) -> None:
 
 def test_a_journal_that_is_another_name_of_a_file_is_refused(tmp_path: Path) -> None:
     save_file(small_model().state_dict(), tmp_path / "in")
-    (tmp_path / "precious").write_text("precious")
+    (tmp_path / "precious").write_text("precious", "utf-8")
     os.link(tmp_path / "precious", tmp_path / ".out.rekindle-journal")
     with pytest.raises(CheckpointError, match="one name"):
         fire_file(tmp_path / "in", tmp_path / "out")
-    assert (tmp_path / "precious").read_text() == "precious"
+    assert (tmp_path / "precious").read_text("utf-8") == "precious"
 
 
 def test_a_lock_on_a_file_that_was_removed_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,13 +258,13 @@ def test_a_new_name_is_never_taken_from_another(links: bool, tmp_path: Path, mon
     if not links:
         monkeypatch.delattr(files.os, "link")
         monkeypatch.setattr(files.os, "link", lambda *_, **__: (_ for _ in ()).throw(OSError("none")), raising=False)
-    (tmp_path / "a").write_text("new")
-    (tmp_path / "b").write_text("old")
+    (tmp_path / "a").write_text("new", "utf-8")
+    (tmp_path / "b").write_text("old", "utf-8")
     with pytest.raises(FileExistsError):
         files.rename_new(tmp_path / "a", tmp_path / "b")
-    assert (tmp_path / "b").read_text() == "old"
+    assert (tmp_path / "b").read_text("utf-8") == "old"
     files.rename_new(tmp_path / "a", tmp_path / "c")
-    assert (tmp_path / "c").read_text() == "new"
+    assert (tmp_path / "c").read_text("utf-8") == "new"
     assert not (tmp_path / "a").exists()
 
 

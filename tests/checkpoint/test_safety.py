@@ -148,7 +148,7 @@ def test_killed_at_random_moments_a_larger_job_goes_on_where_it_stopped(
         if (tmp_path / "out").exists():  # killed after its last step: then all of it is there
             break
         journal = tmp_path / ".out.rekindle-journal"
-        noted.append(journal.read_text().count('"batch"') if journal.exists() else 0)
+        noted.append(journal.read_text("utf-8").count('"batch"') if journal.exists() else 0)
     assert kills >= 1
     assert noted == sorted(noted)  # nothing that was done is done again
     done: list[int] = []
@@ -223,7 +223,7 @@ def test_never_overwrites_unasked(tmp_path: Path) -> None:
     source = make("file", tmp_path)
     folder = make("folder", tmp_path)
     untouched = digest(source)
-    (tmp_path / "old").write_text("precious")
+    (tmp_path / "old").write_text("precious", "utf-8")
     (tmp_path / "link").symlink_to(source)
     for out, options, message in (
         (source, {}, "in_place"),
@@ -243,7 +243,7 @@ def test_never_overwrites_unasked(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="symbolic link"):
         fire_file(tmp_path / "link", in_place=True)
     assert digest(source) == untouched
-    assert (tmp_path / "old").read_text() == "precious"
+    assert (tmp_path / "old").read_text("utf-8") == "precious"
     fire_file(source, tmp_path / "old", force=True)
     assert open_checkpoint(tmp_path / "old").format == "safetensors"
     assert leftovers(tmp_path) == []

@@ -180,7 +180,7 @@ def test_the_optimizer_file_of_a_trainer_folder_is_treated_too(tmp_path: Path) -
     save_file(model.state_dict(), folder / "model.safetensors")
     optimizer = stepped(model, torch.optim.AdamW(model.named_parameters()))
     torch.save(optimizer.state_dict(), folder / "optimizer.pt")
-    (folder / "trainer_state.json").write_text("{}")
+    (folder / "trainer_state.json").write_text("{}", "utf-8")
     receipt = fire_file(folder, tmp_path / "out")
     assert receipt.optimizer is not None
     assert receipt.optimizer.reset == 6

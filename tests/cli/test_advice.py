@@ -34,7 +34,7 @@ def loss(model, batch):
 @pytest.fixture
 def mine(tmp_path: Path) -> Path:
     path = tmp_path / "mine.py"
-    path.write_text(MINE + "\nfrom rekindle.methods import FullReset\ncandidates = [FullReset()]\n")
+    path.write_text(MINE + "\nfrom rekindle.methods import FullReset\ncandidates = [FullReset()]\n", "utf-8")
     return path
 
 
@@ -42,7 +42,7 @@ def test_probe_tells_that_plasticity_is_lost(mine: Path, tmp_path: Path) -> None
     result = run("probe", mine, "--steps", 80, "--seeds", 2, "--html", tmp_path / "probe.html")
     assert result.exit_code == 0, result.output
     assert result.stdout.startswith("plasticity score 0.") and "plasticity is lost" in result.stdout
-    page = (tmp_path / "probe.html").read_text()
+    page = (tmp_path / "probe.html").read_text("utf-8")
     assert "Plasticity of mine.py" in page and "<svg" in page and "http" not in page.replace("http-equiv", "")
 
 
@@ -53,9 +53,9 @@ def test_advise_says_what_to_call_and_its_json_makes_the_same_page(mine: Path, t
     assert found["command"] == "advise" and found["advice"]["answer"] == "apply"
     assert found["advice"]["chosen"] == "full-reset" and "FullReset" in found["advice"]["call"]
     assert found["advice"]["call"] in run("advise", mine, "--steps", 40, "--workers", 1).stdout  # Python, not options
-    (tmp_path / "a.json").write_text(result.stdout)
+    (tmp_path / "a.json").write_text(result.stdout, "utf-8")
     assert run("report", tmp_path / "a.json", "-o", tmp_path / "a.html").exit_code == 0
-    page = (tmp_path / "a.html").read_text()
+    page = (tmp_path / "a.html").read_text("utf-8")
     assert "Advice for mine.py" in page and "full-reset" in page
     plain = re.sub("</?span>", "", page)  # between which a long call breaks
     assert html.escape(found["advice"]["call"]).replace("&#x27;", "&#39;") in plain
@@ -90,18 +90,18 @@ def test_copies_of_an_agent_play(tmp_path: Path) -> None:
     short = ["--set", "stream_options.steps=200", "--boundary", 1]
     few = ["--steps", 40, "--seeds", 2, "--workers", 1, "--json"]
     path = tmp_path / "mine.py"
-    path.write_text(AGENT)
+    path.write_text(AGENT, "utf-8")
     for what in (["dqn-cartpole-quick", *short], [path]):
         result = run("advise", *what, *few, "--otherwise", "fire", "--html", tmp_path / "page.html", "--force")
         assert result.exit_code == 0, result.output
         found = json.loads(result.stdout)["advice"]
         assert found["measure"] == "return" and found["steps"] == 40
         assert all(row["level"] > 0 for row in found["rows"])  # a pole stands for some steps
-        assert "Return against steps" in (tmp_path / "page.html").read_text()
+        assert "Return against steps" in (tmp_path / "page.html").read_text("utf-8")
         result = run("probe", *what, "--steps", 20, "--seeds", 2)
         assert result.exit_code == 0 and "steps" in result.stdout
     assert "give --steps" in one_line(run("advise", path))
-    path.write_text(AGENT.replace(".learn(200)", ""))  # as one that was loaded: its buffers are empty
+    path.write_text(AGENT.replace(".learn(200)", ""), "utf-8")  # as one that was loaded: its buffers are empty
     assert "no stored returns" in one_line(run("probe", path))
     assert run("advise", path, "--steps", 20, "--seeds", 1, "--workers", 1).exit_code == 0
 
@@ -117,7 +117,7 @@ def test_copies_of_an_agent_play(tmp_path: Path) -> None:
 )
 def test_what_a_file_lacks_is_said_in_one_line(tmp_path: Path, text: str, words: str) -> None:
     path = tmp_path / "poor.py"
-    path.write_text(text)
+    path.write_text(text, "utf-8")
     assert words in one_line(run("advise", path))
 
 

@@ -83,7 +83,7 @@ def test_json_is_alone_on_stdout(checkpoint: Path, tmp_path: Path) -> None:
     result = run("inspect", checkpoint, "--json", "--html", page)
     assert json.loads(result.stdout)["command"] == "inspect"
     assert str(page) in result.stderr.replace("\n", "")
-    assert page.read_text().startswith("<!doctype html>")
+    assert page.read_text("utf-8").startswith("<!doctype html>")
 
 
 @pytest.mark.parametrize(("fail_on", "code"), [("never", 0), ("act", 0), ("watch", 1)])
@@ -180,7 +180,7 @@ def test_fire_by_a_plan_of_the_live_model(tmp_path: Path) -> None:
 
 def test_a_model_of_the_user_shows_how_tensors_are_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mynet.py").write_text(
-        "import torch\ndef build():\n    return torch.nn.Sequential(torch.nn.Conv2d(4, 8, 3))\n"
+        "import torch\ndef build():\n    return torch.nn.Sequential(torch.nn.Conv2d(4, 8, 3))\n", "utf-8"
     )
     monkeypatch.syspath_prepend(tmp_path)
     torch.save({"0.weight": torch.randn(8, 4, 3, 3), "0.bias": torch.zeros(8)}, tmp_path / "net.pt")
@@ -192,9 +192,9 @@ def test_a_model_of_the_user_shows_how_tensors_are_used(tmp_path: Path, monkeypa
 
 def test_fire_refuses_to_overwrite(checkpoint: Path, tmp_path: Path) -> None:
     out = tmp_path / "new.safetensors"
-    out.write_text("precious")
+    out.write_text("precious", "utf-8")
     assert "force" in one_line(run("fire", checkpoint, "-o", out))
-    assert out.read_text() == "precious"
+    assert out.read_text("utf-8") == "precious"
     assert run("fire", checkpoint, "-o", out, "--force").exit_code == 0
     one_line(run("fire", checkpoint, "-o", checkpoint, "--force"))
     assert "where to" in one_line(run("fire", checkpoint))
@@ -211,7 +211,7 @@ def test_fire_page_shows_before_and_after(checkpoint: Path, tmp_path: Path) -> N
     assert before[name]["effective_rank"] < 23
     assert after[name]["effective_rank"] == pytest.approx(24, abs=1e-2)
     assert data["spectra"][name]["after"]["mean"] == pytest.approx([1.0] * 24, abs=1e-3)
-    assert "nearest isometries" in page.read_text()
+    assert "nearest isometries" in page.read_text("utf-8")
 
 
 # compare
@@ -293,15 +293,15 @@ def test_polar_reads_no_pickle(tmp_path: Path) -> None:
 
 def test_report_from_kept_json(checkpoint: Path, tmp_path: Path) -> None:
     health = tmp_path / "health.json"
-    health.write_text(run("inspect", checkpoint, "--json").stdout)
-    (tmp_path / "plan.json").write_text(run("plan", checkpoint, "--json").stdout)
+    health.write_text(run("inspect", checkpoint, "--json").stdout, "utf-8")
+    (tmp_path / "plan.json").write_text(run("plan", checkpoint, "--json").stdout, "utf-8")
     page = tmp_path / "report.html"
     assert run("report", health, tmp_path / "plan.json", "-o", page).exit_code == 0
-    text = page.read_text()
+    text = page.read_text("utf-8")
     assert "Healthy" in text or "healthy" in text
     assert "Every planned parameter" in text
     assert "force" in one_line(run("report", health, "-o", page))
-    (tmp_path / "foreign.json").write_text('{"a": 1}')
+    (tmp_path / "foreign.json").write_text('{"a": 1}', "utf-8")
     assert "not a result of rekindle" in one_line(run("report", tmp_path / "foreign.json", "-o", tmp_path / "x.html"))
     assert not (tmp_path / "x.html").exists()
 
@@ -335,5 +335,5 @@ def test_force_never_replaces_the_input(checkpoint: Path, tmp_path: Path) -> Non
         assert "the input" in (line := one_line(run(*words, "--force"))) or "both" in line
     assert checkpoint.read_bytes() == copy.read_bytes() == before
     page = folder / "report.html"
-    page.write_text("old")
+    page.write_text("old", "utf-8")
     assert run("inspect", folder, "--html", page, "--force").exit_code == 0

@@ -38,18 +38,18 @@ def test_demo_compares_eight_remedies(tmp_path: Path) -> None:
     assert "Doing nothing went from" in text
     assert any(said in text for said in ("FIRE was best", "FIRE did not win", "A variant of FIRE was best"))
     assert str(page) in result.stderr.replace("\n", "")
-    assert "rekindle demo --seeds 1" in re.sub("</?span>", "", page.read_text())
-    assert picture.read_text().startswith("<svg")
+    assert "rekindle demo --seeds 1" in re.sub("</?span>", "", page.read_text("utf-8"))
+    assert picture.read_text("utf-8").startswith("<svg")
     assert run("demo", "--help").stdout.count("rekindle demo") >= 2
 
 
 def test_demo_can_be_read_by_programs_and_run_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "run_live", lambda *_, **__: results(ends={"nothing": 0.2, "fire": 0.4}))
     page = tmp_path / "demo.html"
-    page.write_text("old")
+    page.write_text("old", "utf-8")
     result = run("demo", "--seeds", "1", "--methods", "nothing,fire", "--html", page, "--json")
     assert [row["arm"] for row in json.loads(result.stdout)["table"]] == ["nothing", "fire"]
-    assert page.read_text().startswith("<!doctype html>")
+    assert page.read_text("utf-8").startswith("<!doctype html>")
 
 
 def test_demo_refuses_what_it_does_not_know(tmp_path: Path) -> None:

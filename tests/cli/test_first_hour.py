@@ -100,7 +100,7 @@ def test_completion_is_up_to_date_with_the_laboratory_names() -> None:
 def test_doctor_lists_what_there_is() -> None:
     """Callbacks that a user can pass to a trainer, and none of the modules that they share."""
     found = json.loads(run("doctor", "--json").stdout)["integrations"]
-    reference = (ROOT / "docs" / "reference.md").read_text()
+    reference = (ROOT / "docs" / "reference.md").read_text("utf-8")
     named = set(re.findall(r"^::: rekindle\.integrations\.(\S+)", reference, flags=re.M))
     named = {"sb3.RekindleCallback" if name == "sb3" else name for name in named}  # the whole module has a page
     assert set(found) == named - {"application.Application", "attaching.Attachment", "agent_advice.advise_agent"}
@@ -123,7 +123,7 @@ def test_weights_alone_are_never_called_healthy(tmp_path: Path) -> None:
     assert "verdict: healthy" not in text
     page = tmp_path / "net.html"
     run("inspect", tmp_path / "net.pt", "--html", page)
-    shown = page.read_text()
+    shown = page.read_text("utf-8")
     assert 'class="verdict unknown"' in shown and "no sign in the weights" in shown
     assert "activity not measured" in shown
 
@@ -149,11 +149,11 @@ def test_fire_and_compare_say_that_the_function_has_changed(checkpoint: Path, tm
     page = tmp_path / "page.html"
     fired = run("fire", checkpoint, "-o", tmp_path / "new.safetensors", "--html", page)
     assert "the function has changed: train the network" in fired.stderr
-    assert "no sign in the weights before" in page.read_text().lower()
-    assert "train the network before it is used" in page.read_text()
+    assert "no sign in the weights before" in page.read_text("utf-8").lower()
+    assert "train the network before it is used" in page.read_text("utf-8")
     both = run("compare", checkpoint, tmp_path / "new.safetensors", "--html", tmp_path / "both.html")
     assert "if nothing was trained between A and B, the function has changed" in both.stdout
-    assert "train the network before it is used" in (tmp_path / "both.html").read_text()
+    assert "train the network before it is used" in (tmp_path / "both.html").read_text("utf-8")
 
 
 # Names of files
@@ -228,7 +228,7 @@ def test_a_plan_says_that_what_is_not_installed_could_change_it(
     names = {f"encoder.layer.0.attention.self.{part}.weight": torch.randn(8, 8) for part in ("query", "key", "value")}
     (tmp_path / "model").mkdir()
     save_file(names, tmp_path / "model" / "model.safetensors")
-    (tmp_path / "model" / "config.json").write_text('{"model_type": "bert", "hidden_size": 8}')
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "bert", "hidden_size": 8}', "utf-8")
     monkeypatch.setitem(sys.modules, "transformers", None)
     for command in (("plan",), ("inspect",), ("fire", "-o", tmp_path / "new")):
         said = run(command[0], tmp_path / "model", *command[1:])
@@ -379,13 +379,13 @@ def test_mistakes_in_a_users_code_are_called_so(
     own: Path, monkeypatch: pytest.MonkeyPatch, model: str, expected: str
 ) -> None:
     monkeypatch.chdir(own)
-    (own / "broken.py").write_text("import no_such_package_here\n")
+    (own / "broken.py").write_text("import no_such_package_here\n", "utf-8")
     assert expected in one_line(run("plan", "net.pt", "--model", model))
 
 
 def test_an_import_error_in_a_study_is_the_users(tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
-    (tmp_path / "mine.py").write_text("import no_such_package_here\n")
+    (tmp_path / "mine.py").write_text("import no_such_package_here\n", "utf-8")
     line = one_line(run("lab", "run", tmp_path / "mine.py"))
     assert "no_such_package_here" in line and "mine.py" in line
     assert "laboratory needs" not in line
@@ -432,6 +432,6 @@ def test_what_the_demo_lacks_is_said_before_its_first_run(monkeypatch: pytest.Mo
 
 
 def test_a_short_probe_names_options(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (own / "asked.py").write_text("import mine\nmodel = mine.build()\nbatches = list(mine.batches())\n")
+    (own / "asked.py").write_text("import mine\nmodel = mine.build()\nbatches = list(mine.batches())\n", "utf-8")
     monkeypatch.chdir(own)
     assert "give more --steps or --budget" in run("probe", "asked.py", "--steps", 2, "--seeds", 1).stdout

@@ -50,7 +50,7 @@ def test_ctrl_c_is_one_line_at_any_moment(checkpoint: Path, after: float) -> Non
 def test_ctrl_c_while_text_is_executed_has_the_same_exit_code(own: Path) -> None:
     """Python takes a KeyboardInterrupt that left exec() for one that nobody caught."""
     (own / "slow.py").write_text(
-        "exec('import os, signal; os.kill(os.getpid(), signal.SIGINT)')\nfrom mine import build\n"
+        "exec('import os, signal; os.kill(os.getpid(), signal.SIGINT)')\nfrom mine import build\n", "utf-8"
     )
     done = as_user("fire", own / "net.pt", "-o", own / "new.pt", "--model", f"{own}/slow.py:build")
     assert (done.returncode, done.stdout, done.stderr.strip()) == (130, "", "stopped")
@@ -59,8 +59,8 @@ def test_ctrl_c_while_text_is_executed_has_the_same_exit_code(own: Path) -> None
 def test_ctrl_c_that_a_library_catches_is_heard_all_the_same(own: Path) -> None:
     """As transformers does while it is being imported; a file that a user names stands for it."""
     caught = "import os, signal, time\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\n    time.sleep(5)\n"
-    (own / "deaf.py").write_text(f"{caught}except KeyboardInterrupt:\n    pass\nfrom mine import build\n")
-    (own / "asked.py").write_text("import deaf, mine\nmodel = deaf.build()\nbatches = list(mine.batches())\n")
+    (own / "deaf.py").write_text(f"{caught}except KeyboardInterrupt:\n    pass\nfrom mine import build\n", "utf-8")
+    (own / "asked.py").write_text("import deaf, mine\nmodel = deaf.build()\nbatches = list(mine.batches())\n", "utf-8")
     for command in (
         ("fire", own / "net.pt", "-o", own / "new.pt", "--model", f"{own}/deaf.py:build"),
         ("probe", own / "asked.py", "--steps", "9", "--seeds", "2"),

@@ -138,7 +138,7 @@ def test_progress_is_quiet_without_a_terminal(
 
 
 def test_a_failed_write_leaves_nothing_behind(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("old")
+    (tmp_path / "a.txt").write_text("old", "utf-8")
 
     def interrupted() -> None:
         with files.replacing(tmp_path / "a.txt") as handle:
@@ -148,7 +148,7 @@ def test_a_failed_write_leaves_nothing_behind(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         interrupted()
     assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
-    assert (tmp_path / "a.txt").read_text() == "old"
+    assert (tmp_path / "a.txt").read_text("utf-8") == "old"
 
 
 @pytest.mark.parametrize("missing", ["typer", "rich"])

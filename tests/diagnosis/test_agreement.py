@@ -19,7 +19,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "advice.md"
 
 
 def test_the_page_shows_the_table_of_the_code() -> None:
-    rows = re.findall(r"^\| `(\w+)` \| ([\w ]+) \| (.+) \|$", PAGE.read_text(), flags=re.M)
+    rows = re.findall(r"^\| `(\w+)` \| ([\w ]+) \| (.+) \|$", PAGE.read_text("utf-8"), flags=re.M)
     assert {(verb, word): answer for verb, word, answer in rows} == DECISIONS
 
 

@@ -77,7 +77,7 @@ def test_a_cpu_without_such_units_is_not_asked(broken: list[int], monkeypatch: p
 def test_the_announcement_is_read_from_the_cpus_flags(
     text: str, announced: bool, tmp_path, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # type: ignore[no-untyped-def]
-    (tmp_path / "cpuinfo").write_text(text)
+    (tmp_path / "cpuinfo").write_text(text, "utf-8")
     monkeypatch.setattr(cpu, "_INFO", tmp_path / "cpuinfo")
     assert cpu._announces_bfloat16() is announced
 

@@ -325,7 +325,7 @@ def test_receipts_and_health_reach_the_logger(tmp_path: Path) -> None:
     callback = RekindleCallback("fire", when=VerdictIs("healthy", most=1), monitor=5)
     trainer(tmp_path, callback, logger=logger, log_every_n_steps=1).fit(Classifier(), loader())
     assert [f.step for f in callback.firings] == [5]
-    header = (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()[0].split(",")
+    header = (Path(logger.log_dir) / "metrics.csv").read_text("utf-8").splitlines()[0].split(",")
     assert {"rekindle/fire/sfe_relative", "health/verdict", "train_loss"} <= set(header)
 
 

@@ -22,7 +22,7 @@ NEEDS = {
 
 
 def sections() -> list[tuple[str, str]]:
-    parts = re.split(r"^## (.*)$", PAGE.read_text(), flags=re.M)
+    parts = re.split(r"^## (.*)$", PAGE.read_text("utf-8"), flags=re.M)
     titled = zip(parts[1::2], parts[2::2], strict=True)
     return [(title, code) for title, text in titled for code in re.findall(r"```python\n(.*?)```", text, flags=re.S)]
 

@@ -333,7 +333,7 @@ def test_mlflow_gets_the_receipts(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         trainer(tmp_path, callback, report_to="mlflow", logging_strategy="steps", logging_steps=4).train()
     finally:
         mlflow.end_run()
-    metrics = {str(path).partition("/metrics/")[2]: path.read_text() for path in store.rglob("*/metrics/**/*")
+    metrics = {str(path).partition("/metrics/")[2]: path.read_text("utf-8") for path in store.rglob("*/metrics/**/*")
                if path.is_file()}  # fmt: skip
     assert metrics["rekindle/fire/sfe_relative"].split()[-1] == "5", metrics.keys()  # time, value, step
     assert "health/verdict" in metrics

@@ -115,13 +115,13 @@ def test_the_identity_follows_everything_that_decides_results(tmp_path: Path) ->
     ]
     assert len({run.identity, *(other.identity for other in others)}) == 6
     file = tmp_path / "mine.py"
-    file.write_text("x = 1\n")
+    file.write_text("x = 1\n", "utf-8")
     before = Run(replace(PLAIN, source=str(file)), ARMS["redo"], 0).identity
-    file.write_text("x = 2\n")
+    file.write_text("x = 2\n", "utf-8")
     assert before != Run(replace(PLAIN, source=str(file)), ARMS["redo"], 0).identity
     # A file that was moved is the same file.
     moved = file.rename(tmp_path / "moved.py")
-    file.write_text("x = 1\n")
+    file.write_text("x = 1\n", "utf-8")
     assert before == Run(replace(PLAIN, source=str(file)), ARMS["redo"], 0).identity
     assert moved.exists()
 
@@ -130,14 +130,15 @@ def test_a_users_file_registers_what_it_holds(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(
         "from rekindle import lab\nfrom rekindle.methods import ShrinkPerturb\n\n"
-        "@lab.arm('from a file', when='epoch')\ndef gentle():\n    return ShrinkPerturb(0.1)\n\nNUMBER = 4\n"
+        "@lab.arm('from a file', when='epoch')\ndef gentle():\n    return ShrinkPerturb(0.1)\n\nNUMBER = 4\n",
+        "utf-8",
     )
     assert read_source(file).NUMBER == 4
     assert arms("from a file")[0].when == "epoch" and arms("from a file")[0].build().coefficient == 0.1
     assert read_source(file) is read_source(file)
     with pytest.raises(FileNotFoundError):
         read_source(tmp_path / "none.py")
-    (tmp_path / "bad.py").write_text("1/0\n")
+    (tmp_path / "bad.py").write_text("1/0\n", "utf-8")
     for _ in range(2):  # a file that failed is not taken for read
         with pytest.raises(RuntimeError, match=r"bad\.py, line 1: ZeroDivisionError"):
             read_source(tmp_path / "bad.py")

@@ -37,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def starts(folder: Path) -> int:
-    return sum(json.loads(line)["kind"] == "start" for f in folder.glob("runs/*.jsonl") for line in f.open())
+    return sum(json.loads(line)["kind"] == "start" for f in folder.glob("runs/*.jsonl") for line in f.open("rb"))
 
 
 # Start-up and help
@@ -118,14 +118,14 @@ def test_resume_repeats_nothing(folder: Path) -> None:
     result = run("lab", "resume", folder)
     assert result.exit_code == 0
     assert starts(folder) == before
-    assert "resume" not in (folder / "commands.txt").read_text()
+    assert "resume" not in (folder / "commands.txt").read_text("utf-8")
 
 
 def test_report_writes_the_page(folder: Path, tmp_path: Path) -> None:
     page = tmp_path / "a.html"
     result = run("lab", "report", folder, "--html", page)
     assert result.exit_code == 0, result.output
-    assert page.read_text().startswith("<!doctype html>")
+    assert page.read_text("utf-8").startswith("<!doctype html>")
     assert "--force" in one_line(run("lab", "report", folder, "--html", page))
     assert run("lab", "report", folder, "--html", page, "--force").exit_code == 0
 
@@ -135,7 +135,7 @@ def test_atlas_shows_gains_and_draws_them(folder: Path, tmp_path: Path) -> None:
     result = run("lab", "atlas", folder, "-o", picture)
     assert result.exit_code == 0, result.output
     assert "| gain over nothing |" in result.output and "| fire |" in result.output
-    assert picture.read_text().startswith("<svg")
+    assert picture.read_text("utf-8").startswith("<svg")
     assert "no study here has finished runs" in one_line(run("lab", "atlas", folder, "-m", "dash"))
 
 
@@ -158,7 +158,7 @@ def test_a_users_own_file_runs(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     data = json.loads(result.stdout)
     assert {row["arm"]: row["seeds"] for row in data["table"]} == {"nothing": 2, "jitter": 2}
-    assert len([line for line in OWN.read_text().splitlines() if line.strip()]) < 40
+    assert len([line for line in OWN.read_text("utf-8").splitlines() if line.strip()]) < 40
     assert (tmp_path / "own.html").exists()
 
 
@@ -169,7 +169,8 @@ def test_a_failed_run_is_told_and_the_exit_code_is_one(tmp_path: Path) -> None:
         "@lab.network('broken')\n"
         "def broken(shape, classes):\n"
         "    raise RuntimeError('no such network')\n"
-        "setting = lab.Setting('mine', 'random-labels', 'broken', {'data': 'digits', 'tasks': 2, 'epochs': 1})\n"
+        "setting = lab.Setting('mine', 'random-labels', 'broken', {'data': 'digits', 'tasks': 2, 'epochs': 1})\n",
+        "utf-8",
     )
     result = run("lab", "run", mine, "-m", "nothing", "-n", "1", "--folder", tmp_path / "x")
     assert result.exit_code == 1

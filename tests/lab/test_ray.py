@@ -23,7 +23,7 @@ def test_a_worker_killed_in_the_middle_is_replaced_and_results_land_once(
     events: list[Event] = []
     made = study(tmp_path, arms=("nothing", "fire", "redo"), kill=str(tmp_path / "killed"), sleep=0.1)
     results = made.run(on="ray", workers=2, progress=events.append, target="lab_fakes:quick")
-    killed = int((tmp_path / "killed").read_text())
+    killed = int((tmp_path / "killed").read_text("utf-8"))
     assert killed in workers(tmp_path) and killed != os.getpid() and not alive(killed)
     assert len(workers(tmp_path)) >= 2, "two workers, and one in place of the dead"
     assert sum(begun(tmp_path).values()) == 7 and set(begun(tmp_path, "ended").values()) == {1}

@@ -190,7 +190,7 @@ def test_study_json(tmp_path: Path) -> None:
         store.description()
     store.describe({"name": "x"})
     assert store.description() == {"name": "x"}
-    (tmp_path / "new" / "study.json").write_text('{"na')
+    (tmp_path / "new" / "study.json").write_text('{"na', "utf-8")
     with pytest.raises(ValueError, match="run the study again"):
         store.description()
 
@@ -258,9 +258,9 @@ def test_readers_see_whole_rows_while_one_writes(tmp_path: Path) -> None:
 
 def test_a_link_with_the_name_of_a_run_is_refused(tmp_path: Path) -> None:
     store, precious = RunStore(tmp_path), tmp_path / "precious"
-    precious.write_text("precious")
+    precious.write_text("precious", "utf-8")
     store.runs.mkdir()
     store.path("abc").symlink_to(precious)
     with pytest.raises(OSError, match="symbolic link"):
         store.claim("abc")
-    assert precious.read_text() == "precious"
+    assert precious.read_text("utf-8") == "precious"

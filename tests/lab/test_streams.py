@@ -220,7 +220,7 @@ def test_streams_by_name_load_their_data() -> None:
 
 def test_the_domains_can_be_bytes_or_characters(tmp_path: Any) -> None:
     for name, text in (("one", "abcabc" * 30), ("two", "xyz" * 60)):
-        (tmp_path / f"{name}.txt").write_text(text)
+        (tmp_path / f"{name}.txt").write_text(text, "utf-8")
     paths = [str(tmp_path / "one.txt"), str(tmp_path / "two.txt")]
     by_character = streams.stream("domains", 0, data=paths, tokens="character", context=4, steps=1)
     assert len(by_character) == 2 and by_character.classes in (6, 7)

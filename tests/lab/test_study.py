@@ -42,12 +42,12 @@ def begun(folder: Path, word: str = "begun") -> Counter[str]:
     """How often each run was begun (or ended), from the log that the fakes write."""
     if not (folder / "log").exists():
         return Counter()
-    lines = [line.split() for line in (folder / "log").read_text().splitlines()]
+    lines = [line.split() for line in (folder / "log").read_text("utf-8").splitlines()]
     return Counter(f"{arm} {seed}" for what, _, arm, seed, _ in lines if what == word)
 
 
 def workers(folder: Path) -> set[int]:
-    return {int(line.split()[-1]) for line in (folder / "log").read_text().splitlines()}
+    return {int(line.split()[-1]) for line in (folder / "log").read_text("utf-8").splitlines()}
 
 
 def wait_for(condition: Callable[[], bool], what: str, seconds: float = 120.0) -> None:
@@ -217,7 +217,8 @@ mine = Setting("mine", "random-labels", "mlp", {"data": "digits", "count": 96, "
 @register("my-reset")
 class MyReset(FullReset):
     pass
-"""
+""",
+        "utf-8",
     )
     made = Study.load(path, folder=tmp_path / "out", seeds=1)
     assert "my-reset" in [arm.name for arm in made.arms] and made.settings[0].source == str(path)
@@ -263,7 +264,9 @@ def test_a_failure_is_recorded_told_and_tried_again(tmp_path: Path) -> None:
         assert results.entries[0].record.state == "failed" and results.entries[0].reason == "RuntimeError: out of luck"
         assert [event.kind for event in events].count("failed") == attempt
     assert results.table() == []
-    assert json.loads(made.store.path(results.entries[0].identity).read_text().splitlines()[-1])["kind"] == "failed"
+    assert (
+        json.loads(made.store.path(results.entries[0].identity).read_text("utf-8").splitlines()[-1])["kind"] == "failed"
+    )
 
 
 def test_a_run_that_always_loses_its_worker_fails_and_the_others_go_on(tmp_path: Path) -> None:
@@ -395,7 +398,8 @@ def noisy(seed):
     raise OverflowError("too large")
 
 mine = Setting("mine", "noisy-stream", "mlp")
-"""
+""",
+        "utf-8",
     )
     made = Study.load(tmp_path / "mine.py", methods=["nothing"], seeds=1, folder=tmp_path / "out")
     entry = made.run(on=Inline("rekindle.lab.execution.workers:perform")).entries[0]

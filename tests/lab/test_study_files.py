@@ -21,7 +21,8 @@ settings:
 arms: [nothing, solvers, {name: gentle, method: FIRE, options: {strength: 0.5}}]
 seeds: [3, 4]
 tune: true
-"""
+""",
+        "utf-8",
     )
     made = Study.load(path)
     assert made.name == "mine" and made.folder == Path("results/lab/mine") and made.tune and made.seeds == [3, 4]
@@ -50,7 +51,7 @@ tune: true
 def test_a_wrong_file_says_what_is_wrong(content: str, message: str, tmp_path: Path) -> None:
     pytest.importorskip("yaml")
     path = tmp_path / "mine.yaml"
-    path.write_text(content)
+    path.write_text(content, "utf-8")
     with pytest.raises(ValueError, match=message):
         Study.load(path)
 
@@ -61,7 +62,7 @@ def test_other_ways_to_say_it_wrongly(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="not the folder of a study"):
         Study.load(tmp_path)
     empty = tmp_path / "empty.py"
-    empty.write_text("x = 1\n")
+    empty.write_text("x = 1\n", "utf-8")
     with pytest.raises(ValueError, match="neither `study"):
         Study.load(empty)
     with pytest.raises(ValueError, match="workers must be at least 1"):
@@ -98,7 +99,7 @@ def test_settings_and_arms_may_be_given_by_name() -> None:
     ],
 )
 def test_an_error_in_the_users_file_is_theirs(tmp_path: Path, line: str, kind: type[Exception], message: str) -> None:
-    (tmp_path / "mine.py").write_text(f"import rekindle.lab\n{line}\n")
+    (tmp_path / "mine.py").write_text(f"import rekindle.lab\n{line}\n", "utf-8")
     with pytest.raises(kind, match=message) as caught:
         Study.load(tmp_path / "mine.py")
     assert not isinstance(caught.value, ModuleNotFoundError), "which would be read as a missing part of the laboratory"

@@ -154,7 +154,7 @@ class TestObject:
         drawn = plan(build(name), split_heads=name == "falcon_new", scale="init:normal(0.02)/depth(2)")
         drawn.save(tmp_path / "plan.json")
         assert Plan.load(tmp_path / "plan.json") == drawn
-        json.loads((tmp_path / "plan.json").read_text())
+        json.loads((tmp_path / "plan.json").read_text("utf-8"))
 
     def test_a_loaded_plan_applies_to_the_files_tensors(self, tmp_path: Path) -> None:
         model = build("gpt_neox")
@@ -166,7 +166,7 @@ class TestObject:
             assert not tensors[entry.key].any()
 
     def test_another_file_is_refused(self, tmp_path: Path) -> None:
-        (tmp_path / "x.json").write_text("{}")
+        (tmp_path / "x.json").write_text("{}", "utf-8")
         with pytest.raises(ValueError, match="not a rekindle plan"):
             Plan.load(tmp_path / "x.json")
 

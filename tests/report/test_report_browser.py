@@ -62,7 +62,7 @@ def result(layers: int) -> dict[str, Any]:
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, list[str]]]:
     """The page over HTTP, with every request that reached the server: a fetch of anything else would show."""
     folder = tmp_path_factory.mktemp("page")
-    (folder / "report.html").write_text(render(result(40)))
+    (folder / "report.html").write_text(render(result(40)), "utf-8")
     with serving(folder / "report.html") as found:
         yield found
 
@@ -100,7 +100,7 @@ def test_loads_without_a_message_or_a_request(page: Driver, served: tuple[str, l
 
 
 def test_opens_from_a_file(driver: Driver, tmp_path: Path) -> None:
-    (tmp_path / "report.html").write_text(render(result(4)))
+    (tmp_path / "report.html").write_text(render(result(4)), "utf-8")
     driver.get_log("browser")
     driver.get((tmp_path / "report.html").as_uri())
     assert len(names(driver)) == 4
@@ -278,7 +278,7 @@ def test_nothing_is_off_screen(driver: Driver, tmp_path: Path, width: int, schem
     found = {"health": health(net, [torch.randn(32, 24)]).to_dict(), "plan": plan(net).to_dict()}
     found |= {"receipt": fire(net).to_dict(), "after": health(net, [torch.randn(32, 24)]).to_dict()}
     made = {"versions": {"rekindle": "0.1.0"}, "line": "rekindle fire a -o b", "platform": "Linux", "threads": 1}
-    (tmp_path / "a.html").write_text(render({"command": "fire", **found, "made": made}))
+    (tmp_path / "a.html").write_text(render({"command": "fire", **found, "made": made}), "utf-8")
     driver.execute_cdp_cmd(
         "Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
     )
@@ -305,7 +305,7 @@ def test_the_answers_of_probe_and_advise_are_on_the_screen(driver: Driver, tmp_p
     answer = {"answer": "cannot tell", "sentence": "Cannot tell.", "judged_on": "new data", "seeds": 3, "steps": 1783}
     call = "rekindle.methods.ReDo(targets='auto', second_moment='mean', tau=0.025, period=1000)(model, optimizer)"
     answer |= {"horizon": 1783, "call": call, "rows": tried}
-    (tmp_path / "a.html").write_text(render({"command": "advise", "advice": answer}))
+    (tmp_path / "a.html").write_text(render({"command": "advise", "advice": answer}), "utf-8")
     size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 700}
     driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     driver.get((tmp_path / "a.html").as_uri())
@@ -345,7 +345,7 @@ def test_layers_print_as_a_table(page: Driver) -> None:
 def test_500_layers_stay_light(driver: Driver, tmp_path: Path) -> None:
     """Bytes, elements and passes over the table: what makes a page slow on any machine, without a clock."""
     file = tmp_path / "large.html"
-    file.write_text(render(result(500)))
+    file.write_text(render(result(500)), "utf-8")
     assert file.stat().st_size < 5e6
     driver.get(file.as_uri())
     elements, moved, shown = driver.execute_script(

@@ -52,7 +52,7 @@ def main() -> None:
         error = f"{type(caught).__name__}: {caught}"
     kept = all(torch.equal(p.detach().to_local(), old) for p, old in zip(model.parameters(), before, strict=True))
     result = {"error": error, "seconds": time.perf_counter() - began, "kept": kept}
-    (folder / f"{rank}.json").write_text(json.dumps(result))
+    (folder / f"{rank}.json").write_text(json.dumps(result), "utf-8")
     os._exit(0)  # leaving the group properly would wait for the dead
 
 

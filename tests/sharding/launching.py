@@ -35,7 +35,7 @@ def launch(world: int, folder: Path, names: list[str] | None = None) -> dict[str
         path = folder / f"{rank}.json"
         if not path.exists():
             raise AssertionError(f"rank {rank} wrote no results:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
-        for name, text in json.loads(path.read_text()).items():
+        for name, text in json.loads(path.read_text("utf-8")).items():
             results.setdefault(name, []).append(text)
     return results
 
@@ -55,7 +55,7 @@ def cases(world: int) -> list[str]:
     """The names of the cases for this number of processes, read from the files: importing them here takes long."""
     found, wanted = [], 0
     for path in MODULES:
-        for line in path.read_text().splitlines():
+        for line in path.read_text("utf-8").splitlines():
             if line.startswith("@world("):
                 wanted = int(line.removeprefix("@world(").partition(")")[0])
             if line.startswith("def case_"):
@@ -96,7 +96,7 @@ def main() -> None:
             results[name] = None
         except Exception:
             results[name] = traceback.format_exc()
-        (folder / f"{dist.get_rank()}.json").write_text(json.dumps(results))
+        (folder / f"{dist.get_rank()}.json").write_text(json.dumps(results), "utf-8")
     dist.destroy_process_group()
 
 

@@ -68,6 +68,6 @@ def test_when_a_rank_dies_or_hangs_the_others_raise_within_the_time_out(tmp_path
         for process in ranks:
             process.kill()
             process.wait()
-    result = json.loads((tmp_path / "0.json").read_text())
+    result = json.loads((tmp_path / "0.json").read_text("utf-8"))
     assert "rank 0 lost its peers while" in result["error"]
     assert result["kept"]  # atomic=True put back what had been written

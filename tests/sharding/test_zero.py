@@ -52,7 +52,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str | No
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT)
     paths = [folder / f"{rank}.json" for rank in range(2)]
     assert all(path.exists() for path in paths), done.stdout[-2000:] + done.stderr[-4000:]
-    return [json.loads(path.read_text()) for path in paths]
+    return [json.loads(path.read_text("utf-8")) for path in paths]
 
 
 @pytest.mark.parametrize(("stage", "dtype"), CASES)

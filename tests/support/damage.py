@@ -54,7 +54,7 @@ def training_state(lightning: bool = False) -> dict[str, Any]:
 def _folder(path: Path, tensors: Mapping[str, Tensor]) -> None:
     path.mkdir()
     save_file(dict(tensors), path / "model.safetensors", metadata={"format": "pt"})
-    (path / "config.json").write_text(json.dumps(LLAMA))
+    (path / "config.json").write_text(json.dumps(LLAMA), "utf-8")
 
 
 def _planned(path: Path) -> None:
@@ -285,7 +285,7 @@ def contents(path: Path) -> tuple[dict[str, Tensor], Any]:
     elif path.is_dir():
         index = path / "model.safetensors.index.json"
         files = (
-            sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
             if index.exists()
             else ["model.safetensors"]
         )

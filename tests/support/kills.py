@@ -228,7 +228,7 @@ class PairCase:
                 right = codes[0] == 0 and now["out"] == known["a1"]
                 right &= codes[1] == 2 or now.get("more") == known["a2"]
             case _:
-                right = codes.count(0) == 1 and "entries" in json.loads(out.read_text())
+                right = codes.count(0) == 1 and "entries" in json.loads(out.read_text("utf-8"))
         untouched = now["b"] == known["b"] and (way.startswith("in place") or now["a"] == known["a"])
         return "" if right and untouched else f"{way}: exit codes {codes}, but the files are not theirs"
 

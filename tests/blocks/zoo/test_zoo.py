@@ -22,7 +22,7 @@ import pytest
 HERE = Path(__file__).parent
 EXPECTED: dict[str, dict[str, Any]] = {}
 for file in sorted(HERE.glob("*.json")):
-    EXPECTED |= json.loads(file.read_text())
+    EXPECTED |= json.loads(file.read_text("utf-8"))
 
 
 def _families() -> ModuleType:
