@@ -233,6 +233,46 @@ def test_the_table_is_sorted_flat_and_the_same_every_time(tmp_path: Path) -> Non
     assert store.write_table(frame).read_bytes() == first and os.listdir(store.folder) == ["table.parquet"]
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"kind": None},
+        {"kind": "row"},
+        {"kind": "start", "stream": 3},
+        {"kind": "start", "stream": {"classes": "many"}},
+        {"steps": None},
+        {"online_accuracy": "high"},
+        {"online_accuracy": 10**400},
+        {"train_loss": float("nan")},
+        {"curve": "abc"},
+        {"curve": [[1]]},
+        {"remedy": {"loss_after": []}},
+        {"health": 3},
+    ],
+)
+def test_a_run_with_a_malformed_row_is_named_and_left_out(wrong: dict[str, Any], tmp_path: Path) -> None:
+    store, setting = RunStore(tmp_path), Setting("digits", "random-labels", "mlp")
+    for identity in ("good", "bad"):
+        write(store, identity, ROWS)
+    lines = [*ROWS[:2], {**(START if wrong.get("kind") == "start" else ROWS[2]), **wrong}, *ROWS[3:]]
+    store.path("bad").write_text("".join(json.dumps(each) + "\n" for each in lines))
+    assert store.finished() == {"good"}
+    entries = [
+        RunEntry(setting, "fire", Arm("fire"), False, seed, identity, store.read(identity))
+        for seed, identity in enumerate(("good", "bad"))
+    ]
+    results = Results({"name": "s", "settings": []}, tuple(entries))
+    assert [row["seeds"] for row in results.table()] == [1]
+    assert {row["seed"] for row in results.rows} == {0} and results.to_dict()["runs"][1]["state"] == "failed"
+    assert "failed: digits fire seed 1: row 3 of its file is malformed" in str(results)
+    claim = store.claim("bad")
+    assert claim is not None and not claim.record.settles("")
+    with claim:
+        for each in ROWS:
+            claim.append(each)
+    assert store.read("bad").state == "finished"
+
+
 def test_an_empty_folder_has_an_empty_table(tmp_path: Path) -> None:
     assert len(Results({"name": "empty"}, ()).frame()) == 0
     assert RunStore(tmp_path).finished() == set() and RunStore(tmp_path).read("abc") == RunRecord("new")

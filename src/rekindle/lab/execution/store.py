@@ -16,6 +16,7 @@ import io
 import json
 import lzma
 import os
+import sys
 import tarfile
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -30,6 +31,7 @@ Row: TypeAlias = dict[str, Any]
 
 WRITTEN = frozenset({"start", "task", "end", "failed"})
 """The kinds of rows that go to the file; progress is for watchers."""
+_TEXTS, _TABLES = ("kind", "name", "failed"), ("remedy", "health")  # of a task's row; the others are numbers, or None
 
 
 @dataclass(frozen=True)
@@ -56,12 +58,13 @@ class RunRecord:
 def parse(content: bytes) -> tuple[RunRecord, int]:
     """The record in a run's file, and how many bytes of it are whole lines: what follows them is an incomplete line.
 
-    The last attempt that reached its end counts, else the last one.
+    The last attempt that reached its end counts, else the last one. One with a row that no run writes has failed.
     """
     rows: list[Row] | None = None  # of the attempt in progress; None if it cannot be trusted
     ended: RunRecord | None = None
+    fault: RunRecord | None = None  # of the last attempt, if a row of it is malformed
     position = good = 0
-    for line in io.BytesIO(content):
+    for number, line in enumerate(io.BytesIO(content), 1):
         position += len(line)
         try:
             row = json.loads(line)
@@ -71,8 +74,12 @@ def parse(content: bytes) -> tuple[RunRecord, int]:
             rows = None
             continue
         good, kind = position, row.get("kind")
+        if name := _malformed(row):
+            why = f"row {number} of its file is malformed ({name!r}): run it again"
+            rows, fault = None, RunRecord("failed", ({"kind": "failed", "error": why},))
+            continue
         if kind == "start":
-            rows = [row]
+            rows, fault = [row], None
         elif kind == "failed":
             rows = [*(rows or ()), row]  # some fail before they have a start
         elif rows is not None:
@@ -81,8 +88,38 @@ def parse(content: bytes) -> tuple[RunRecord, int]:
             if rows is not None and kind == "end":
                 ended, rows = RunRecord("refused" if row.get("refused") else "finished", tuple(rows)), None
     if ended is not None or not rows:
-        return ended or RunRecord("new"), good
+        return ended or fault or RunRecord("new"), good
     return RunRecord("failed" if rows[-1].get("kind") == "failed" else "partial", tuple(rows)), good
+
+
+def _malformed(row: Row) -> str:
+    """The first field that is not what a run writes there, "" if all are."""
+    kind = row.get("kind")
+    if kind not in ("start", "task"):
+        return "" if kind in (*WRITTEN, "progress") else "kind"
+    if kind == "start":
+        name = next((name for name in ("run", "versions", "stream") if not isinstance(row.get(name, {}), dict)), "")
+        return name or ("" if _number(row.get("stream", {}).get("classes") or 0) else "stream.classes")
+    missing = (name for name in ("task", "steps") if row.get(name) is None)
+    return next(missing, "") or next((name for name, value in row.items() if not _fits(name, value)), "")
+
+
+def _fits(name: str, value: Any) -> bool:
+    """Whether a task's row may hold this value under this name."""
+    if isinstance(value, str):
+        return name in _TEXTS
+    if isinstance(value, list):
+        return name == "curve" and all(
+            isinstance(point, list) and len(point) == 3 and all(each is None or _number(each) for each in point)
+            for point in value
+        )
+    if isinstance(value, dict):
+        return name in _TABLES and all(_fits(inner, each) for inner, each in value.items())
+    return value is None or (name not in (*_TEXTS, *_TABLES, "curve") and _number(value))
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and abs(value) <= sys.float_info.max
 
 
 class Claim:

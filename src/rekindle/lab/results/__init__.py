@@ -191,11 +191,11 @@ class Results:
         return told if other else None
 
     def _first(self, state: str) -> list[RunEntry]:
-        """The first entry of each setting and arm in this state: the reason is the same for every seed."""
-        found: dict[tuple[str, str], RunEntry] = {}
+        """The first entry of each setting, arm and reason in this state: most reasons are the same for every seed."""
+        found: dict[tuple[str, str, str | None], RunEntry] = {}
         for entry in self.entries:
             if entry.record.state == state:
-                found.setdefault((entry.setting.name, entry.name), entry)
+                found.setdefault((entry.setting.name, entry.name, entry.reason), entry)
         return list(found.values())
 
     def _stream(self, setting: str) -> dict[str, Any]:

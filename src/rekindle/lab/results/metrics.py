@@ -34,13 +34,13 @@ def headline(rows: Iterable[Row], setting: Setting) -> float | None:
 
 def final(rows: Iterable[Row], metric: str, last: int) -> float | None:
     """Any metric of the rows, averaged over the last tasks; None if one of them lacks it (it diverged)."""
-    return mean(row[metric] for row in tasks(rows)[-last:])
+    return mean(row.get(metric) for row in tasks(rows)[-last:])
 
 
 def first_task(rows: Iterable[Row], setting: Setting) -> float | None:
     """The setting's metric in the first task: what the network can do before it could lose anything."""
     found = tasks(rows)
-    return found[0][setting.headline] if found else None
+    return found[0].get(setting.headline) if found else None
 
 
 def auc(rows: Iterable[Row], setting: Setting) -> float | None:
@@ -48,7 +48,7 @@ def auc(rows: Iterable[Row], setting: Setting) -> float | None:
     metric = "online_return" if setting.agents else "online_loss" if setting.falling else "online_accuracy"
     found = tasks(rows)
     steps: int = sum(row["steps"] for row in found)
-    if not steps or any(row[metric] is None for row in found):
+    if not steps or any(row.get(metric) is None for row in found):
         return None
     return math.fsum(row["steps"] * row[metric] for row in found) / steps
 
