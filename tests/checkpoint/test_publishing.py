@@ -171,6 +171,82 @@ def test_a_source_that_changes_while_it_is_read_gives_no_output(
     assert leftovers(tmp_path) == []
 
 
+@pytest.mark.parametrize("how", ["another inode", "other bytes"])
+def test_a_source_of_the_same_size_and_time_is_not_taken_for_the_same(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "in.safetensors"
+    save_file(small_model().state_dict(), file)
+    before, content = file.stat(), file.read_bytes()
+
+    def change() -> None:
+        if how == "another inode":
+            (tmp_path / "new").write_bytes(content)
+            os.replace(tmp_path / "new", file)
+        else:
+            file.write_bytes(content[:-4] + bytes(4))
+        os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+    during(monkeypatch, change)
+    with pytest.raises(CheckpointError, match="changed while it was read"):
+        fire_file(file, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json"])
+def test_what_describes_the_weights_may_not_change_either(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_folder(tmp_path / "in", shards=2)
+    during(monkeypatch, lambda: (folder / name).write_text((folder / name).read_text() + " "))
+    with pytest.raises(CheckpointError, match=f"{name}: changed while it was read"):
+        fire_file(folder, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["out", "out/model-00001-of-00002.safetensors", "out/config.json"])
+def test_an_old_output_that_changes_while_a_job_runs_is_not_replaced(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, place = tmp_path / "in", tmp_path / name
+    if name == "out":
+        FORMATS["safetensors"](source)
+        FORMATS["safetensors"](place)
+    else:
+        make_folder(source, shards=2)
+        make_folder(tmp_path / "out", shards=2)
+        (source / "config.json").write_text('{"hidden": 17}')
+    during(monkeypatch, lambda: place.write_text("somebody else's"))
+    with pytest.raises(CheckpointError, match="changed while the job ran"):
+        fire_file(source, tmp_path / "out", force=True)
+    assert place.read_text() == "somebody else's"
+    assert leftovers(tmp_path) == []
+
+
+@pytest.mark.parametrize("folder", [False, True])
+def test_a_name_that_is_taken_at_the_last_moment_is_not_replaced(
+    folder: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rekindle.checkpoint.staging import Staging
+
+    source, place = tmp_path / "in", tmp_path / "out"
+    FORMATS["sharded" if folder else "safetensors"](source)
+    if folder:  # one that is there, and has no such file yet
+        place.mkdir()
+        place = place / "config.json"
+    real = Staging._check_output
+
+    def checked(self: Staging, names: Any) -> None:
+        real(self, names)
+        place.write_text("somebody else's")
+
+    monkeypatch.setattr(Staging, "_check_output", checked)
+    with pytest.raises(CheckpointError, match="appeared while the job ran"):
+        fire_file(source, tmp_path / "out", force=True)
+    assert place.read_text() == "somebody else's"
+    assert leftovers(tmp_path) == []
+
+
 @pytest.mark.parametrize("force", [False, True])
 def test_a_target_that_appears_while_a_job_runs_stays(
     force: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -252,10 +328,11 @@ def test_a_lock_on_a_file_that_was_removed_is_noticed(tmp_path: Path, monkeypatc
     assert len(taken) == 2
 
 
-@pytest.mark.parametrize("links", [True, False])
-def test_a_new_name_is_never_taken_from_another(links: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files.ctypes, "CDLL", lambda *_, **__: object())  # a system without renameat2
-    if not links:
+@pytest.mark.parametrize("system", ["Linux", "no renameat2", "no links"])
+def test_a_new_name_is_never_taken_from_another(system: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if system != "Linux":
+        monkeypatch.setattr(files.ctypes, "CDLL", lambda *_, **__: object())
+    if system == "no links":
         monkeypatch.delattr(files.os, "link")
         monkeypatch.setattr(files.os, "link", lambda *_, **__: (_ for _ in ()).throw(OSError("none")), raising=False)
     (tmp_path / "a").write_text("new", "utf-8")

@@ -100,10 +100,7 @@ class Staging:
         if exchanged:
             self._exchange(names)
         elif self.replaceable is None:
-            try:
-                files.rename_new(self.partial, self.target)
-            except FileExistsError:
-                raise CheckpointError(f"{self.target}: appeared while the job ran; nothing was replaced") from None
+            _take_free(self.partial, self.target)
         else:
             files.take_over(self.partial, self.target)
             os.replace(self.partial, self.target)
@@ -122,11 +119,11 @@ class Staging:
         for name in names:
             new, place = self.partial / name, self.target / name
             place.parent.mkdir(parents=True, exist_ok=True)
-            if kind_of(place):
+            if (self.replaceable or {}).get(name) is None:
+                _take_free(new, place)
+            else:
                 files.take_over(new, place)
                 _swap(new, place, self.replaced / name)
-            else:
-                files.rename_new(new, place)
         for name in self.removed:
             (self.replaced / name).parent.mkdir(parents=True, exist_ok=True)
             os.rename(self.target / name, self.replaced / name)
@@ -159,6 +156,14 @@ class Staging:
             if state is not None and state.inode == last["finished"].get(name):
                 files.rename_new(self.target / name, self.partial / name)
         remove(self.replaced)
+
+
+def _take_free(new: Path, place: Path) -> None:
+    """Give a result a name that was free when it was looked at."""
+    try:
+        files.rename_new(new, place)
+    except FileExistsError:
+        raise CheckpointError(f"{place}: appeared while the job ran; nothing was replaced") from None
 
 
 def _swap(new: Path, place: Path, keep: Path) -> None:
