@@ -89,6 +89,14 @@ def test_force_replaces_the_files_of_a_checkpoint_and_nothing_else(tmp_path: Pat
         assert len(checkpoint.names) == 6
 
 
+def test_a_file_that_has_the_bytes_already_is_not_touched(tmp_path: Path) -> None:
+    source, target = make_folder(tmp_path / "in"), make_folder(tmp_path / "out")
+    before = everything(target)
+    fire_file(source, target, force=True)
+    after = everything(target)
+    assert {name for name in before if before[name] != after[name]} == {"model-00001-of-00001.safetensors"}
+
+
 def test_force_refuses_what_is_no_checkpoint(tmp_path: Path) -> None:
     source, file = make_folder(tmp_path / "in"), tmp_path / "in.safetensors"
     save_file(small_model().state_dict(), file)
@@ -198,7 +206,7 @@ def test_what_describes_the_weights_may_not_change_either(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = make_folder(tmp_path / "in", shards=2)
-    during(monkeypatch, lambda: (folder / name).write_text((folder / name).read_text() + " "))
+    during(monkeypatch, lambda: (folder / name).write_bytes((folder / name).read_bytes() + b" "))
     with pytest.raises(CheckpointError, match=f"{name}: changed while it was read"):
         fire_file(folder, tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -215,11 +223,11 @@ def test_an_old_output_that_changes_while_a_job_runs_is_not_replaced(
     else:
         make_folder(source, shards=2)
         make_folder(tmp_path / "out", shards=2)
-        (source / "config.json").write_text('{"hidden": 17}')
-    during(monkeypatch, lambda: place.write_text("somebody else's"))
+        (source / "config.json").write_bytes(b'{"hidden": 17}')
+    during(monkeypatch, lambda: place.write_bytes(b"somebody else's"))
     with pytest.raises(CheckpointError, match="changed while the job ran"):
         fire_file(source, tmp_path / "out", force=True)
-    assert place.read_text() == "somebody else's"
+    assert place.read_bytes() == b"somebody else's"
     assert leftovers(tmp_path) == []
 
 
@@ -238,12 +246,12 @@ def test_a_name_that_is_taken_at_the_last_moment_is_not_replaced(
 
     def checked(self: Staging, names: Any) -> None:
         real(self, names)
-        place.write_text("somebody else's")
+        place.write_bytes(b"somebody else's")
 
     monkeypatch.setattr(Staging, "_check_output", checked)
     with pytest.raises(CheckpointError, match="appeared while the job ran"):
         fire_file(source, tmp_path / "out", force=True)
-    assert place.read_text() == "somebody else's"
+    assert place.read_bytes() == b"somebody else's"
     assert leftovers(tmp_path) == []
 
 
@@ -311,6 +319,14 @@ def test_a_journal_that_is_another_name_of_a_file_is_refused(tmp_path: Path) -> 
     with pytest.raises(CheckpointError, match="one name"):
         fire_file(tmp_path / "in", tmp_path / "out")
     assert (tmp_path / "precious").read_text("utf-8") == "precious"
+
+
+def test_a_journal_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_file(small_model().state_dict(), tmp_path / "in")
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(CheckpointError, match="belongs to another user"):
+        fire_file(tmp_path / "in", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_lock_on_a_file_that_was_removed_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

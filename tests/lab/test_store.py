@@ -255,7 +255,7 @@ def test_a_run_with_a_malformed_row_is_named_and_left_out(wrong: dict[str, Any],
     for identity in ("good", "bad"):
         write(store, identity, ROWS)
     lines = [*ROWS[:2], {**(START if wrong.get("kind") == "start" else ROWS[2]), **wrong}, *ROWS[3:]]
-    store.path("bad").write_text("".join(json.dumps(each) + "\n" for each in lines))
+    store.path("bad").write_bytes("".join(json.dumps(each) + "\n" for each in lines).encode())
     assert store.finished() == {"good"}
     entries = [
         RunEntry(setting, "fire", Arm("fire"), False, seed, identity, store.read(identity))
