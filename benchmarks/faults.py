@@ -33,11 +33,10 @@ from pathlib import Path
 import torch
 
 TESTS = Path(__file__).parent.parent / "tests"
-sys.path[:0] = [str(TESTS / "support"), str(TESTS), str(Path(__file__).parent)]
+sys.path[:0] = [str(TESTS / "support"), str(Path(__file__).parent)]
 
 import damage  # noqa: E402
 import kills  # noqa: E402
-
 import verb_faults  # noqa: E402
 
 BATCH = 130  # files per process: one that dies is noticed, and costs no more than these

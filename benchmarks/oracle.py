@@ -117,7 +117,6 @@ def judge(name: str, model: nn.Module, example: Any, backbone: bool) -> None:
     """Count the mistakes of both plans of one model, and print them."""
     from cases import call
     from corpus import traced
-
     from oracle import Truth, mistakes, projectable
 
     truth = Truth.of(model, lambda: call(model, traced(example)), backbone=backbone)

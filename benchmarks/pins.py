@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from rekindle.engine.solving import Solver
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "support")]
+sys.path.insert(0, str(ROOT / "tests" / "support"))
 SOLVERS = get_args(Solver)
 PLAIN = [
     "fire",

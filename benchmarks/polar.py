@@ -28,7 +28,7 @@ from rekindle import polar
 from rekindle.engine import arithmetic, bulk, schedules
 from rekindle.engine import routes as solvers
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests/support"))
 from matrices import ZOO, build
 
 Matrices = list[Tensor]

@@ -23,12 +23,12 @@ from typing import Any
 import torch
 
 TESTS = Path(__file__).parent.parent / "tests"
-sys.path[:0] = [str(TESTS / "support"), str(TESTS / "methods"), str(TESTS / "integrations"), str(TESTS)]
+sys.path[:0] = [str(TESTS / "support"), str(TESTS / "methods"), str(TESTS / "integrations")]
 
-import callbacks  # noqa: E402
 import test_faults as small  # noqa: E402
 import test_interrupted as attached  # noqa: E402
 
+import callbacks  # noqa: E402
 import faults  # noqa: E402
 import rekindle  # noqa: E402
 from rekindle import methods  # noqa: E402

@@ -15,7 +15,7 @@ TESTS = Path(__file__).parent
 
 @pytest.mark.parametrize("kind", ["gpu", "mps"])
 def test_verbs_methods_and_waits_on_an_accelerator(kind: str) -> None:
-    paths = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
+    paths = os.pathsep.join([str(TESTS), str(TESTS / "support"), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", TESTS / "accelerator/cases.py"],
         env={**os.environ, "PYTHONPATH": paths, "PRETENDED": kind},

@@ -6,11 +6,11 @@ import importlib
 from pathlib import Path
 
 import pytest
+
+import rekindle
 from cases import CASES
 from corpus import doubts, judged, shown
 from corpus import truth_of as run_of
-
-import rekindle
 from oracle import Truth, mistakes
 from zoo_models import NAMES, batch, build
 

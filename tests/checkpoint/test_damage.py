@@ -5,14 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import random
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.append(str(Path(__file__).parents[1] / "support"))
 
 import damage
 import kills

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from firing import polar_reference
 from rekindle.checkpoint import CheckpointError, fire_file, open_checkpoint
 from rekindle.projection.planning import Plan, plan
+from small_networks import polar_reference
 
 
 def net() -> nn.Sequential:

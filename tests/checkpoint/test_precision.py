@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from firing import dfi_reference, polar_reference
 from rekindle.checkpoint import fire_file, open_checkpoint
 from rekindle.projection.planning import plan
+from small_networks import dfi_reference, polar_reference
 
 
 def stored(path: Path, name: str) -> torch.Tensor:

@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-from stacked_models import CASES, Autoencoder, Quantizer, Switch, trained
 from torch import Tensor, nn
 
 import rekindle
@@ -12,6 +11,7 @@ from known_units import draw
 from rekindle.diagnosis.results import Health
 from rekindle.diagnosis.usage import COVERED, coverage, dead_share, perplexity
 from rekindle.triggers import DeadAbove
+from stacked_models import CASES, Autoencoder, Quantizer, Switch, trained
 
 
 def only(health: Health) -> dict[str, float]:

@@ -4,12 +4,12 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-import callbacks
 import pytest
 import torch
 from test_faults import DATA, loss, ready
 from torch import nn
 
+import callbacks
 import faults
 import rekindle
 from rekindle import methods

@@ -68,7 +68,7 @@ def alive(pid: int) -> bool:
 SCRIPT = """
 import sys
 from pathlib import Path
-sys.path[:0] = [{tests!r}, str(Path({tests!r}).parent)]
+sys.path[:0] = [{tests!r}, str(Path({tests!r}).parent / "support"), str(Path({tests!r}).parent)]
 import test_study as t
 t.study(Path({folder!r}), seeds={seeds}, sleep={sleep}).run(workers={workers}, target=t.QUICK)
 """

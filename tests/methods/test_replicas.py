@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from stacked_models import CASES
 from torch import distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -17,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from rekindle import methods
 from rekindle.methods.call import Call
 from rekindle.sharding.replicas import replicated
+from stacked_models import CASES
 
 
 def net():
@@ -186,7 +186,7 @@ def found(tmp_path_factory):
     results = tmp_path_factory.mktemp("replicas")
     command = [sys.executable, __file__, str(results)]
     tests = Path(__file__).parents[1]
-    paths = os.pathsep.join([str(tests), str(tests / "support"), os.environ.get("PYTHONPATH", "")])
+    paths = os.pathsep.join([str(tests / "support"), os.environ.get("PYTHONPATH", "")])
     place = {**os.environ, "PYTHONPATH": paths}
     ranks = [subprocess.Popen([*command, str(rank)], stderr=subprocess.PIPE, text=True, env=place) for rank in range(2)]
     errors = [rank.communicate(timeout=240)[1] for rank in ranks]

@@ -4,7 +4,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from stacked_models import CASES, Adapted, Autoencoder, Case, Quantizer, Switch
 from torch import Tensor, nn
 
 import rekindle
@@ -12,6 +11,7 @@ from known_units import draw
 from rekindle.diagnosis.usage import Usage
 from rekindle.methods import Revive
 from rekindle.optimizers import StateReset, reset_rows
+from stacked_models import CASES, Adapted, Autoencoder, Case, Quantizer, Switch
 
 
 def tensors(model: nn.Module) -> dict[str, Tensor]:

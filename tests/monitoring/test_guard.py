@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import rekindle
-from optimizers.stacked_muon import StackedMuonAdam
 from optimizers.test_foreign import ALONE, GROUPED
 from optimizers.test_foreign import made as foreign
 from optimizers.test_foreign import name_of as foreign_name
@@ -22,6 +21,7 @@ from rekindle import methods
 from rekindle.monitoring.guard import Guard
 from rekindle.projection.receipt import Receipt
 from rekindle.triggers import Every
+from stacked_muon import StackedMuonAdam
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),

@@ -3,12 +3,12 @@
 import warnings
 from typing import Any
 
-import optimizer_classes
 import pytest
 import torch
 from torch import nn
 from torch.nn import Parameter
 
+import optimizer_classes
 import rekindle
 from rekindle.optimizers import check, reset
 

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 import rekindle
-from optimizers.stacked_muon import StackedMuonAdam
 from rekindle import optimizers
 from rekindle.optimizers import Slot, slots
 from rekindle.projection.snapshots import snapshot_of
+from stacked_muon import StackedMuonAdam
 
 STARTS: dict[str, Any] = {
     "momentum_buffer": Slot("moment", stacked=True),

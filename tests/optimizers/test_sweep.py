@@ -3,11 +3,11 @@
 import warnings
 from typing import Any
 
-import optimizer_classes
 import pytest
 import torch
 from torch import nn
 
+import optimizer_classes
 import rekindle
 
 CHANGED = ("0.weight", "2.weight")

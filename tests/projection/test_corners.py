@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from firing import dfi_reference, mlp, polar_reference, same, state_of
 from rekindle.engine.isometry import polar
 from rekindle.projection.firing import fire
 from rekindle.projection.planning import plan
+from small_networks import dfi_reference, mlp, polar_reference, same, state_of
 
 
 class TestSurroundings:

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 import rekindle.projection.execution as execution
-from firing import dfi_reference, mlp, polar_reference, same, state_of, stepped
 from rekindle.projection.execution import execute
 from rekindle.projection.firing import fire
 from rekindle.projection.method import MethodError
 from rekindle.projection.planning import Plan, plan
+from small_networks import dfi_reference, mlp, polar_reference, same, state_of, stepped
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from firing import dfi_reference, mlp, polar_reference, same, state_of, stepped
 from rekindle.projection.firing import fire
+from small_networks import dfi_reference, mlp, polar_reference, same, state_of, stepped
 
 
 def test_identity_storage_flags_membership_and_versions() -> None:

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from firing import dfi_reference, mlp, polar_reference, state_of
 from rekindle.projection.firing import fire
+from small_networks import dfi_reference, mlp, polar_reference, state_of
 
 SCALES: dict[Any, Any] = {
     "paper": lambda w: math.sqrt(w.shape[0] / w.shape[1]),

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from firing import mlp, polar_reference, same, state_of, stepped
 from rekindle.projection.firing import fire
+from small_networks import mlp, polar_reference, same, state_of, stepped
 
 
 def test_slots_of_changed_parameters_start_over_and_are_counted() -> None:

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from stacked_models import CASES, Adapted, Autoencoder, Quantizer, Switch
 from torch import Tensor, nn
 
 from known_units import draw
 from rekindle.recording.recorder import record
 from rekindle.recording.stacks import Stacks, stacks_in
+from stacked_models import CASES, Adapted, Autoencoder, Quantizer, Switch
 
 
 def found(model: nn.Module, batch: object, units: dict[str, str | None] | None = None) -> Stacks:

@@ -46,7 +46,7 @@ def surroundings() -> dict[str, str]:
         **os.environ,
         "OMP_NUM_THREADS": "1",
         "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16",  # some VMs announce AMX and die of it
-        "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests"), str(Path(__file__).parent)]),
+        "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests/support"), str(Path(__file__).parent)]),
         "TORCH_CPP_LOG_LEVEL": "ERROR",
     }
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from cases import Case, call
 from torch import Tensor
 
 import rekindle
+from cases import Case, call
 from oracle import Mistake, Truth, mistakes
 from rekindle.recording import facts_of, record
 

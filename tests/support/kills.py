@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from damage import contents, not_projected, training_state
 from safetensors.torch import save_file
 
 from checkpoints import leftovers, save_dcp, save_sharded, small_model
+from damage import contents, not_projected, training_state
 
 SOURCES: dict[str, Callable[[Path, int], Any]] = {
     "safetensors": lambda path, seed: save_file(small_model(seed, 24).state_dict(), path),

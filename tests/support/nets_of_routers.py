@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from cases import case, noise
 from torch import Tensor, nn
+
+from cases import case, noise
 
 X = noise(6, 8)
 SEQUENCE = noise(2, 5, 8)

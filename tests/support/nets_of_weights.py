@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from cases import case, noise
 from torch import Tensor, nn
+
+from cases import case, noise
 
 X = noise(3, 8)
 SEQUENCE = noise(2, 5, 8)

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from autograd_graph import ATTENTION, CUT, JOIN, KEEPS, LINEAR, MOVE, PRODUCT, Graph, Node, Place, tensors_in
 from torch import Tensor, nn
+
+from autograd_graph import ATTENTION, CUT, JOIN, KEEPS, LINEAR, MOVE, PRODUCT, Graph, Node, Place, tensors_in
 
 MOST_PLACES = 40
 SCORES = re.compile(r"(Softmax|Sigmoid|Softplus|LogSoftmax|Topk)Backward\d*")

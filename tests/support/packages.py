@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from cases import noise, tokens
 from torch import nn
+
+from cases import noise, tokens
 
 IMAGE = noise(2, 3, 32, 32)
 SMALL = noise(2, 3, 16, 16)
