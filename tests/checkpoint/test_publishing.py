@@ -35,13 +35,18 @@ def everything(folder: Path) -> dict[str, tuple[Any, ...]]:
 
 def during(monkeypatch: pytest.MonkeyPatch, action: Callable[[], Any]) -> None:
     """Something else happens while a job is at work."""
-    real = training_state.reset
+    after(monkeypatch, training_state, "reset", action)
 
-    def reset(*args: Any) -> None:
+
+def after(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, action: Callable[[], Any]) -> None:
+    """Something else happens right after this function."""
+    real = getattr(owner, name)
+
+    def both(*args: Any) -> None:
         real(*args)
         action()
 
-    monkeypatch.setattr(training_state, "reset", reset)
+    monkeypatch.setattr(owner, name, both)
 
 
 def test_in_place_touches_only_the_files_in_which_a_weight_changes(tmp_path: Path) -> None:
@@ -242,13 +247,7 @@ def test_a_name_that_is_taken_at_the_last_moment_is_not_replaced(
     if folder:  # one that is there, and has no such file yet
         place.mkdir()
         place = place / "config.json"
-    real = Staging._check_output
-
-    def checked(self: Staging, names: Any) -> None:
-        real(self, names)
-        place.write_bytes(b"somebody else's")
-
-    monkeypatch.setattr(Staging, "_check_output", checked)
+    after(monkeypatch, Staging, "_check_output", lambda: place.write_bytes(b"somebody else's"))
     with pytest.raises(CheckpointError, match="appeared while the job ran"):
         fire_file(source, tmp_path / "out", force=True)
     assert place.read_bytes() == b"somebody else's"

@@ -13,9 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import rekindle
+from callbacks import Recording
 from integrations.trained import batches, keeper, kept, loop, network, penalized, same
 from rekindle import methods
-from rekindle.triggers import Every, Trigger, VerdictIs
+from rekindle.triggers import Every, VerdictIs
 
 lightning = pytest.importorskip("lightning.pytorch")
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint  # noqa: E402
@@ -247,18 +248,6 @@ def test_a_loss_term_is_clipped_with_the_rest_as_in_the_loss(tmp_path: Path) -> 
     trainer(tmp_path, RekindleCallback(methods.L2Init(0.5)), gradient_clip_val=0.05).fit(module, loader())
     for a, b in zip(module.net.parameters(), penalized(0.05).parameters(), strict=True):
         assert torch.allclose(a, b, atol=1e-5)
-
-
-class Recording(Trigger):
-    """Never fires, and keeps what it is given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.given: list[dict[str, Any]] = []
-
-    def look(self, metrics: Any) -> str | None:
-        self.given.append(dict(metrics))
-        return None
 
 
 def test_triggers_see_each_logged_value_once(tmp_path: Path) -> None:

@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import rekindle
+from callbacks import Recording
 from integrations.trained import batches, data, keeper, kept, loop, network, penalized, same
 from rekindle import methods
-from rekindle.triggers import Plateau, Trigger, VerdictIs
+from rekindle.triggers import Plateau, VerdictIs
 
 transformers = pytest.importorskip("transformers")
 from rekindle.integrations.transformers import RekindleCallback  # noqa: E402
@@ -145,18 +146,6 @@ def test_four_accumulated_batches_are_one_step(tmp_path: Path) -> None:
     assert [f.step for f in callback.firings] == [3]
     for a, b in zip(one.model.parameters(), four.model.parameters(), strict=True):
         assert torch.allclose(a, b, atol=1e-4)
-
-
-class Recording(Trigger):
-    """Never fires, and keeps what it is given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.given: list[dict[str, Any]] = []
-
-    def look(self, metrics: Any) -> str | None:
-        self.given.append(dict(metrics))
-        return None
 
 
 def test_triggers_see_what_the_trainer_logs_once(tmp_path: Path) -> None:

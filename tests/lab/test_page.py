@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from browser import OFF_SCREEN, Driver, browser_only, driver, page, serving
+from browser import CONTRAST, OFF_SCREEN, Driver, browser_only, driver, page, serving
 from lab_results import ENDS, LABELS, compared, results
 from rekindle.lab.settings import Setting
 from rekindle.lab.views.page import learning, render
@@ -154,22 +154,6 @@ def test_pictures_follow_light_and_dark(page: Driver) -> None:
     dark = brightness(page, ground), brightness(page, ink)
     assert light[0] > 200 > 60 > dark[0]
     assert dark[1] > light[1] + 20
-
-
-CONTRAST = """
-const parse = c => c.match(/[\\d.]+/g).map(Number);
-const linear = v => v <= .03928 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4;
-const light = c => { const [r, g, b] = parse(c).map(v => linear(v / 255));
-  return .2126 * r + .7152 * g + .0722 * b };
-const under = e => { for (; e; e = e.parentElement) { const c = getComputedStyle(e).backgroundColor;
-  if (parse(c).length < 4 || parse(c)[3] > .9) return c; } return 'rgb(255,255,255)' };
-const all = [...document.querySelectorAll('p,td,th,dt,dd,summary,b,span,button,label,small,figcaption,a,svg text')];
-const texts = e => [...e.childNodes].some(n => n.nodeType === 3 && n.textContent.trim());
-return all.filter(e => e.getClientRects().length && texts(e)).map(e => {
-  const style = getComputedStyle(e), a = light(e.closest('svg') ? style.fill : style.color), b = light(under(e));
-  return [(Math.max(a, b) + .05) / (Math.min(a, b) + .05), e.outerHTML.slice(0, 80)] })
-  .filter(([ratio]) => ratio < 4.5)
-"""
 
 
 @browser_only

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from browser import OFF_SCREEN, Driver, browser_only, driver, page, serving
+from browser import CONTRAST, OFF_SCREEN, Driver, browser_only, driver, page, serving
 from rekindle import fire, health, plan
 from rekindle.report import render, words
 
@@ -211,22 +211,6 @@ def test_dark_mode_follows_the_system_and_the_button(page: Driver) -> None:
     assert brightness(page) < 50
     page.find_element(By.ID, "theme").click()
     assert brightness(page) > 200
-
-
-CONTRAST = """
-const parse = c => c.match(/[\\d.]+/g).map(Number);
-const linear = v => v <= .03928 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4;
-const light = c => { const [r, g, b] = parse(c).map(v => linear(v / 255));
-  return .2126 * r + .7152 * g + .0722 * b };
-const under = e => { for (; e; e = e.parentElement) { const c = getComputedStyle(e).backgroundColor;
-  if (parse(c).length < 4 || parse(c)[3] > .9) return c; } return 'rgb(255,255,255)' };
-const all = [...document.querySelectorAll('p,td,th,dt,dd,summary,b,span,button,label')];
-const texts = e => [...e.childNodes].some(n => n.nodeType === 3 && n.textContent.trim());
-return all.filter(e => e.offsetParent && texts(e)).map(e => {
-  const a = light(getComputedStyle(e).color), b = light(under(e));
-  return [(Math.max(a, b) + .05) / (Math.min(a, b) + .05), e.outerHTML.slice(0, 80)] })
-  .filter(([ratio]) => ratio < 4.5)
-"""
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -18,7 +18,7 @@ from rekindle import methods
 from rekindle.advice import keeping
 from rekindle.monitoring.guard import Guard
 from rekindle.monitoring.schedules import Schedule
-from rekindle.monitoring.triggers import Every
+from rekindle.monitoring.triggers import Every, Trigger
 
 Options = Callable[[], dict[str, Any]]  # of a callback: its method and when it acts
 Training = tuple[Any, str, Callable[[], Any]]  # the callback, its function that may act, and what runs the training
@@ -27,6 +27,18 @@ DATA = [(torch.randn(4, 6, generator=torch.Generator().manual_seed(i)), torch.ar
 
 class Ended(Exception):
     """The callback has acted: the training ends."""
+
+
+class Recording(Trigger):
+    """Never fires, and keeps what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given: list[dict[str, Any]] = []
+
+    def look(self, metrics: Any) -> str | None:
+        self.given.append(dict(metrics))
+        return None
 
 
 class Net(nn.Module):

@@ -22,7 +22,7 @@ from rekindle.blocks.entries import Found
 from rekindle.blocks.evidence import UNREAD, Fact, Facts, known_of
 from rekindle.blocks.families import is_registered, looks_fused, recipes_of, register, roles
 from rekindle.blocks.layouts import ROLES, Block, LayoutError, Recipe, convolution, matrices
-from rekindle.blocks.names import Location, cleaner, keeps_width, locations, storage_of, unwrapped
+from rekindle.blocks.names import Location, cleaner, is_transposed_linear, keeps_width, locations, storage_of, unwrapped
 from rekindle.blocks.outputs import cut_layers, find_heads, is_backbone, root_of, told_heads
 from rekindle.blocks.source import changes_weight, unread_above
 
@@ -247,7 +247,7 @@ class _Finder:
             return (), does, why
         torchs = all(type(module).__module__.startswith("torch.") for module in place.modules)
         self.evidence[place.name] = "class" if torchs else "source"
-        transposed = _is_conv1d(owner)
+        transposed = is_transposed_linear(owner)
         looks = looks_fused(place, shape[::-1] if transposed else shape)
         cut = self.cuts.get(id(owner))
         if cut is not None and place.tensor == "weight":
@@ -322,8 +322,8 @@ class _Finder:
             does = "conv"
         if fact.parts and fact.use == "convolution" and self.conv == "flat":
             return (), does, "cut into parts, which flat convolutions do not support: use conv='taps'"
-        if not fact.parts and place.tensor == "weight" and (_is_conv1d(owner) or type(owner) is nn.Linear):
-            return self._split(place, shape, does, _is_conv1d(owner)), does, None
+        if not fact.parts and place.tensor == "weight" and (is_transposed_linear(owner) or type(owner) is nn.Linear):
+            return self._split(place, shape, does, is_transposed_linear(owner)), does, None
         blocks = fact.blocks(does)
         return blocks, next((b.role for b in blocks if b.role != "other"), does), None
 
@@ -459,12 +459,6 @@ def _head_dim(place: Location) -> int | None:
 def _named(found: Found, glob: str) -> bool:
     names = (found.name, found.module, found.key, *found.also)
     return any(fnmatch.fnmatchcase(name, glob) for name in names)
-
-
-def _is_conv1d(module: nn.Module) -> bool:
-    return any(
-        c.__name__ == "Conv1D" and c.__module__.partition(".")[0] == "transformers" for c in type(module).__mro__
-    )
 
 
 def _is_norm(module: nn.Module, dimensions: int) -> bool:

@@ -376,8 +376,9 @@ def as_layer(name: str, module: nn.Module) -> Layer | None:
 
 
 def is_transposed_linear(module: nn.Module) -> bool:
-    """Whether this is GPT-2's `Conv1D`, a Linear whose weight is stored as (in, out)."""
-    return type(module).__name__ == "Conv1D" and hasattr(module, "nf") and hasattr(module, "weight")
+    """Whether this is transformers' `Conv1D` (of GPT-2), a Linear whose weight is stored as (in, out)."""
+    kinds = type(module).__mro__
+    return any(kind.__name__ == "Conv1D" and kind.__module__.partition(".")[0] == "transformers" for kind in kinds)
 
 
 def has_matrices(module: nn.Module) -> bool:

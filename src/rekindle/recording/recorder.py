@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import is_dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -101,7 +101,32 @@ def to_device(batch: Any, device: torch.device | None) -> Any:
     return batch
 
 
-class Recorder(TorchDispatchMode):
+class PassMode(TorchDispatchMode):
+    """A dispatch mode that also notices when a module is entered and left, as subclasses define it."""
+
+    def __enter__(self) -> Self:
+        self._handles = [
+            register_module_forward_pre_hook(self._enter_module),
+            register_module_forward_hook(self._leave_module, always_call=True),
+        ]
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        try:
+            super().__exit__(*error)  # type: ignore[no-untyped-call]
+        finally:
+            for handle in self._handles:
+                handle.remove()
+
+    def _enter_module(self, module: nn.Module, args: Any) -> None:
+        raise NotImplementedError
+
+    def _leave_module(self, module: nn.Module, args: Any, result: Any) -> None:
+        raise NotImplementedError
+
+
+class Recorder(PassMode):
     """Notes what runs inside the `with` block in `graph`; changes neither the results nor the model."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -122,22 +147,10 @@ class Recorder(TorchDispatchMode):
         self.graph = Graph(named)
         self._numbers: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self._stack: list[ModuleCall] = []
-        self._handles: list[Any] = []
 
-    def __enter__(self) -> Recorder:
-        before = register_module_forward_pre_hook(self._enter_module)
-        after = register_module_forward_hook(self._leave_module, always_call=True)
-        self._handles = [before, after]
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        try:
-            super().__exit__(*error)  # type: ignore[no-untyped-call]
-        finally:
-            for handle in self._handles:
-                handle.remove()
-            self._stack.clear()
+    def __exit__(self, *error: object) -> None:
+        self._stack.clear()
+        super().__exit__(*error)
 
     def leave(self, result: Any) -> None:
         """Note what the caller of the pass gets."""

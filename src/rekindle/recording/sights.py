@@ -18,15 +18,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from rekindle.recording.ancestry import Sight
+from rekindle.recording.recorder import PassMode
 
 Look = Callable[[Tensor], object]
 
 
-class Sightings(TorchDispatchMode):
+class Sightings(PassMode):
     """While open, calls the function of each sight with its value, whenever a pass comes there."""
 
     def __init__(self, model: nn.Module, looks: Mapping[Sight, Look]) -> None:
@@ -38,23 +37,6 @@ class Sightings(TorchDispatchMode):
             numbers.setdefault(sight.number, []).append((sight.tensor, look))
         self._operations = {sight.operation for sight in looks}
         self._stack: list[tuple[str | None, dict[str, int]]] = [("", {})]
-        self._handles: list[Any] = []
-
-    def __enter__(self) -> Sightings:
-        self._handles = [
-            register_module_forward_pre_hook(self._enter_module),
-            register_module_forward_hook(self._leave_module, always_call=True),
-        ]
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        try:
-            super().__exit__(*error)  # type: ignore[no-untyped-call]
-        finally:
-            for handle in self._handles:
-                handle.remove()
-            self._stack = [("", {})]
 
     def _enter_module(self, module: nn.Module, args: Any) -> None:
         self._stack.append((self._names.get(id(module)), {}))
