@@ -5,16 +5,32 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 # One torch thread a process: two threads on two busy cores make a step 10-100 times slower (docs/LOG.md).
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
+# A .venv whose Python does not start, or is another than `PYTHON=` asks for, is made anew.
+WHICH := import sys; print(sys.version.split()[0], sys.base_prefix)
+THERE := $(shell $(BIN)/python -c "$(WHICH)" 2>/dev/null)
+ifneq ($(origin PYTHON),file)
+  ASKED := $(shell $(PYTHON) -c "$(WHICH)")
+endif
+ifneq ($(THERE),$(if $(ASKED),$(ASKED),$(THERE)))
+  .PHONY: .venv/.made
+else ifeq ($(THERE),)
+  .PHONY: .venv/.made
+endif
+
 BENCHMARKS ?= polar fire health methods lab integrations
 STUDIES ?=
 
-.PHONY: demo test bench evidence lint docs clean
+.PHONY: demo test matrix bench evidence lint docs dist clean
 
 demo: .venv/.demo
 	$(ONE_THREAD) $(BIN)/rekindle demo
 
 test: .venv/.dev
 	$(ONE_THREAD) $(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+
+# The core tests with the lowest and the newest versions and on every Python that is here; ENVIRONMENTS="lowest 3.13" for some.
+matrix:
+	$(PYTHON) .ci/matrix.py $(ENVIRONMENTS)
 
 bench: .venv/.bench
 	@for each in $(BENCHMARKS); do echo; echo "== $$each"; threads="$(ONE_THREAD)"; \
@@ -34,8 +50,16 @@ docs: .venv/.docs
 	$(BIN)/mkdocs build --strict --quiet
 	@echo "docs are in site/index.html"
 
+# What PyPI gets, checked as it checks it.
+dist: .venv/.made
+	rm -rf dist build
+	$(PIP) build twine
+	$(BIN)/python -m build
+	$(BIN)/twine check --strict dist/*
+
 .venv/.made:
 	$(PYTHON) -c 'import sys; sys.exit("rekindle needs Python 3.11 or newer; set PYTHON=...") if sys.version_info < (3, 11) else None'
+	rm -rf .venv
 	$(PYTHON) -m venv .venv
 	$(PIP) torch==2.13.0
 	touch $@
@@ -66,4 +90,4 @@ docs: .venv/.docs
 	touch $@
 
 clean:
-	rm -rf .venv site build src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .matrix dist site build src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

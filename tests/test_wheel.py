@@ -44,7 +44,13 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
     work = tmp_path_factory.mktemp("wheel")
     source = work / "source"
     source.mkdir()
-    for name in ("pyproject.toml", "README.md", "LICENSE", "src"):  # a copy: the build leaves folders behind
+    for name in (
+        "pyproject.toml",
+        "setup.py",
+        "README.md",
+        "LICENSE",
+        "src",
+    ):  # a copy: the build leaves folders behind
         subprocess.run(["cp", "-r", str(ROOT / name), str(source)], check=True)
     build = "from setuptools.build_meta import build_wheel; import sys; print(build_wheel(sys.argv[1]))"
     made = subprocess.run(

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from rekindle.blocks.names import cleaner, named_buffers, named_parameters
-from rekindle.engine.arithmetic import for_lapack
+from rekindle.engine.devices import for_lapack
 from rekindle.isolation import forked_rng
 
 

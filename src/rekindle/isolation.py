@@ -185,6 +185,11 @@ def check_asked(verb: str, model: Any, batches: Any) -> None:
             raise ValueError(f"{verb}(): {name} has no shape yet (a lazy module): run the model on a batch once, first")
         if parameter.is_meta:
             raise ValueError(f"{verb}(): {name} is on the meta device, without values: load the weights first")
+        if parameter.is_inference():
+            raise ValueError(
+                f"{verb}(): {name} was made under torch.inference_mode() and cannot be trained: build or load the "
+                "model outside of it"
+            )
     check_batches(batches, f"{verb}() needs")
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rekindle.engine.arithmetic import full_precision, gram, mirrored, norm2
+from rekindle.engine.arithmetic import gram, mirrored, norm2
+from rekindle.engine.devices import full_precision
 
 SIZES = [1, 2, 63, 65, 100, 129, 159, 160, 385, 513, 577]
 

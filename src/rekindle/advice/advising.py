@@ -36,6 +36,7 @@ from rekindle.advice.tasks import default_loss, same_words
 from rekindle.advice.trials import JUDGED, SHOWN, Judge, Question, Rate, shown, spread_out
 from rekindle.blocks.names import unwrapped
 from rekindle.diagnosis.agreement import STANDING
+from rekindle.engine.devices import callers_device, learning
 from rekindle.isolation import Batch, Loss, check_asked, check_loss, gradients_kept, random_states_kept
 from rekindle.methods.learning_rate import LearningRate, Rewarm
 from rekindle.methods.remedy import moments
@@ -165,6 +166,7 @@ def _around(value: float, interval: Interval, sign: str = "+") -> str:
 
 
 @same_words
+@learning()
 def advise(
     model: nn.Module,
     new_batches: Iterable[Batch] | None = None,
@@ -236,8 +238,9 @@ def advise(
     if (new_batches is None) == (tasks is None):
         raise ValueError("give new_batches, what is to be learned next, or tasks, several of these")
     with random_states_kept(), gradients_kept(model):  # a loader draws its order from the global states
-        old, judged = ([] if given is None else list(given) for given in (old_batches, held_out))
-        learned = [list(task) for task in ([new_batches] if tasks is None else tasks) if task is not None]
+        with callers_device():
+            old, judged = ([] if given is None else list(given) for given in (old_batches, held_out))
+            learned = [list(task) for task in ([new_batches] if tasks is None else tasks) if task is not None]
         new = [batch for task in learned for batch in task]
         if judge is not None and not judged:
             raise ValueError("judge= looks at held-out batches: give held_out= too")

@@ -35,7 +35,7 @@ from rekindle.advice.stacking import WithLoss
 from rekindle.advice.tasks import Prepared, Task, prepare, same_words
 from rekindle.blocks.names import cleaner, unwrapped
 from rekindle.diagnosis.agreement import STANDING
-from rekindle.engine.arithmetic import to_float64
+from rekindle.engine.devices import callers_device, learning, to_float64
 from rekindle.isolation import Batch, Loss, attributes_kept, check_asked, check_loss, forked_rng, isolated
 from rekindle.sharding.team import refuse_shards
 
@@ -122,6 +122,7 @@ class ProbeResult:
 
 
 @same_words
+@learning()
 def probe(
     model: nn.Module,
     new_batches: Iterable[Batch],
@@ -164,7 +165,8 @@ def probe(
     # A module that is kept in evaluation mode (a frozen BatchNorm) stays so; a model that is in it as a whole trains.
     trained = [module for module in model.modules() if module.training] if model.training else True
     with attributes_kept(model), isolated(model, training=trained):
-        batches = list(new_batches)
+        with callers_device():
+            batches = list(new_batches)
         learned: dict[str, list[list[float]]] = {"fresh": [], "model": []}
         taken, levels = steps, list[float]()
         for number, seed in enumerate(chosen):

@@ -26,6 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import cross_entropy
 from torch.optim import Adam, AdamW, Optimizer
 
+from rekindle.engine.devices import callers_device
 from rekindle.isolation import Loss, explained
 
 _CLOSE = 1e-3  # relative; a wrong pass is off by the size of the logits
@@ -43,7 +44,7 @@ class WithLoss(nn.Module):
 
     def forward(self, batch: Any) -> Tensor:
         """The loss of the model on a batch."""
-        with explained(self.model, batch):
+        with explained(self.model, batch), callers_device():
             return self._loss(self.model, batch)
 
 
@@ -130,7 +131,8 @@ class Stack:
     def check(self, loss: Loss, batch: Any) -> None:
         """Find the way in which `losses` does this loss; nothing of the models changes."""
         ways = (lambda: self._losses_in_parts(loss), lambda: self._losses_mapped(loss))
-        self._losses = self._checked(ways, lambda way: way(batch), lambda i: loss(self.models[i], batch))
+        with callers_device():
+            self._losses = self._checked(ways, lambda way: way(batch), lambda i: loss(self.models[i], batch))
 
     def losses(self, batch: Any) -> Tensor:
         """The loss of `check` of every model on the same batch.
@@ -141,7 +143,8 @@ class Stack:
         torch.Size([3])
         """
         assert self._losses is not None, "call check() first"
-        return self._losses(batch)
+        with callers_device():
+            return self._losses(batch)
 
     def _checked(self, ways: Sequence[Callable[[], W]], do: Callable[[W], Tensor], own: Callable[[int], Tensor]) -> W:
         """The first way of doing the pass that gives what the first and the last model give on their own."""

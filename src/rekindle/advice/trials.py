@@ -20,7 +20,7 @@ from rekindle.advice.candidates import Candidate
 from rekindle.advice.copies import copied, optimizers_like, twins
 from rekindle.advice.tasks import output
 from rekindle.blocks.names import unwrapped
-from rekindle.engine.arithmetic import to_float64
+from rekindle.engine.devices import callers_device, to_float64
 from rekindle.isolation import Loss, explained, forked_rng, isolated
 from rekindle.methods.learning_rate import LearningRate
 from rekindle.methods.remedy import Moment, Remedy, moments
@@ -196,7 +196,7 @@ class Trial:
         """One step on a batch."""
         for optimizer in self.optimizers:
             optimizer.zero_grad()
-        with explained(self.model, batch):
+        with explained(self.model, batch), callers_device():
             plain = self.question.loss(self.model, batch)
         plain.backward()  # type: ignore[no-untyped-call]
         if self.trace.steps == 0:

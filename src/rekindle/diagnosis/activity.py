@@ -27,7 +27,7 @@ from rekindle.blocks.names import cleaner, is_sharded
 from rekindle.diagnosis.hooks import Activated, Attended, HeadEntropy, Watch, entropy, entropy_share
 from rekindle.diagnosis.units import UnitActivity, UnitSums, rows_of
 from rekindle.diagnosis.usage import Usage
-from rekindle.engine.arithmetic import full_precision
+from rekindle.engine.devices import full_precision
 from rekindle.isolation import Batch, Loss, call, check_batches, explained, isolated, padding_mask
 from rekindle.measures.matrices import Mode
 from rekindle.sharding.norms import norms

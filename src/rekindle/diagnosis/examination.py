@@ -30,7 +30,7 @@ from rekindle.diagnosis.results import Comparison, Health
 from rekindle.diagnosis.units import UnitActivity
 from rekindle.diagnosis.usage import Usage, unjudged
 from rekindle.diagnosis.verdict import Numbers, Thresholds, Verdict
-from rekindle.engine.arithmetic import full_precision
+from rekindle.engine.devices import full_precision, learning
 from rekindle.isolation import Batch, Loss, check_loss
 from rekindle.measures.matrices import Measures, Mode, measure
 from rekindle.measures.spectra import NoSpectrum, side_by_side, workers_for
@@ -51,6 +51,7 @@ _AGAINST_FRESH = {"dormancy", "saturation", "attention", "gradient", *_OF_WEIGHT
 __all__ = ["Comparison", "Health", "Thresholds", "Verdict", "health"]
 
 
+@learning(on_host=False)
 def health(
     model: nn.Module,
     batches: Iterable[Batch] | None = None,

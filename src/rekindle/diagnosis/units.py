@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rekindle.diagnosis.hooks import Activated
-from rekindle.engine.arithmetic import to_float64
+from rekindle.engine.devices import to_float64
 from rekindle.measures.spectra import effective_rank, gram, participation_rank, roots, srank
 
 # A unit counts as active on a row where |a| is above this share of the layer's mean |a| in the batch.

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from rekindle.blocks.names import is_sharded
 from rekindle.diagnosis.units import UnitActivity
 from rekindle.diagnosis.verdict import Finding, Level, Thresholds
-from rekindle.engine.arithmetic import to_float64
+from rekindle.engine.devices import to_float64
 from rekindle.isolation import Batch
 from rekindle.measures.matrices import similar_pairs
 from rekindle.measures.spectra import effective_rank, singular_values

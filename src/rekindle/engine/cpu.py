@@ -118,7 +118,9 @@ def _announces_bfloat16() -> bool:
 
 
 def _facts() -> dict[str, str]:
-    if not _INFO.exists():
+    try:
+        text = _INFO.read_text(encoding="utf-8")
+    except OSError:  # not Linux, or a container that hides it
         return {}
-    pairs = (line.partition(":") for line in _INFO.read_text(encoding="utf-8").split("\n\n")[0].splitlines())
+    pairs = (line.partition(":") for line in text.split("\n\n")[0].splitlines())
     return {key.strip(): value.strip() for key, _, value in pairs}

@@ -13,7 +13,7 @@ from typing import Literal, Unpack, overload
 import torch
 from torch import Tensor
 
-from rekindle.engine.arithmetic import to_float64
+from rekindle.engine.devices import to_float64
 from rekindle.engine.operator import operator
 from rekindle.engine.solving import Certificate, NotFinite, Solver, Solving, checked_options
 

@@ -17,7 +17,7 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
-from rekindle.engine.arithmetic import has_float64, to_float64
+from rekindle.engine.devices import has_float64, to_float64
 from rekindle.engine.solving import NotFinite, Options, Solver, Source, solutions
 
 _library: Any = torch.library.Library("rekindle", "FRAGMENT")  # type: ignore[no-untyped-call]

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from rekindle.engine import arithmetic, routes
-from rekindle.engine.arithmetic import Solved, Start, full_precision, has_float64, norm2, to_float64, to_host
+from rekindle.engine.arithmetic import Solved, Start, norm2
 from rekindle.engine.bulk import MOST, by_bulk
+from rekindle.engine.devices import full_precision, has_float64, to_float64, to_host
 from rekindle.engine.tuning import tuning
 
 Solver = Literal["auto", "fast", "paper", "svd", "products", "halley", "gram"]

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from rekindle.blocks.names import named_modules
-from rekindle.engine.arithmetic import to_float64
+from rekindle.engine.devices import to_float64
 from rekindle.isolation import forked_rng, undone
 from rekindle.measures.matrices import scale_free_deviation
 from rekindle.methods.call import Call

@@ -19,7 +19,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from rekindle.engine.arithmetic import for_lapack
+from rekindle.engine.devices import for_lapack
 from rekindle.measures.spectra import (
     condition_number,
     effective_rank,

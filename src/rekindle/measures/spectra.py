@@ -24,8 +24,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rekindle.engine.arithmetic import for_lapack, mirrored, to_float64
 from rekindle.engine.arithmetic import gram as product
+from rekindle.engine.arithmetic import mirrored
+from rekindle.engine.devices import for_lapack, to_float64
 
 _SLICE = 1 << 21  # elements of a half-precision matrix that are converted to float32 at a time: 8 MB
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from rekindle.blocks.finding import Block
-from rekindle.engine.arithmetic import for_lapack
+from rekindle.engine.devices import for_lapack
 from rekindle.initial import orthogonal_
 from rekindle.methods.call import Call
 from rekindle.methods.remedy import FromStart, Remedy

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rekindle.engine.arithmetic import to_host
+from rekindle.engine.devices import to_host
 from rekindle.initial import tensors_of
 from rekindle.methods.call import Call
 from rekindle.methods.remedy import Observation, Remedy

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rekindle.engine.arithmetic import to_float64
+from rekindle.engine.devices import to_float64
 from rekindle.initial import UnknownStart
 from rekindle.methods.caching import PerModel
 from rekindle.methods.call import Call

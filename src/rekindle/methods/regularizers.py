@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from rekindle.blocks import names
-from rekindle.engine.arithmetic import full_precision
+from rekindle.engine.devices import full_precision
 from rekindle.methods.caching import PerModel
 from rekindle.methods.call import Call
 from rekindle.methods.remedy import FromStart, Remedy

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from rekindle import initial
-from rekindle.engine.arithmetic import full_precision
+from rekindle.engine.devices import full_precision
 from rekindle.isolation import check_batches, undone
 from rekindle.methods.caching import PerModel
 from rekindle.methods.call import Call

@@ -10,7 +10,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor, nn
 
-from rekindle.engine.arithmetic import to_float64
+from rekindle.engine.devices import to_float64
 from rekindle.methods.call import Call
 from rekindle.methods.neurons import Judgment, NeuronOptions, NeuronRemedy
 from rekindle.methods.statistics import others

@@ -10,7 +10,7 @@ from torch.nn import Parameter
 
 from rekindle.blocks import names, parametrized
 from rekindle.blocks.finding import Block
-from rekindle.engine.arithmetic import to_float64
+from rekindle.engine.devices import to_float64
 from rekindle.engine.isometry import polar
 from rekindle.isolation import same_values
 from rekindle.measures.matrices import scale_free_deviation

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rekindle.blocks.finding import Block
-from rekindle.engine.arithmetic import full_precision, to_host
+from rekindle.engine.devices import full_precision, to_host
 from rekindle.engine.isometry import by_svd_again
 from rekindle.engine.solving import CONVERGING, Certificate, Solving, Source, solve
 from rekindle.projection.entries import PlanEntry

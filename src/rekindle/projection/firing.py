@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from rekindle.blocks.finding import Block
 from rekindle.blocks.names import unwrapped
-from rekindle.engine.arithmetic import callers_device, full_precision
+from rekindle.engine.devices import callers_device, full_precision
 from rekindle.engine.solving import Solver, Solving
 from rekindle.isolation import outputs, relative_change
 from rekindle.optimizers import resetting as optimizers

@@ -15,7 +15,7 @@ from torch import Tensor
 from rekindle.blocks.entries import Found
 from rekindle.blocks.layouts import Block
 from rekindle.blocks.names import is_sharded
-from rekindle.engine.arithmetic import for_lapack, has_float64, to_float64
+from rekindle.engine.devices import for_lapack, has_float64, to_float64
 from rekindle.measures.matrices import deviation_from_isometry, measure, squared_frobenius_error
 from rekindle.measures.spectra import gram, spectral_norm_estimate
 from rekindle.projection.entries import PlanEntry

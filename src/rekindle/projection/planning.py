@@ -24,7 +24,7 @@ from rekindle.blocks.finding import Conv, Found, find
 from rekindle.blocks.layouts import Block, Recipe
 from rekindle.blocks.names import is_sharded, locate, unwrapped
 from rekindle.blocks.state_dicts import find_in_state
-from rekindle.engine.arithmetic import full_precision, to_host
+from rekindle.engine.devices import full_precision, to_host
 from rekindle.engine.isometry import polar
 from rekindle.extras import install
 from rekindle.measures.spectra import real

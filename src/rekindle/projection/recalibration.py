@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from rekindle.blocks.names import unwrapped
-from rekindle.engine.arithmetic import callers_device
+from rekindle.engine.devices import callers_device
 from rekindle.isolation import Kept, call, isolated
 from rekindle.projection.receipt import Receipt
 from rekindle.sharding.passes import passes

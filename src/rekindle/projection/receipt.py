@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from rekindle.blocks.finding import Block
-from rekindle.engine.arithmetic import to_host
+from rekindle.engine.devices import to_host
 from rekindle.engine.solving import Certificate
 from rekindle.extras import install
 from rekindle.optimizers.resetting import StateReset

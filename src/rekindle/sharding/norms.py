@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rekindle.blocks.layouts import Layout
 from rekindle.blocks.names import is_sharded
-from rekindle.engine.arithmetic import to_float64
+from rekindle.engine.devices import to_float64
 from rekindle.sharding.spread import LayoutNotSupported, Range, Spread
 from rekindle.sharding.team import Team, device_of, local
 from rekindle.sharding.units import factors, sizes
