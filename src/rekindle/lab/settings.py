@@ -13,18 +13,20 @@ import hashlib
 import importlib.util
 import json
 import pickle
+import platform
 import sys
 import traceback
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from rekindle import files
+from rekindle import __version__, files
 from rekindle.lab import networks, protocols, streams
 from rekindle.lab.agents import STREAMS as AGENT_STREAMS
 from rekindle.lab.agents import AgentStream
@@ -285,6 +287,19 @@ class Run:
         about = self.first_task()
         setting = {name: value for name, value in about["setting"].items() if name not in _AFTERWARDS}
         return {**about, "setting": setting}
+
+    def start_row(self, stream: Mapping[str, Any], parameters: int, *packages: str) -> dict[str, Any]:
+        """The first row of its file: what it is, and the versions of what made it, of these packages too."""
+        made = {"rekindle": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
+        return {
+            "kind": "start",
+            "identity": self.identity,
+            "code": self.code,
+            "run": self.to_dict(),
+            "versions": made | {name: version(name) for name in packages},
+            "stream": dict(stream),
+            "parameters": parameters,
+        }
 
     def to_dict(self) -> dict[str, Any]:
         """All of it, as JSON holds it."""

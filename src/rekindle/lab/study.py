@@ -358,7 +358,3 @@ def _setting(value: Any, source: str | None) -> Setting:
         rest = {name: each for name, each in value.items() if name != "base"}
         made = Setting.from_dict(over(named_setting(value["base"]).to_dict() if "base" in value else {}, rest))
     return made if source is None or made.source else replace(made, source=source)
-
-
-def _arm(value: Any) -> list[Arm]:
-    return arms(value) if isinstance(value, str) else [Arm.from_dict(value)]

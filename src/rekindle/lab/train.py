@@ -10,7 +10,6 @@ optimizer, BatchNorm treatment and schedule at a boundary; what is measured is m
 from __future__ import annotations
 
 import math
-import platform
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, suppress
@@ -24,7 +23,6 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
-import rekindle
 from rekindle.lab.arms import Arm
 from rekindle.lab.evaluation import (
     Score,
@@ -95,15 +93,8 @@ def _rows(run: Run, starts: Path | None) -> Iterator[Row]:
 
 def start_row(run: Run, stream: Stream, learner: Learner) -> Row:
     """The first row of a run: what it is."""
-    return {
-        "kind": "start",
-        "identity": run.identity,
-        "code": run.code,
-        "run": run.to_dict(),
-        "versions": versions(),
-        "stream": {"tasks": len(stream), "classes": stream.classes, "shape": list(stream.shape)},
-        "parameters": sum(p.numel() for p in learner.model.parameters()),
-    }
+    about = {"tasks": len(stream), "classes": stream.classes, "shape": list(stream.shape)}
+    return run.start_row(about, sum(p.numel() for p in learner.model.parameters()))
 
 
 class Learner:
@@ -162,7 +153,7 @@ class Learner:
 
     def leave(self, index: int, task: Task, remedy: Row | None, track: Track, diverged: bool, seconds: float) -> Row:
         """The row of a task that was learned."""
-        retained = average(self.scores)
+        retained, looked_at = average(self.scores), task.train.some(self.setting.evaluate).some(256)
         return {
             "kind": "task",
             "task": index,
@@ -178,7 +169,7 @@ class Learner:
             "remedy": remedy,
             "old_accuracy_start": retained[0],
             "old_loss_start": retained[1],
-            "health": self._health(task) if self.setting.health else None,
+            "health": health_numbers(self.model, looked_at.x) if self.setting.health else None,
             "diverged": diverged,
         }
 
@@ -296,9 +287,6 @@ class Learner:
             "old_loss": old[1],
         }
 
-    def _health(self, task: Task) -> dict[str, float | None] | None:
-        return health_numbers(self.model, task.train.some(self.setting.evaluate).some(256).x)
-
     def state(self, row: Row) -> Row:
         """What another run of the same beginning needs instead of the first task."""
         optimizers = [] if self.setting.new_optimizer else [each.state_dict() for each in self.optimizers]
@@ -350,21 +338,26 @@ class Learner:
             raise Diverged(str(error)) from error
 
 
-def make_optimizers(model: nn.Module, setting: Setting, arm: Arm) -> list[Optimizer]:
-    """New optimizers for everything in the model that is trained.
+def optimizer_of(setting: Setting, arm: Arm) -> tuple[str, dict[str, Any]]:
+    """The kind of optimizer and its options: those of the setting hold for an arm's own too if both are Adams.
 
-    Options of the setting hold for an arm's optimizer too if both are Adams. AdamW decays nothing unless it is told
-    to, so that changing Adam for AdamW changes nothing else.
+    AdamW decays nothing unless it is told to, so that changing Adam for AdamW changes nothing else.
     """
     kind = arm.optimizer or setting.optimizer
     related = kind == setting.optimizer or {kind, setting.optimizer} <= set(_ADAMS)
-    options: dict[str, Any] = {**(setting.optimizer_options if related else {}), **arm.optimizer_options}
+    options = {**(setting.optimizer_options if related else {}), **arm.optimizer_options}
+    if "betas" in options:
+        options["betas"] = tuple(options["betas"])  # JSON has lists only
+    return kind, ({"weight_decay": 0.0} if kind in _ADAMS else {}) | options
+
+
+def make_optimizers(model: nn.Module, setting: Setting, arm: Arm) -> list[Optimizer]:
+    """New optimizers for everything in the model that is trained."""
+    kind, options = optimizer_of(setting, arm)
     factor = 1.0 if arm.lr is None else arm.lr
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    trained = [p for p in model.parameters() if p.requires_grad]
     if kind in _ADAMS:
-        if "betas" in options:
-            options["betas"] = tuple(options["betas"])  # JSON has lists only
-        options = {"weight_decay": 0.0, "fused": True, "lr": setting.lr, **options}
+        options = {"fused": True, "lr": setting.lr, **options}
         made: list[Optimizer] = [_ADAMS[kind](trained, **{**options, "lr": factor * options["lr"]})]
     elif kind == "sgd":
         options = {"lr": setting.lr, **options}
@@ -372,10 +365,8 @@ def make_optimizers(model: nn.Module, setting: Setting, arm: Arm) -> list[Optimi
     else:
         options = {"lr": 1e-2, "adam_lr": setting.lr, **options}
         made = muon(model, **{**options, "lr": factor * options["lr"], "adam_lr": factor * options["adam_lr"]})
-    for optimizer in made:
-        for group in optimizer.param_groups:
-            group["initial_lr"] = group["lr"]
-            group["raised"] = arm.raised
+    for group in (group for optimizer in made for group in optimizer.param_groups):
+        group |= {"initial_lr": group["lr"], "raised": arm.raised}
     return made
 
 
@@ -405,8 +396,3 @@ def set_rate(optimizers: Sequence[Optimizer], factor: float) -> None:
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = factor * group["initial_lr"]
-
-
-def versions() -> dict[str, str]:
-    """What a run is made with."""
-    return {"rekindle": rekindle.__version__, "torch": str(torch.__version__), "python": platform.python_version()}

@@ -163,11 +163,7 @@ class Team:
         raise (found(message) if found else RankError(f"{where}{kind}: {text}{more}")) from error
 
     def together(self) -> AbstractContextManager[None]:
-        """Whatever is raised inside by any process is raised by all; inside there must be no communication.
-
-        >>> with Team.solo().together():
-        ...     pass
-        """
+        """Whatever is raised inside by any process is raised by all; inside there must be no communication."""
         return nullcontext() if self.size == 1 else self._together()
 
     @contextmanager
@@ -237,11 +233,7 @@ def _text(error: Exception) -> str:
 
 
 def settle(model: nn.Module) -> int:
-    """Reshard every FSDP2 module, so that parameters are what the optimizer holds; returns how many there are.
-
-    >>> settle(nn.Linear(2, 2))
-    0
-    """
+    """Reshard every FSDP2 module, so that parameters are what the optimizer holds; returns how many there are."""
     found = 0
     for module in model.modules():
         if is_a(module, "FSDPModule"):
@@ -256,8 +248,6 @@ def refuse_hidden(
     """Raise if a wrapper hides the parameters: FSDP1 outside of `summon_full_params`, DeepSpeed ZeRO.
 
     `call` is what to write inside of `summon_full_params` instead; calls that only read may use ZeRO 1 and 2.
-
-    >>> refuse_hidden(nn.Linear(2, 2))
     """
     for name, module in model.named_modules():
         # Inside summon_full_params the root gives its parameters other names than they have: take the module in it.
@@ -279,11 +269,7 @@ def refuse_hidden(
 
 
 def partitioned(model: nn.Module) -> bool:
-    """Whether DeepSpeed ZeRO holds the float32 weights of the model.
-
-    >>> partitioned(nn.Linear(2, 2))
-    False
-    """
+    """Whether DeepSpeed ZeRO holds the float32 weights of the model."""
     return any(held_by_zero(parameter) for parameter in model.parameters())
 
 
@@ -296,9 +282,6 @@ def spreads(model: nn.Module) -> dict[str, Spread]:
     """How every distributed parameter is placed, by its name in `named_parameters()`; empty for an ordinary model.
 
     Under DistributedDataParallel and DeepSpeed every parameter is a copy on each rank of its process group.
-
-    >>> spreads(nn.Linear(2, 2))
-    {}
     """
     found = _sharded(model)
     named = dict(model.named_parameters(remove_duplicate=False))
@@ -316,10 +299,7 @@ def spreads(model: nn.Module) -> dict[str, Spread]:
 def refuse_shards(
     model: nn.Module, who: str, needs: Needs = "parameters", call: str = "{}(...)(model, optimizer)"
 ) -> None:
-    """Raise if the model has DTensor parameters, with the workaround for `who`; `call` is what to write there.
-
-    >>> refuse_shards(nn.Linear(2, 2), "ReDo", "batches")
-    """
+    """Raise if the model has DTensor parameters, with the workaround for `who`; `call` is what to write there."""
     found = next((name for name, parameter in model.named_parameters() if is_sharded(parameter)), None)
     if found is None:
         return
@@ -337,11 +317,7 @@ def refuse_shards(
 def opened(
     model: nn.Module, call: str = "rekindle.fire(model.module, optimizer)", *, writes: bool = True, copies: bool = True
 ) -> tuple[Team, dict[str, Spread]]:
-    """`distributed` for a model with visible parameters: wrappers that hide them are refused, FSDP2 is resharded.
-
-    >>> opened(nn.Linear(2, 2))[0].size
-    1
-    """
+    """`distributed` for a model with visible parameters: wrappers that hide them are refused, FSDP2 is resharded."""
     refuse_hidden(model, call, writes=writes)
     settle(model)
     return distributed(model, copies=copies)
@@ -371,11 +347,7 @@ def _sharded(model: nn.Module) -> dict[str, Spread]:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's own numbers of a tensor, sharing its memory; the tensor itself if it is not distributed.
-
-    >>> local(nn.Linear(2, 2).weight).requires_grad
-    False
-    """
+    """This rank's own numbers of a tensor, sharing its memory; the tensor itself if it is not distributed."""
     plain = tensor.detach()
     if not is_sharded(plain):
         return plain
@@ -391,11 +363,7 @@ def device_of(tensor: Tensor) -> str:
 
 
 def is_a(module: nn.Module, name: str) -> bool:
-    """Whether a module is of a class of this name.
-
-    >>> is_a(nn.Linear(1, 1), "Module")
-    True
-    """
+    """Whether a module is of a class of this name."""
     # By name: importing the wrappers costs a second that most users never need.
     return any(kind.__name__ == name for kind in type(module).__mro__)
 

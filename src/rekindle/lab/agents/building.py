@@ -26,7 +26,7 @@ from rekindle.integrations.sb3 import trained
 from rekindle.lab.arms import Arm
 from rekindle.lab.settings import Setting
 from rekindle.lab.sources import derive
-from rekindle.lab.train import Refused
+from rekindle.lab.train import Refused, optimizer_of
 
 gymnasium: Any = require("gymnasium", "rl", "an environment for agents")
 _sb3: Any = require("stable_baselines3", "rl", "an agent in the laboratory")
@@ -111,16 +111,9 @@ def build(setting: Setting, arm: Arm, env: Any, seed: int) -> Any:
 
 
 def _optimizer(setting: Setting, arm: Arm) -> dict[str, Any]:
-    """As `train.make_optimizers` has it: the setting's options hold for an arm's optimizer if both are Adams."""
-    kind = arm.optimizer or setting.optimizer
+    kind, options = optimizer_of(setting, arm)
     if kind not in _OPTIMIZERS:
         raise Refused(f"an agent's optimizer is {', '.join(_OPTIMIZERS)}; {kind} is for networks in the laboratory")
-    related = kind == setting.optimizer or {kind, setting.optimizer} <= {"adam", "adamw"}
-    options: dict[str, Any] = {**(setting.optimizer_options if related else {}), **arm.optimizer_options}
-    if "betas" in options:
-        options["betas"] = tuple(options["betas"])
-    if kind != "sgd":
-        options = {"weight_decay": 0.0, **options}
     if options.pop("lr", None) is not None:
         raise Refused("SB3 writes the learning rate itself: give the setting's lr or the arm's factor")
     return {"optimizer_class": _OPTIMIZERS[kind], "optimizer_kwargs": options}

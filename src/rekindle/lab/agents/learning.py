@@ -7,7 +7,6 @@ temperature and optimizers are reset or kept at a boundary as the setting says, 
 
 from __future__ import annotations
 
-import platform
 import time
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -18,9 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
-import rekindle
 from rekindle.integrations import sb3
-from rekindle.isolation import Recorded, random_states_kept
+from rekindle.isolation import random_states_kept
 from rekindle.lab.agents import AgentStream
 from rekindle.lab.agents.building import build, restore, state_of
 from rekindle.lab.evaluation import POINTS, finite, health_numbers
@@ -52,15 +50,9 @@ def execute(run: Run, *, starts: Path | None = None) -> Iterator[Row]:
             learner: AgentLearner | None = AgentLearner(run, stream)
         except Refused as reason:
             learner, refused = None, str(reason)
-    yield {
-        "kind": "start",
-        "identity": run.identity,
-        "code": run.code,
-        "run": run.to_dict(),
-        "versions": _versions(),
-        "stream": {"tasks": len(stream), "classes": None, "shape": [] if learner is None else learner.shape},
-        "parameters": 0 if learner is None else learner.parameters,
-    }
+    about = {"tasks": len(stream), "classes": None, "shape": [] if learner is None else learner.shape}
+    parameters = 0 if learner is None else learner.parameters
+    yield run.start_row(about, parameters, "stable-baselines3", "gymnasium")
     if learner is not None:
         try:
             yield from _tasks(run, learner, starts)
@@ -287,14 +279,8 @@ def curve(episodes: Sequence[tuple[int, float]], steps: int, points: int = POINT
 
 def agent_health(agent: Any) -> dict[str, float | None] | None:
     """The health of all trained networks on a batch of the agent's buffer; None where it holds nothing."""
-    batch = _seen(agent)
-    return None if batch is None else health_numbers(sb3.trained(agent)[0], batch)
-
-
-def _seen(agent: Any) -> Recorded | None:
-    """A batch for all trained networks at once: observations, and actions where there is a critic."""
-    batches = sb3.observations(agent)
-    return None if batches is None else batches["critic"]
+    batches = sb3.observations(agent)  # of the critic: observations, and actions where there is one
+    return None if batches is None else health_numbers(sb3.trained(agent)[0], batches["critic"])
 
 
 def _episodes(agent: Any) -> list[tuple[int, float]]:
@@ -307,11 +293,3 @@ def _episodes(agent: Any) -> list[tuple[int, float]]:
 def _mean(values: Any) -> float | None:
     found = list(values)
     return finite(fmean(found)) if found else None
-
-
-def _versions() -> dict[str, str]:
-    from importlib.metadata import version
-
-    named = {name: version(name) for name in ("stable-baselines3", "gymnasium")}
-    python = platform.python_version()
-    return {"rekindle": rekindle.__version__, "torch": str(torch.__version__), "python": python, **named}
