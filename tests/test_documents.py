@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -119,11 +120,39 @@ def test_the_reference_has_every_public_name() -> None:
 
 def test_examples_in_docstrings_are_rendered_as_code() -> None:
     pytest.importorskip("griffe", reason="the docs extra is not installed")
-    spec = importlib.util.spec_from_file_location("doctests", ROOT / "docs" / "extensions" / "doctests.py")
-    assert spec is not None and spec.loader is not None
-    made = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(made)
+    made = loaded(ROOT / "docs" / "extensions" / "doctests.py")
     assert made.fenced("A.\n\n>>> 1\n1\n\nB.") == "A.\n\n```pycon\n>>> 1\n1\n```\n\nB."
+
+
+def loaded(file: Path) -> ModuleType:
+    """A script of the docs as a module."""
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_notebook_is_the_tutorial() -> None:
+    """Its cells are the page's snippets, which run above; make it again with docs/figures/tutorial.py."""
+    figures = loaded(ROOT / "docs" / "figures" / "tutorial.py")
+    assert figures.NOTEBOOK.read_text("utf-8") == figures.notebook(figures.PAGE.read_text("utf-8"))
+
+
+def test_words_of_the_glossary_become_links_once() -> None:
+    glossary = loaded(ROOT / "docs" / "extensions" / "glossary.py")
+    assert glossary.linked("`DfI` and DfI, DfI", "evidence/a.md") == "`DfI` and [DfI](../glossary.md#dfi), DfI"
+    heads = re.findall(r"^### (.+)$", glossary.GLOSSARY.read_text("utf-8"), flags=re.M)
+    assert {"DfI", "SFE", "Dormant", "Effective rank", "∂ dormant", "Frame", "Angle out", "Receipt"} <= set(heads)
+    assert len(glossary.terms()) >= len(heads)
+
+
+def test_messages_of_troubleshooting_are_there() -> None:
+    page = (ROOT / "docs" / "troubleshooting.md").read_text("utf-8")
+    sources = "\n".join(file.read_text("utf-8") for file in (ROOT / "src").rglob("*.py"))
+    messages = re.findall(r"^\| `(.+?)` \|", page, flags=re.M)
+    assert len(messages) >= 14
+    assert [message for message in messages if message not in sources] == []
 
 
 def test_every_recipe_names_a_program_that_is_there() -> None:

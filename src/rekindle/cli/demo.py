@@ -32,7 +32,8 @@ def demo(
     workers: Annotated[int | None, typer.Option(help="Runs at once.", show_default="one per core")] = None,
     html: Annotated[Path, typer.Option(metavar="FILE", help="The page; overwritten.")] = Path("results/demo.html"),
     picture: Annotated[
-        Path | None, typer.Option(metavar="FILE.svg", help="Also write the curves.", show_default=False)
+        Path | None,
+        typer.Option(metavar="FILE.svg", help="Also write the curves, moving.", show_default=False),
     ] = None,
     json: options.Json = False,
 ) -> None:
@@ -63,7 +64,7 @@ def demo(
         for path in filter(None, (html, picture)):
             path.absolute().parent.mkdir(parents=True, exist_ok=True)
         if picture is not None:
-            files.write(picture, learning(results.comparisons["demo"])[0].file())
+            files.write(picture, learning(results.comparisons["demo"])[0].file(moving=True))
         write_study_page(html, results, command, force=True)
         present(results, command, json)
         if study.last is not None and study.last.errors:

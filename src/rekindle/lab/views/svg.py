@@ -50,6 +50,10 @@ _ALONE = (
     'font-family:system-ui,-apple-system,"Segoe UI",Roboto,"Noto Sans",sans-serif}'
     "@media (prefers-color-scheme:dark){:root{--card:#201c19;--text:#efe9e3;--dim:#aaa097;--line:#3a332e}}"
 )
+_MOVING = (
+    "@keyframes draw{from{clip-path:inset(0 100% 0 0)}60%,to{clip-path:inset(0 0 0 0)}}"
+    ".drawn{animation:draw 10s linear 3}@media (prefers-reduced-motion:reduce){.drawn{animation:none}}"
+)
 _HEADING = 34
 PHONE = 330.0  # wide on a phone of 390 pixels, margins and card taken off
 
@@ -90,17 +94,20 @@ class Picture:
         size["height"] = f"{self.height:.0f}"
         return element("svg", self.marks, class_=kind, **size, role="img", aria_label=described)
 
-    def file(self) -> str:
-        """An SVG file with its own style: follows the reader's light or dark, on a ground of its own."""
+    def file(self, moving: bool = False) -> str:
+        """An SVG file with its own style: follows the reader's light or dark, on a ground of its own.
+
+        A moving one is drawn from left to right, three times, and then stays; at once for readers who want no motion.
+        """
         high = self.height + _HEADING
         drawing = element(
             "svg",
             element("title", self.title),
             element("desc", self.described),
-            element("style", f"{_ALONE}{STYLE}"),
+            element("style", f"{_ALONE}{STYLE}{_MOVING if moving else ''}"),
             element("rect", width="100%", height="100%", rx=10, style="fill:var(--card)"),
             element("text", self.title, class_="title", x=14, y=24),
-            element("g", self.marks, transform=f"translate(0 {_HEADING})"),
+            element("g", element("g", self.marks, class_="drawn"), transform=f"translate(0 {_HEADING})"),
             xmlns="http://www.w3.org/2000/svg",
             class_="pic",
             viewBox=f"0 0 {self.width:.0f} {high:.0f}",
