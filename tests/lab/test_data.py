@@ -135,7 +135,7 @@ def test_sizes_are_standardized_on_their_own_and_cached(tmp_path: Path, monkeypa
     mnist(tmp_path)
     small = load("mnist", size=14, folder=tmp_path)
     assert small.x.shape == (40, 1, 14, 14) and abs(float(small.x.std(correction=0)) - 1) < 1e-4
-    monkeypatch.setattr(sets, "_read", lambda *_: pytest.fail("the archive was read again"))
+    monkeypatch.setattr(sets, "_read_archive", lambda *_: pytest.fail("the archive was read again"))
     assert torch.equal(load("mnist", size=14, folder=tmp_path).x, small.x)
     assert not list((tmp_path / "ready").glob("*.part"))
 
@@ -429,7 +429,7 @@ def test_the_real_sets_have_the_moments_that_are_known_of_them(
         find(name)
     except Missing as missing:
         pytest.skip(str(missing))
-    stored = sets._stored(name, None, None)
+    stored = sets._ready(name, None, None)
     assert stored["x"].shape == shape and stored["test_x"].shape == (10_000, *shape[1:])
     assert torch.allclose(stored["mean"] / 255, torch.tensor(mean), atol=6e-5)
     assert torch.allclose(stored["deviation"] / 255, torch.tensor(deviation), atol=6e-5)

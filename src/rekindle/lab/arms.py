@@ -100,7 +100,7 @@ class Arm:
         if self.method is None:
             return None
         try:
-            method = _made(self.method, self.options)
+            method = _built(self.method, self.options)
         except TypeError as error:
             raise ValueError(f"arm {self.name!r}: {self.method} does not take {dict(self.options)}: {error}") from error
         if self.when == "period" and getattr(method, "period", None) is None:
@@ -151,11 +151,11 @@ def factory(name: str) -> Factory:
     raise ValueError(f"there is no method {name!r}; {hint}")
 
 
-def _made(name: str, options: Mapping[str, Any]) -> Any:
+def _built(name: str, options: Mapping[str, Any]) -> Any:
     if name != "Compose":
         return factory(name)(**options)
     rest = {key: value for key, value in options.items() if key != "methods"}
-    return factory(name)([_made(inner, given) for inner, given in options.get("methods", ())], **rest)
+    return factory(name)([_built(inner, given) for inner, given in options.get("methods", ())], **rest)
 
 
 def register(name: str, **fields: Any) -> Callable[[F], F]:

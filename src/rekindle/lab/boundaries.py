@@ -129,7 +129,7 @@ class Boundary:
         if not self.setting.agents:
             task, judged = self._stream[self.index], None
             if self.setting.headline.startswith("test"):
-                learned, judged = self._parted(task.train)
+                learned, judged = self._split(task.train)
                 task = replace(task, train=learned)
             held_out = [] if judged is None else list(judged.batches(_JUDGED, generator(self.seed, "judging")))
             batches = task.batches(self.setting.batch, generator(self.seed, "looking", self.index))
@@ -139,13 +139,13 @@ class Boundary:
             raise ValueError(f"setting {self.setting.name!r}: the agent has stored nothing that could be learned")
         return list(found[0]), [], found[1]
 
-    def _parted(self, source: Source) -> tuple[Source, Source | None]:
+    def _split(self, source: Source) -> tuple[Source, Source | None]:
         """What is learned, and what is held out: the last quarter of a text, half of the examples never seen before."""
         if isinstance(source, Text):
             edge = len(source.tokens) * 3 // 4
             return Text(source.tokens[:edge], source.context), Text(source.tokens[edge:], source.context)
-        seen = {key for task in range(self.index) for key in _keys(self._stream[task].train)}
-        keys = _keys(source)
+        seen = {key for task in range(self.index) for key in _example_keys(self._stream[task].train)}
+        keys = _example_keys(source)
         new = sorted(set(keys) - seen)
         order = torch.randperm(len(new), generator=generator(self.seed, "held out", self.index)).tolist()
         chosen = {new[place] for place in order[: min(len(new) // 2, len(keys) // 4)]}
@@ -160,11 +160,11 @@ class Boundary:
         rows = list(self.rows)
         with random_states_kept():
             for place in range(self.index, index):
-                rows.append(self._learned(self.learner, place, told))
+                rows.append(self._learn(self.learner, place, told))
                 told(rows[-1])
         return Boundary(self.setting, self.seed, index, rows, self.learner)
 
-    def _learned(self, learner: Any, index: int, watch: Watch = lambda row: None) -> Row:
+    def _learn(self, learner: Any, index: int, watch: Watch = lambda row: None) -> Row:
         """The row of a task that this learner learns."""
         if self.setting.agents:
             row: Row = learner.train_task(index)
@@ -217,12 +217,12 @@ class Boundary:
                 learner.seed = derive(self.seed, "again", again)
                 learner.generator = generator(learner.seed, "method")
             if self.setting.agents:
-                return self._learned(learner, self.index)
+                return self._learn(learner, self.index)
             with learner:
                 if not self.setting.new_optimizer:
                     for own, other in zip(learner.optimizers, self.learner.optimizers, strict=True):
                         own.load_state_dict(copy.deepcopy(other.state_dict()))  # else it shares the tensors
-                return self._learned(learner, self.index)
+                return self._learn(learner, self.index)
 
     def _learner(self, arm: Arm) -> Any:
         return _learner(Run(self.setting, arm, self.seed))
@@ -267,7 +267,7 @@ def quiet(setting: Setting) -> Setting:
     return replace(setting, health=False)
 
 
-def _keys(source: Source) -> list[bytes]:
+def _example_keys(source: Source) -> list[bytes]:
     """One key per example: equal where input and label are."""
     assert isinstance(source, Examples)
     rows = zip(source.x.numpy(), source.y.numpy(), strict=True)

@@ -50,10 +50,10 @@ def stackable(run: Run) -> bool:
 
 def execute(runs: Sequence[Run], *, starts: Path | None = None) -> Iterator[tuple[str, Row]]:
     """Do the runs, all of one setting; rows come with the identity of their run, as from `train.execute`."""
-    return isolated(_rows(list(runs), starts), derive(runs[0].seed, "dropout"))
+    return isolated(_rows_of_all(list(runs), starts), derive(runs[0].seed, "dropout"))
 
 
-def _rows(runs: list[Run], starts: Path | None) -> Iterator[tuple[str, Row]]:
+def _rows_of_all(runs: list[Run], starts: Path | None) -> Iterator[tuple[str, Row]]:
     begun = time.perf_counter()
     setting = runs[0].setting
     if setting.source is not None:
@@ -64,9 +64,9 @@ def _rows(runs: list[Run], starts: Path | None) -> Iterator[tuple[str, Row]]:
         member = Member(run, Learner(run, streams[run.seed]))
         members.append(member)
         yield run.identity, start_row(run, streams[run.seed], member.learner)
-        with _ends(member, begun):
+        with _OneRun(member, begun):
             member.learner.__enter__()
-        yield from _sent(member)
+        yield from _rows_so_far(member)
     try:
         for index in range(len(streams[runs[0].seed])):
             tasks = {seed: stream[index] for seed, stream in streams.items()}
@@ -74,11 +74,11 @@ def _rows(runs: list[Run], starts: Path | None) -> Iterator[tuple[str, Row]]:
             if not present:
                 return
             if index == 0:
-                yield from _first(present, tasks, starts, begun)
+                yield from _learn_first(present, tasks, starts, begun)
             else:
-                yield from _task(index, present, tasks, begun)
+                yield from _learn_task(index, present, tasks, begun)
             for member in present:
-                yield from _sent(member)
+                yield from _rows_so_far(member)
         for member in members:
             if not member.over:
                 yield member.run.identity, {"kind": "end", "seconds": (time.perf_counter() - begun) / len(members)}
@@ -87,12 +87,12 @@ def _rows(runs: list[Run], starts: Path | None) -> Iterator[tuple[str, Row]]:
             member.learner.__exit__()
 
 
-def _sent(member: Member) -> Iterator[tuple[str, Row]]:
+def _rows_so_far(member: Member) -> Iterator[tuple[str, Row]]:
     rows, member.rows = member.rows, []
     yield from ((member.run.identity, row) for row in rows)
 
 
-def _first(
+def _learn_first(
     members: list[Member], tasks: dict[int, Task], starts: Path | None, begun: float
 ) -> Iterator[tuple[str, Row]]:
     """The first task: of runs that do the same until their first boundary one learns it for all."""
@@ -113,7 +113,7 @@ def _first(
         else:
             member.rows.append(member.learner.restore(tasks[member.run.seed], kept))
             states[id(member)] = kept
-    yield from _task(0, [member for member, _ in learning], tasks, begun)
+    yield from _learn_task(0, [member for member, _ in learning], tasks, begun)
     for member, saved in learning:
         if member.rows and not member.over:
             states[id(member)] = member.learner.state(member.rows[-1])
@@ -123,27 +123,29 @@ def _first(
         if id(leader) in states:
             member.rows.append(member.learner.restore(tasks[member.run.seed], states[id(leader)]))
         else:  # what it would have followed failed in the first task
-            yield from _task(0, [member], tasks, begun)
+            yield from _learn_task(0, [member], tasks, begun)
 
 
-def _task(index: int, members: Iterable[Member], tasks: dict[int, Task], begun: float) -> Iterator[tuple[str, Row]]:
+def _learn_task(
+    index: int, members: Iterable[Member], tasks: dict[int, Task], begun: float
+) -> Iterator[tuple[str, Row]]:
     """One task of all members: their boundaries, then the learning in stacks, then what is known afterwards."""
     ready = []
     for member in members:
-        with _ends(member, begun):
+        with _OneRun(member, begun):
             member.remedy = member.learner.enter(index, tasks[member.run.seed])
             ready.append(member)
     for stack in _stacks(ready, tasks):
         if len(stack) > 1:
             try:
-                yield from _learn(index, stack, tasks)
+                yield from _learn_stack(index, stack, tasks)
                 continue
             except Unstackable:
                 pass
         for member in stack:
             begun_here = time.perf_counter()
             task = tasks[member.run.seed]
-            with _ends(member, begun):
+            with _OneRun(member, begun):
                 learning = member.learner.learn(index, task)
                 while True:
                     try:
@@ -171,7 +173,7 @@ def _stacks(members: list[Member], tasks: dict[int, Task]) -> list[list[Member]]
     return [group[first : first + MOST] for group in groups.values() for first in range(0, len(group), MOST)]
 
 
-def _learn(index: int, members: list[Member], tasks: dict[int, Task]) -> Iterator[tuple[str, Row]]:
+def _learn_stack(index: int, members: list[Member], tasks: dict[int, Task]) -> Iterator[tuple[str, Row]]:
     """The training loop of `Learner.learn` for a stack."""
     setting, learners = members[0].learner.setting, [member.learner for member in members]
     stack = Stack([learner.model for learner in learners], [learner.optimizers[0] for learner in learners])
@@ -266,7 +268,7 @@ def _note_divergence(members: list[Member], losses: list[Tensor], steps: int) ->
                 member.diverged_at = steps
 
 
-class _ends:
+class _OneRun:
     """Inside, what a run's own method raises ends that run and no other."""
 
     def __init__(self, member: Member, begun: float) -> None:

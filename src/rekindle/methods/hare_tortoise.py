@@ -52,7 +52,9 @@ class HareTortoise(Remedy):
         It follows the hare to another dtype or device, and starts anew with a tensor whose shape changed. A tensor with
         NaN or Inf in it (a diverged step) is left out, since an average would keep them forever.
         """
-        hare = _finite({name: tensor for name, tensor in tensors_of(model).items() if tensor.is_floating_point()})
+        hare = _without_diverged(
+            {name: tensor for name, tensor in tensors_of(model).items() if tensor.is_floating_point()}
+        )
         before = self._average
         known = {n: before[n] for n, t in hare.items() if n in before and before[n].shape == t.shape}
         own = {n: t for n, t in tensors_of(model).items() if n in before and before[n].shape == t.shape}
@@ -93,7 +95,7 @@ class HareTortoise(Remedy):
         self._average = {name: tensor.clone() for name, tensor in state["average"].items()}
 
 
-def _finite(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def _without_diverged(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Those without NaN or Inf; one answer from each device, not one per tensor."""
     filled = {name: tensor for name, tensor in tensors.items() if tensor.numel()}
     largest = torch._foreach_norm([t.detach() for t in filled.values()], float("inf"))

@@ -90,13 +90,13 @@ class PlasticityInjection(Remedy):
                 notes.append("the head is not linear, so the earlier injection is kept as a wider head")
         if isinstance(present, nn.Linear):
             notes.append("the head is one linear layer: it learns as it would have without, from a new optimizer state")
-        tied = _tied(inner, present)
+        tied = _name_tied_to(inner, present)
         if tied:
             notes.append(f"the head was tied to {tied}: the old one is now a frozen copy of its own")
         old = copy.deepcopy(present) if tied else present
         new = self._new(present, call)
         injected = InjectedHead(old, new).train(present.training)
-        _place(inner, path, injected)
+        _put(inner, path, injected)
         trained = [p for p in new.parameters() if p.requires_grad]
         if group is not None:
             owner, options = group
@@ -127,7 +127,7 @@ class PlasticityInjection(Remedy):
             for name, parameter in old.items():
                 parameter.add_(added[name] - minus[name])
         head.old.requires_grad_(True)
-        _place(inner, path, head.old)
+        _put(inner, path, head.old)
         held = {id(p) for each in optimizers.unwrap(optimizer) for g in each.param_groups for p in g["params"]}
         gone = {id(p) for p in added.values()}
         for each in optimizers.unwrap(optimizer):
@@ -199,7 +199,7 @@ def _module(model: nn.Module, path: str) -> nn.Module:
         raise ValueError(f"head={path!r}: the model has no such module") from error
 
 
-def _place(model: nn.Module, path: str, module: nn.Module) -> None:
+def _put(model: nn.Module, path: str, module: nn.Module) -> None:
     parent, _, name = path.rpartition(".")
     if not name:
         raise ValueError("the whole model is the head: wrap it in a module first")
@@ -210,7 +210,7 @@ def _is_linear(head: InjectedHead) -> bool:
     return all(as_layer("", part) is not None for part in (head.old, head.new, head.minus))
 
 
-def _tied(model: nn.Module, head: nn.Module) -> str:
+def _name_tied_to(model: nn.Module, head: nn.Module) -> str:
     mine = {id(p) for p in head.parameters()}
     inside = {id(m) for m in head.modules()}
     for name, module in model.named_modules(remove_duplicate=False):

@@ -73,7 +73,7 @@ class Replacement:
         optimizers.check(optimizer, {name: place.parameter for name, place in places.items()})
         check_finite({name: place.parameter for name, place in places.items()})
         drawn = self._draw(generator) if self.groups else {}
-        notes = [*notes, *self._whole()]
+        notes = [*notes, *self._notes_of_whole()]
         with torch.no_grad():
             for group in self.groups:
                 self._hand_over(group, notes)
@@ -94,7 +94,7 @@ class Replacement:
         """The neurons to replace, on the device of their weights."""
         return self.neurons[group.name].to(group.makers[0].weight.device)
 
-    def _whole(self) -> list[str]:
+    def _notes_of_whole(self) -> list[str]:
         """Which layers were replaced as a whole, as text."""
         whole = [group.name for group in self.groups if self._all_of(group)]
         return [f"replaced as a whole: {', '.join(whole)}"] if whole else []

@@ -81,7 +81,7 @@ class StartNorm(FromStart):
         for layer, norm in behind.items():
             weight = f"{layer}.weight"
             before = own[weight].detach()
-            single = self.per == "channel" and _rows(modules[layer]) and per_output(modules[layer], modules[norm])
+            single = self.per == "channel" and _by_output(modules[layer]) and per_output(modules[layer], modules[norm])
             now, then = (each.flatten(1).norm(dim=1) if single else each.norm() for each in (before, start[weight]))
             free = (now > 0) & (then > 0)
             if bool(free.any()):
@@ -109,7 +109,7 @@ def scale_invariant(model: nn.Module) -> dict[str, str]:
     return {layer: norm for layer, norm in found.items() if layer in free and times[norm] == 1}
 
 
-def _rows(layer: nn.Module) -> bool:
+def _by_output(layer: nn.Module) -> bool:
     """Whether the first axis of the weight is the output's."""
     return isinstance(layer, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d))
 

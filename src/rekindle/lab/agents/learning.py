@@ -160,8 +160,8 @@ class AgentLearner:
             "task": index,
             "name": self.stream.names[index],
             "steps": done,
-            "return": None if diverged else _mean(value for step, value in episodes if step > done / 2),
-            "online_return": _mean(value for _, value in episodes),
+            "return": None if diverged else _mean_or_none(value for step, value in episodes if step > done / 2),
+            "online_return": _mean_or_none(value for _, value in episodes),
             "chance_return": chance,
             "episodes": len(episodes),
             "curve": curve(episodes, done),
@@ -176,7 +176,7 @@ class AgentLearner:
     def boundary(self, index: int) -> Row | None:
         """The boundary before a task: the remedy, then targets, replay, temperature, optimizers, equal for all arms."""
         torch.manual_seed(derive(self.seed, "boundary", index) % 2**31)
-        found = self._treated(index) if "event" in self.acts and self.arm.when == "boundary" else None
+        found = self._apply_remedy(index) if "event" in self.acts and self.arm.when == "boundary" else None
         self.settle(self.agent)
         return found
 
@@ -191,7 +191,7 @@ class AgentLearner:
             for optimizer in sb3.trained(agent)[1]:
                 optimizer.state.clear()
 
-    def _treated(self, index: int) -> Row:
+    def _apply_remedy(self, index: int) -> Row:
         begun, failed, receipt = time.perf_counter(), None, None
         try:
             receipt = sb3.apply_to_agent(
@@ -273,7 +273,8 @@ def curve(episodes: Sequence[tuple[int, float]], steps: int, points: int = POINT
     """
     edges = sorted({round(place * steps / points) for place in range(points + 1)})
     return [
-        [high, _mean(value for step, value in episodes if low < step <= high), None] for low, high in pairwise(edges)
+        [high, _mean_or_none(value for step, value in episodes if low < step <= high), None]
+        for low, high in pairwise(edges)
     ]
 
 
@@ -290,6 +291,6 @@ def _episodes(agent: Any) -> list[tuple[int, float]]:
     return [(int(step), float(value)) for step, value in zip(lengths, returns, strict=True)]
 
 
-def _mean(values: Any) -> float | None:
+def _mean_or_none(values: Any) -> float | None:
     found = list(values)
     return finite(fmean(found)) if found else None

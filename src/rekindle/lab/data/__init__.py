@@ -227,7 +227,7 @@ def load(
     for option, value in (("size", size), ("count", count), ("test_count", test_count)):
         if value is not None and value < 1:
             raise ValueError(f"{option} is {value}; it must be at least 1, or None for all")
-    stored = _stored(name, size, folder)
+    stored = _ready(name, size, folder)
     for option, value, there in (("count", count, stored["y"]), ("test_count", test_count, stored["test_y"])):
         if value is not None and value > len(there):
             raise ValueError(f"{option} is {value:,}, but {name} has only {len(there):,}")
@@ -279,7 +279,7 @@ def _coverage(old: int, new: int) -> Tensor:
     return (overlap * new / old).to(torch.float32)
 
 
-def _stored(name: str, size: int | None, folder: Path | None) -> dict[str, Tensor]:
+def _ready(name: str, size: int | None, folder: Path | None) -> dict[str, Tensor]:
     """Pixels in bytes at the asked size, labels, and the mean and deviation of training pixels; cached."""
     place = find(name, folder)
     cache = _cache_file(name, size, place, folder)
@@ -289,24 +289,24 @@ def _stored(name: str, size: int | None, folder: Path | None) -> dict[str, Tenso
         except (SafetensorError, OSError):
             pass  # a damaged cache is made again
     if size is None:
-        raw = _read(name, place)
+        raw = _read_archive(name, place)
         arrays = {"x": raw.x, "y": raw.y, "test_x": raw.test_x, "test_y": raw.test_y}
         stored = {part: torch.from_numpy(array) for part, array in arrays.items()}
     else:
-        stored = _stored(name, None, folder)
+        stored = _ready(name, None, folder)
         stored |= {part: resize(stored[part], size) for part in ("x", "test_x")}
-    stored["mean"], stored["deviation"] = _moments(stored["x"])
-    _keep(stored, cache)
+    stored["mean"], stored["deviation"] = _mean_and_deviation(stored["x"])
+    _save(stored, cache)
     return stored
 
 
-def _read(name: str, place: Place) -> Raw:
+def _read_archive(name: str, place: Place) -> Raw:
     path = Path(place.path)
     verify(path, place.hash)
     return READERS[place.format](path, CLASSES[name])
 
 
-def _moments(pixels: Tensor) -> tuple[Tensor, Tensor]:
+def _mean_and_deviation(pixels: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and deviation of each channel from the counts of its 256 values: exact, and without a float copy."""
     values = torch.arange(256, dtype=torch.float64)
     counts = torch.stack([torch.bincount(channel.flatten(), minlength=256) for channel in pixels.unbind(1)])
@@ -327,7 +327,7 @@ def _cache_file(name: str, size: int | None, place: Place, folder: Path | None) 
     return (folder or home()) / "ready" / f"{name}-{size or 'full'}-{digest}.safetensors"
 
 
-def _keep(stored: dict[str, Tensor], cache: Path) -> None:
+def _save(stored: dict[str, Tensor], cache: Path) -> None:
     """Keep the pixels for later processes; a read-only folder is fine."""
     with contextlib.suppress(OSError):
         cache.parent.mkdir(parents=True, exist_ok=True)

@@ -53,17 +53,20 @@ def members(path: Path, wanted: Callable[[str], bool]) -> Iterator[tuple[str, by
             for file in sorted(path.rglob("*")):
                 name = file.relative_to(path).as_posix()
                 if file.is_file() and wanted(name):
-                    yield name, _whole(path, name, file.stat().st_size, file.read_bytes)
+                    yield name, _whole_member(path, name, file.stat().st_size, file.read_bytes)
         elif zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as archive:
                 for entry in archive.infolist():
                     if not entry.is_dir() and wanted(entry.filename):
-                        yield entry.filename, _whole(path, entry.filename, entry.file_size, _zip_reader(archive, entry))
+                        yield (
+                            entry.filename,
+                            _whole_member(path, entry.filename, entry.file_size, _zip_reader(archive, entry)),
+                        )
         else:
             with tarfile.open(path, "r:*") as tar:
                 for item in tar:
                     if item.isfile() and wanted(item.name):
-                        yield item.name, _whole(path, item.name, item.size, _tar_reader(tar, item))
+                        yield item.name, _whole_member(path, item.name, item.size, _tar_reader(tar, item))
     except (tarfile.TarError, zipfile.BadZipFile, EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise Corrupt(f"{path} cannot be read to its end ({error}): delete it and fetch it again") from error
 
@@ -80,7 +83,7 @@ def _tar_reader(tar: tarfile.TarFile, item: tarfile.TarInfo) -> Callable[[], byt
     return read
 
 
-def _whole(path: Path, name: str, size: int, read: Callable[[], bytes]) -> bytes:
+def _whole_member(path: Path, name: str, size: int, read: Callable[[], bytes]) -> bytes:
     if size > MAX_MEMBER:
         raise Corrupt(f"{path}: {name} claims {size:,} bytes, more than any file of these sets has ({MAX_MEMBER:,})")
     content = read()
@@ -132,7 +135,7 @@ def read_idx(path: Path, classes: int = 10) -> Raw:
         if found[part].ndim != 3:
             raise Corrupt(f"{path}: {part} has {found[part].ndim} dimensions instead of images × rows × columns")
     x, y, test_x, test_y = (found[part] for part in parts)
-    return _checked(path, x[:, None], y, test_x[:, None], test_y, classes)
+    return _as_raw(path, x[:, None], y, test_x[:, None], test_y, classes)
 
 
 def read_cifar_binary(path: Path, classes: int) -> Raw:
@@ -148,7 +151,7 @@ def read_cifar_binary(path: Path, classes: int) -> Raw:
         records = np.frombuffer(files[name], np.uint8).reshape(-1, row)
         x.append(records[:, head:].reshape(-1, 3, 32, 32))
         y.append(records[:, head - 1])
-    return _checked(path, np.concatenate(x[:-1]), np.concatenate(y[:-1]), x[-1], y[-1], classes)
+    return _as_raw(path, np.concatenate(x[:-1]), np.concatenate(y[:-1]), x[-1], y[-1], classes)
 
 
 def read_cifar_sheets(path: Path, classes: int = 10) -> Raw:
@@ -168,7 +171,7 @@ def read_cifar_sheets(path: Path, classes: int = 10) -> Raw:
             y.append(np.asarray(json.loads(files[name])))
         except ValueError as error:
             raise Corrupt(f"{path}: {name} is not a list of labels ({error})") from error
-    return _checked(path, np.concatenate(x[:-1]), y[0], x[-1], y[1], classes)
+    return _as_raw(path, np.concatenate(x[:-1]), y[0], x[-1], y[1], classes)
 
 
 def read_tiny_imagenet(path: Path, classes: int | None = None) -> Raw:
@@ -200,7 +203,7 @@ def read_tiny_imagenet(path: Path, classes: int | None = None) -> Raw:
     if len({image.shape for image in (*x, *test_x)}) != 1:
         raise Corrupt(f"{path} holds images of several sizes; the standard set is 64 × 64 throughout")
     planes: Callable[[list[Bytes]], Bytes] = lambda images: np.stack(images).transpose(0, 3, 1, 2)  # noqa: E731
-    return _checked(path, planes(x), labels, planes(test_x), test_labels, classes or len(wordnet))
+    return _as_raw(path, planes(x), labels, planes(test_x), test_labels, classes or len(wordnet))
 
 
 def read_digits(path: Path, classes: int) -> Raw:
@@ -244,7 +247,7 @@ def _cifar_names(classes: int, suffix: str) -> tuple[tuple[str, ...], str]:
     return (f"train{suffix}",), f"test{suffix}"
 
 
-def _checked(path: Path, x: Bytes, y: NDArray[Any], test_x: Bytes, test_y: NDArray[Any], classes: int) -> Raw:
+def _as_raw(path: Path, x: Bytes, y: NDArray[Any], test_x: Bytes, test_y: NDArray[Any], classes: int) -> Raw:
     for part, images, labels in (("training", x, y), ("test", test_x, test_y)):
         if labels.ndim != 1 or labels.dtype.kind not in "ui" or len(images) != len(labels) or not len(images):
             raise Corrupt(f"{path}: {len(images):,} {part} images do not match labels of shape {labels.shape}")

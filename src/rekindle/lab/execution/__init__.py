@@ -154,7 +154,7 @@ class Execution:
             chosen = self._among(run, candidates)
             taken = {each.identity for each in chosen}
             candidates = [each for each in candidates if each.identity not in taken]
-            begun = [each for each in chosen if self._begin(each)]
+            begun = [each for each in chosen if self._claim(each)]
             making |= {each.first_task_key for each in begun}
             if not begun:
                 continue
@@ -181,7 +181,7 @@ class Execution:
 
         return stackable(run)
 
-    def _begin(self, run: Run) -> bool:
+    def _claim(self, run: Run) -> bool:
         """Claim it; False if another process has it or had it."""
         claim = self.store.claim(run.identity)
         if claim is None:
@@ -200,10 +200,10 @@ class Execution:
         if over:
             del self.jobs[key]
         if not members:  # a run by itself
-            self._take(key, row)
+            self._store_row(key, row)
         elif row["kind"] == "member":
             if row["identity"] in self.running:
-                self._take(row["identity"], row["row"])
+                self._store_row(row["identity"], row["row"])
         elif over:
             self._return(members & self.running.keys(), row)
 
@@ -218,7 +218,7 @@ class Execution:
             self.alone.add(identity)
             self.waiting.insert(0, each.run)
 
-    def _take(self, identity: str, row: Row) -> None:
+    def _store_row(self, identity: str, row: Row) -> None:
         each = self.running[identity]
         run, kind = each.run, row["kind"]
         if kind == "printed":

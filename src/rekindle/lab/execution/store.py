@@ -99,26 +99,26 @@ def _malformed(row: Row) -> str:
         return "" if kind in (*WRITTEN, "progress") else "kind"
     if kind == "start":
         name = next((name for name in ("run", "versions", "stream") if not isinstance(row.get(name, {}), dict)), "")
-        return name or ("" if _number(row.get("stream", {}).get("classes") or 0) else "stream.classes")
+        return name or ("" if _is_number(row.get("stream", {}).get("classes") or 0) else "stream.classes")
     missing = (name for name in ("task", "steps") if row.get(name) is None)
-    return next(missing, "") or next((name for name, value in row.items() if not _fits(name, value)), "")
+    return next(missing, "") or next((name for name, value in row.items() if not _may_hold(name, value)), "")
 
 
-def _fits(name: str, value: Any) -> bool:
+def _may_hold(name: str, value: Any) -> bool:
     """Whether a task's row may hold this value under this name."""
     if isinstance(value, str):
         return name in _TEXTS
     if isinstance(value, list):
         return name == "curve" and all(
-            isinstance(point, list) and len(point) == 3 and all(each is None or _number(each) for each in point)
+            isinstance(point, list) and len(point) == 3 and all(each is None or _is_number(each) for each in point)
             for point in value
         )
     if isinstance(value, dict):
-        return name in _TABLES and all(_fits(inner, each) for inner, each in value.items())
-    return value is None or (name not in (*_TEXTS, *_TABLES, "curve") and _number(value))
+        return name in _TABLES and all(_may_hold(inner, each) for inner, each in value.items())
+    return value is None or (name not in (*_TEXTS, *_TABLES, "curve") and _is_number(value))
 
 
-def _number(value: Any) -> bool:
+def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and abs(value) <= sys.float_info.max
 
 
@@ -231,7 +231,7 @@ def pack(store: RunStore, identities: Iterable[str], path: Path) -> int:
         record = store.read(identity)
         if record.state in ("finished", "refused"):
             headline = record.rows[0]["run"]["setting"]["headline"]
-            lines = [json.dumps(_short(row, headline)) + "\n" for row in record.rows]
+            lines = [json.dumps(_without_curves(row, headline)) + "\n" for row in record.rows]
             contents[f"runs/{identity}.jsonl"] = "".join(lines).encode()
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as archive:
@@ -255,14 +255,14 @@ def unpacked(path: Path) -> Iterator[Path]:
         yield Path(folder)
 
 
-def _short(row: Row, headline: str) -> Row:
+def _without_curves(row: Row, headline: str) -> Row:
     if row["kind"] != "task":
         return row
     kept = {name: value for name, value in row.items() if name not in _LEFT_OUT}
-    return {name: value if name == headline else _rounded(value) for name, value in kept.items()}
+    return {name: value if name == headline else _five_digits(value) for name, value in kept.items()}
 
 
-def _rounded(value: Any) -> Any:
+def _five_digits(value: Any) -> Any:
     if isinstance(value, dict):
-        return {name: _rounded(each) for name, each in value.items()}
+        return {name: _five_digits(each) for name, each in value.items()}
     return float(f"{value:.5g}") if isinstance(value, float) else value

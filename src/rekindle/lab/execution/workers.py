@@ -125,11 +125,11 @@ def rows_of(target: str, job: dict[str, Any], starts: Path | None) -> Iterator[R
     except Exception as error:
         yield from lines()
         trace = "".join(traceback.format_exception(error))[-4000:]
-        place = _place(error, job.get("setting", {}).get("source"))
+        place = _line_of(error, job.get("setting", {}).get("source"))
         yield {"kind": "failed", "error": f"{type(error).__name__}: {error}{place}", "traceback": trace}
 
 
-def _place(error: Exception, source: str | None) -> str:
+def _line_of(error: Exception, source: str | None) -> str:
     """Where in the user's file an error was raised, if it was."""
     file = Path(source or "").resolve()
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
@@ -311,7 +311,7 @@ class RayExecutor:
         self._own = not self._ray.is_initialized()
         self._starts = str(starts) if starts is not None and address is None else None
         if self._own:
-            self._join(address, workers)
+            self._connect(address, workers)
         self.slots = workers or max(1, int(self._ray.cluster_resources().get("CPU", 1)))
         self._perform = self._ray.remote(num_cpus=1, max_retries=_RETRIES)(perform_on_ray)
         self._running: dict[Any, str] = {}
@@ -346,7 +346,7 @@ class RayExecutor:
             self._ray.shutdown()
             self._own = False
 
-    def _join(self, address: str | None, workers: int | None) -> None:
+    def _connect(self, address: str | None, workers: int | None) -> None:
         quiet: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": False}
         if address is None:
             # What this process can import, its workers on this machine can: a user's own module, say.

@@ -101,7 +101,7 @@ class Results:
                 rate, options = entry.arm.lr, json.dumps(dict(entry.arm.options), sort_keys=True)
                 head = {"setting": entry.setting.name, "arm": entry.name, "seed": entry.seed}
                 head |= {"identity": entry.identity, "arm_lr": rate, "arm_options": options}
-                lines += [head | _flat(row) for row in entry.tasks]
+                lines += [head | _unnested(row) for row in entry.tasks]
         columns = [*_FIRST, *sorted({name for line in lines for name in line} - {*_FIRST, "kind"})]
         table = pandas.DataFrame(lines, columns=columns).astype({"arm_lr": "float64"})
         return table.sort_values(["setting", "arm", "seed", "identity", "task"], kind="stable", ignore_index=True)
@@ -129,7 +129,7 @@ class Results:
                     reasons[entry.record.state].setdefault(entry.name, entry.reason or "")
             chosen = {a: choice(made.to_dict()) for (s, a), made in (self.choices or {}).items() if s == name}
             found[name] = ArmComparison(
-                setting, arms, chosen=chosen, classes=self._stream(name).get("classes"), **reasons
+                setting, arms, chosen=chosen, classes=self._stream_facts(name).get("classes"), **reasons
             )
         return found
 
@@ -157,8 +157,8 @@ class Results:
         return {
             "format": FORMAT,
             "study": dict(self.study),
-            "settings": {name: setting.to_dict() | self._stream(name) for name, setting in self.settings.items()},
-            "runs": [_as_dict(entry) for entry in self.entries],
+            "settings": {name: setting.to_dict() | self._stream_facts(name) for name, setting in self.settings.items()},
+            "runs": [_entry_dict(entry) for entry in self.entries],
             "table": self.table(),
             "validity": {name: self.validity(name) for name in self.settings},
             "tuning": {f"{s}/{a}": choice.to_dict() for (s, a), choice in (self.choices or {}).items()},
@@ -169,9 +169,9 @@ class Results:
         """The table as text."""
         lines = [("setting", "arm", "seeds", "mean [95 %]", "− nothing [95 %]", "Holm p")]
         for row in self.table():
-            difference = _ends(row["difference"], row["difference_low"], row["difference_high"], "+")
+            difference = _interval_text(row["difference"], row["difference_low"], row["difference_high"], "+")
             p = "" if row["holm"] is None else f"{row['holm']:.3g}"
-            mean = _ends(row["mean"], row["low"], row["high"], "")
+            mean = _interval_text(row["mean"], row["low"], row["high"], "")
             lines.append((row["setting"], row["arm"], str(row["seeds"]), mean, difference, p))
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         text = ["  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines]
@@ -198,7 +198,7 @@ class Results:
                 found.setdefault((entry.setting.name, entry.name, entry.reason), entry)
         return list(found.values())
 
-    def _stream(self, setting: str) -> dict[str, Any]:
+    def _stream_facts(self, setting: str) -> dict[str, Any]:
         """What the runs say of the stream: how many tasks, classes, and their names."""
         for entry in self.entries:
             if entry.setting.name == setting and entry.record.state == "finished":
@@ -216,7 +216,7 @@ class Results:
         return next((dict(e.record.rows[0].get("versions") or {}) for e in self.entries if e.record.rows), {})
 
 
-def _as_dict(entry: RunEntry) -> dict[str, Any]:
+def _entry_dict(entry: RunEntry) -> dict[str, Any]:
     return {
         "setting": entry.setting.name,
         "arm": entry.name,
@@ -229,11 +229,11 @@ def _as_dict(entry: RunEntry) -> dict[str, Any]:
     }
 
 
-def _flat(row: Mapping[str, Any], prefix: str = "") -> Row:
+def _unnested(row: Mapping[str, Any], prefix: str = "") -> Row:
     out: Row = {}
     for name, value in row.items():
         if isinstance(value, Mapping):
-            out.update(_flat(value, f"{prefix}{name}."))
+            out.update(_unnested(value, f"{prefix}{name}."))
         elif isinstance(value, list | tuple):
             out[prefix + name] = json.dumps(value)
         elif value is not None:
@@ -241,7 +241,7 @@ def _flat(row: Mapping[str, Any], prefix: str = "") -> Row:
     return out
 
 
-def _ends(mean: float | None, low: float | None, high: float | None, sign: str) -> str:
+def _interval_text(mean: float | None, low: float | None, high: float | None, sign: str) -> str:
     if mean is None:
         return ""
     text = f"{mean:{sign}.4f}"

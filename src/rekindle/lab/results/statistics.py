@@ -69,7 +69,7 @@ def t_interval(values: Sequence[float]) -> Interval:
     few = _too_few(values)
     if few is not None:
         return few
-    count, mean = _checked(values)
+    count, mean = _count_and_mean(values)
     half = float(scipy_stats().t.ppf((1 + LEVEL) / 2, count - 1)) * float(np.std(values, ddof=1)) / math.sqrt(count)
     return Interval(mean, mean - half, mean + half, count)
 
@@ -87,7 +87,7 @@ def paired(arm: Mapping[int, float], reference: Mapping[int, float]) -> Differen
     interval = t_interval(differences)
     if len(seeds) < SEEDS_FOR_INTERVAL:
         return Difference(interval.mean, None, None, len(seeds), note=interval.note, values=interval.values)
-    if _flat(differences):
+    if _equal(differences):
         zero = interval.mean == 0.0
         note = "equal on every seed" if zero else "the same difference on every seed: no test"
         return Difference(interval.mean, interval.low, interval.high, len(seeds), note, p=1.0 if zero else None)
@@ -116,14 +116,14 @@ def scipy_stats() -> Any:
 
 def _too_few(values: Sequence[float]) -> Interval | None:
     """The mean without an interval where there can be none."""
-    count, mean = _checked(values)
+    count, mean = _count_and_mean(values)
     if count < SEEDS_FOR_INTERVAL:
         note = "one seed: no interval" if count == 1 else "two seeds: their values, no interval"
         return Interval(mean, None, None, count, note, tuple(values) if count > 1 else ())
-    return Interval(mean, mean, mean, count, "all seeds equal") if _flat(values) else None
+    return Interval(mean, mean, mean, count, "all seeds equal") if _equal(values) else None
 
 
-def _checked(values: Sequence[float]) -> tuple[int, float]:
+def _count_and_mean(values: Sequence[float]) -> tuple[int, float]:
     if not len(values):
         raise ValueError("no values to average")
     if not all(map(math.isfinite, values)):
@@ -131,6 +131,6 @@ def _checked(values: Sequence[float]) -> tuple[int, float]:
     return len(values), fmean(values)
 
 
-def _flat(values: Sequence[float]) -> bool:
+def _equal(values: Sequence[float]) -> bool:
     """No spread beyond rounding: differences of equal floats may differ in their last bit."""
     return max(values) - min(values) <= 1e-12 * max(1.0, max(map(abs, values)))

@@ -55,9 +55,9 @@ def _sentences(found: ArmComparison) -> Iterator[str]:
     ):
         difference = found.against(arm, reference)
         if difference is not None:
-            yield f"{start} {_told(found, difference)}{', which is within chance' if _even(difference) else ''}."
+            yield f"{start} {_change_text(found, difference)}{', which is within chance' if _even(difference) else ''}."
     if found.chosen:
-        words = "; ".join(f"{_called(arm)}: {words}" for arm, words in found.chosen.items())
+        words = "; ".join(f"{_name_of(arm)}: {words}" for arm, words in found.chosen.items())
         yield f"Tuning, by the same budget for every arm and on seeds that are not reported, chose: {words}."
     if not found.headline.higher:
         yield "Less is better here: a minus is a gain."
@@ -75,9 +75,9 @@ def _gap(found: ArmComparison, validity: Mapping[str, Any]) -> str:
     if fresh is None:
         return f"{told}, and no {FRESH} was run."
     if _even(fresh):
-        return f"{told}: {_told(found, fresh)}, which is within chance."
+        return f"{told}: {_change_text(found, fresh)}, which is within chance."
     gained = (fresh.mean > 0) == measured.higher
-    return f"{told}: {_told(found, fresh)}{'' if gained else ', which is worse: it had lost nothing'}."
+    return f"{told}: {_change_text(found, fresh)}{'' if gained else ', which is worse: it had lost nothing'}."
 
 
 def _loss(found: ArmComparison, validity: Mapping[str, Any]) -> str:
@@ -99,19 +99,19 @@ def _diverged(found: ArmComparison) -> Iterator[str]:
         without = len(arm.runs) - len(found.values.get(name, ()))
         if arm.diverged:
             left_out = f"; {without} of them have no value and are in no mean" if without else ""
-            yield f"{_called(name)} diverged in {arm.diverged} of {len(arm.runs)} runs{left_out}."
+            yield f"{_name_of(name)} diverged in {arm.diverged} of {len(arm.runs)} runs{left_out}."
 
 
 def _win(found: ArmComparison, best: str) -> str:
-    start = f"{_called(best)} was best of {len(found.ranked)} with {_mean(found, best)}"
+    start = f"{_name_of(best)} was best of {len(found.ranked)} with {_mean_text(found, best)}"
     reference = NOTHING if NOTHING in found.values and best != NOTHING else found.ranked[1]
     difference = found.against(best, reference)
     if difference is not None:
-        start += f", {_told(found, difference)} against {_called(reference)}"
+        start += f", {_change_text(found, difference)} against {_name_of(reference)}"
         start += ", within chance" if _even(difference) else ""
     # Compared with many arms, the best one differs from some by chance: Holm's correction over all of them.
     chances = {each: pair.p for each in found.ranked[1:] if (pair := found.against(best, each)) is not None}
-    alike = [_called(each) for each, p in holm(chances).items() if each != reference and p is not None and p >= 0.05]
+    alike = [_name_of(each) for each, p in holm(chances).items() if each != reference and p is not None and p >= 0.05]
     names = " and ".join(filter(None, (", ".join(alike[:-1]), *alike[-1:])))
     return f"{start}{f'; the seeds cannot tell it from {names}' if alike else ''}."
 
@@ -119,14 +119,14 @@ def _win(found: ArmComparison, best: str) -> str:
 def _not_won(found: ArmComparison, best: str) -> str:
     place = ordinal(found.ranked.index(FIRE) + 1)
     start = "A variant of FIRE was best" if won(found) else "FIRE did not win"
-    text = f"{start}: {_called(best)} came first with {_mean(found, best)}, and "
-    text += f"FIRE {place} of {len(found.ranked)} with {_mean(found, FIRE)}"
+    text = f"{start}: {_name_of(best)} came first with {_mean_text(found, best)}, and "
+    text += f"FIRE {place} of {len(found.ranked)} with {_mean_text(found, FIRE)}"
     difference = found.against(FIRE, NOTHING)
     if difference is not None and best != NOTHING:
-        text += f", {_told(found, difference)} against doing nothing"
+        text += f", {_change_text(found, difference)} against doing nothing"
         text += ", within chance" if _even(difference) else ""
     if _even(found.against(FIRE, best)):
-        text += f"; the seeds cannot tell FIRE from {_called(best)}"
+        text += f"; the seeds cannot tell FIRE from {_name_of(best)}"
     return f"{text}."
 
 
@@ -134,12 +134,12 @@ def _span(found: ArmComparison) -> str:
     return "on the last task" if found.last == 1 else f"over the last {found.last}"
 
 
-def _mean(found: ArmComparison, arm: str) -> str:
+def _mean_text(found: ArmComparison, arm: str) -> str:
     measured, interval = found.headline, found.interval(arm)
     return f"{measured.value(interval.mean)} {measured.ends(interval)}".strip()
 
 
-def _told(found: ArmComparison, difference: Difference) -> str:
+def _change_text(found: ArmComparison, difference: Difference) -> str:
     measured = found.headline
     parts = (measured.difference(difference.mean), measured.step, measured.difference_ends(difference))
     return " ".join(part for part in parts if part)
@@ -153,7 +153,7 @@ def _even(difference: Difference | None) -> bool:
     return bool(ends) and min(ends) <= 0 <= max(ends)
 
 
-def _called(arm: str) -> str:
+def _name_of(arm: str) -> str:
     return {FIRE: "FIRE", NOTHING: "doing nothing"}.get(arm, arm)
 
 
@@ -206,7 +206,7 @@ def columns(found: ArmComparison) -> list[ArmColumn]:
         return found.against(arm, NOTHING)
 
     def number(heading: str, key: str, shown: Callable[[float | None], str], meaning: str) -> ArmColumn:
-        return ArmColumn(heading, meaning, lambda arm: _number(found.number(arm, key)), shown)
+        return ArmColumn(heading, meaning, lambda arm: _mean_of(found.number(arm, key)), shown)
 
     listed = [
         ArmColumn(
@@ -219,7 +219,7 @@ def columns(found: ArmComparison) -> list[ArmColumn]:
         ArmColumn(
             f"against {NOTHING}",
             f"paired difference, seed by seed, {around}{'' if measured.higher else '; a minus is a gain'}",
-            lambda arm: _number(against(arm)),
+            lambda arm: _mean_of(against(arm)),
             measured.difference,
             lambda arm: "" if (pair := against(arm)) is None else measured.difference_ends(pair),
         ),
@@ -239,7 +239,7 @@ def columns(found: ArmComparison) -> list[ArmColumn]:
         number(
             "recovery, steps",
             "recovery",
-            _count,
+            _whole_number,
             "training steps in which a task is learned as well as doing nothing learns it by its end; a task in which "
             "that never happens counts with all its steps",
         ),
@@ -252,13 +252,13 @@ def columns(found: ArmComparison) -> list[ArmColumn]:
             "mean over all boundaries",
         ),
         number("remedy", "remedy_seconds", duration, "time that the remedy takes in a task"),
-        ArmColumn("seeds", "runs that the mean is over", lambda arm: float(len(found.values[arm])), _count),
+        ArmColumn("seeds", "runs that the mean is over", lambda arm: float(len(found.values[arm])), _whole_number),
     ]
     listed = [column for column in listed if column.heading != "peak" or old.unit == "nats"]
     return [column for column in listed if any(column.value(arm) is not None for arm in found.ranked)]
 
 
-def _count(value: float | None) -> str:
+def _whole_number(value: float | None) -> str:
     return "–" if value is None else f"{value:,.0f}"
 
 
@@ -266,5 +266,5 @@ def _unit(measured: Measure) -> str:
     return f", {measured.unit}" if measured.unit else ""
 
 
-def _number(found: Interval | Difference | None) -> float | None:
+def _mean_of(found: Interval | Difference | None) -> float | None:
     return None if found is None else found.mean

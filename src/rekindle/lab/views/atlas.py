@@ -89,12 +89,12 @@ class Atlas:
         """A table with one gain per cell; what may be chance is in brackets."""
         lines = [f"| gain over {self.reference} | {' | '.join(self.streams)} |", "|---|" + "---|" * len(self.streams)]
         for remedy in self.remedies:
-            shown = [self._said(self.cells.get((remedy, stream))) for stream in self.streams]
+            shown = [self._cell_text(self.cells.get((remedy, stream))) for stream in self.streams]
             lines.append(f"| {remedy} | {' | '.join(shown)} |")
         return "\n".join(lines)
 
     @staticmethod
-    def _said(cell: AtlasCell | None) -> str:
+    def _cell_text(cell: AtlasCell | None) -> str:
         if cell is None:
             return "–"
         text = f"{cell.gain:+.1f}".replace("-", "−")
@@ -112,7 +112,7 @@ class Atlas:
             for row, remedy in enumerate(self.remedies):
                 cell = self.cells.get((remedy, stream))
                 if cell is not None:
-                    marks += self._drawn(cell, cell.gain / largest, left + at * _WIDE, _TOP + row * _HIGH)
+                    marks += self._cell_marks(cell, cell.gain / largest, left + at * _WIDE, _TOP + row * _HIGH)
         for row, remedy in enumerate(self.remedies):
             marks.append(label(remedy, left - 6, _TOP + row * _HIGH + 17, "end", "said"))
         width, height = left + len(self.streams) * _WIDE + 40, _TOP + len(self.remedies) * _HIGH + 10
@@ -120,7 +120,7 @@ class Atlas:
         note = "Bold: the interval leaves zero out."
         return Picture(f"Gain over {self.reference}", described, width, height, element("g", *marks), note)
 
-    def _drawn(self, cell: AtlasCell, share: float, x: float, y: float) -> list[Any]:
+    def _cell_marks(self, cell: AtlasCell, share: float, x: float, y: float) -> list[Any]:
         color = "#0b6aa8" if share > 0 else "#b3450a"
         box = {"x": x + 1, "y": y + 1, "width": _WIDE - 2, "height": _HIGH - 2, "rx": 3}
         fill = element("rect", **box, fill=color, opacity=f"{0.08 + 0.62 * abs(share):.2f}")

@@ -53,19 +53,19 @@ def render(results: Results, command: str = "") -> str:
         "study.html",
         packages=("rekindle.report", _HERE),
         title=f"Laboratory: {results.study['name']}",
-        facts=_facts(found),
+        facts=_summary(found),
         first=_first(found),
         script=f"{source('script.js')}\n{source('page.js', _HERE)}",
         data={},
         style=source("page.css", _HERE) + STYLE,
         over_all=[Atlas.of(found).picture().figure()] if len(found) > 1 and any(each.ranked for each in found) else [],
-        streams=[_stream(each, alone=len(found) == 1) for each in found],
-        made=_made(results, command),
+        streams=[_stream_view(each, alone=len(found) == 1) for each in found],
+        made=_how_made(results, command),
         words=listed(_WORDS),
     )
 
 
-def _facts(found: Sequence[ArmComparison]) -> list[str]:
+def _summary(found: Sequence[ArmComparison]) -> list[str]:
     arms = list(dict.fromkeys(arm for each in found for arm in each.values))
     seeds = {seed for each in found for seed in each.seeds}
     runs = sum(len(values) for each in found for values in each.values.values())
@@ -94,7 +94,7 @@ def _first(found: Sequence[ArmComparison]) -> Headline:
     return Headline("plan", "Result", sentence, tuple(more))
 
 
-def _stream(found: ArmComparison, *, alone: bool) -> dict[str, Any]:
+def _stream_view(found: ArmComparison, *, alone: bool) -> dict[str, Any]:
     """One stream as the template takes it."""
     shown = columns(found) if found.ranked else []
     ink = colors(shown_arms(found))
@@ -137,7 +137,7 @@ def _pictures(heading: str, drawn: Sequence[Picture], *, paired: bool = False) -
     return {"heading": heading, "kind": "pair" if paired else "one", "drawn": [each.figure() for each in drawn]}
 
 
-def _made(results: Results, command: str) -> dict[str, Any]:
+def _how_made(results: Results, command: str) -> dict[str, Any]:
     versions = ", ".join(f"{key} {value}" for key, value in results.versions().items())
     note = "; ".join(filter(None, (versions, versions and platform.platform(), results.provenance())))
     return {"lines": [install("lab"), command or f"rekindle lab run {results.study['name']}"], "note": note}

@@ -76,10 +76,10 @@ def curves(
     left, right = 34 + max(map(wide, shown)), 22 + max([wide(name) for name in ink], default=0.0)
     if phone:
         size, right = (PHONE, 240.0), 8.0
-    across = _scale(first, last, left, size[0] - right)
-    down = _scale(marked[0], marked[-1], size[1] - 44, 14)
-    marks: list[Any] = [_sides(marked, shown, down, (left, size[0] - right), x, y, size)]
-    whole = _whole(first, last, 6 if phone else 13)
+    across = _axis(first, last, left, size[0] - right)
+    down = _axis(marked[0], marked[-1], size[1] - 44, 14)
+    marks: list[Any] = [_axes(marked, shown, down, (left, size[0] - right), x, y, size)]
+    whole = _whole_numbers(first, last, 6 if phone else 13)
     marks += [label(f"{place:g}", across(place), size[1] - 26, "middle") for place in whole]
     if level is not None:
         at = down(level[0])
@@ -142,7 +142,7 @@ def forest(
     groups = list(dict.fromkeys(each.group for each in intervals))
     largest = max([abs(end) for end in ends], default=0.0)
     decimals = 1 if largest >= 10 else 2 if largest >= 1 else 3
-    said = [_told(each, decimals) for each in intervals]
+    said = [_interval_text(each, decimals) for each in intervals]
     left = 34 + max([wide(each.label) + (12 if each.group else 0) for each in intervals] + [wide(g) for g in groups])
     right = 18 + max([wide(each) for each in said], default=0.0)
     width = max(1000.0, left + right + 260)
@@ -152,7 +152,7 @@ def forest(
         if marked:
             marked = ticks(marked[0], marked[-1], 4)
     height = 18 + row * len(intervals) + _ROW * sum(bool(group) for group in groups) + 62 + 16 * phone
-    across = _scale(marked[0], marked[-1], left, width - right)
+    across = _axis(marked[0], marked[-1], left, width - right)
     bottom = height - 58 - 16 * phone
     marks: list[Any] = [rule(across(v), 10, across(v), bottom, "zero" if v == 0 else "grid") for v in marked]
     marks += [
@@ -188,12 +188,12 @@ def forest(
     return Picture(title, f"{title}: {described}.", width, height, joined(marks), note, small)
 
 
-def _scale(low: float, high: float, start: float, end: float) -> Callable[[float], float]:
+def _axis(low: float, high: float, start: float, end: float) -> Callable[[float], float]:
     spread = (high - low) or 1.0
     return lambda value: start + (end - start) * (value - low) / spread
 
 
-def _sides(
+def _axes(
     marked: Sequence[float],
     shown: Sequence[str],
     down: Callable[[float], float],
@@ -213,7 +213,7 @@ def _sides(
     return joined(parts)
 
 
-def _whole(first: float, last: float, most: int) -> list[float]:
+def _whole_numbers(first: float, last: float, most: int) -> list[float]:
     """Whole numbers between the ends, the first always among them."""
     count = int(last - first)
     step = next(s for s in (1, 2, 3, 5, 10, 20, 50, 100, 200, 500, 10**9) if count / s <= most)
@@ -266,7 +266,7 @@ def _whisker(
     return joined(parts)
 
 
-def _told(each: Whisker, decimals: int) -> str:
+def _interval_text(each: Whisker, decimals: int) -> str:
     value = _signed(each.value, decimals)
     if each.low is None or each.high is None:
         return value
