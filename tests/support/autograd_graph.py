@@ -70,6 +70,7 @@ class Graph:
     def __init__(self, returned: Iterable[Tensor], parameters: dict[str, Tensor]) -> None:
         self.returned = [t for t in returned if t.grad_fn is not None]
         self.names = {id(parameter): name for name, parameter in parameters.items()}
+        self.matrices = frozenset(name for name, parameter in parameters.items() if parameter.dim() > 1)
         self.nodes = self._sorted([t.grad_fn for t in self.returned])
         self.order = {node: i for i, node in enumerate(self.nodes)}
         self.readers: dict[Node, list[tuple[Node, int, int]]] = defaultdict(list)  # (reader, operand, which output)
@@ -111,13 +112,14 @@ class Graph:
             if source is None or (operand == 0 and ADDS_FIRST.fullmatch(node.name())):
                 continue
             names, data = self.source(source)
-            if names and not data:
-                found[operand] = names
+            bias = operand == 2 and node.name().startswith("Convolution")
+            if names and not data and not bias:  # a vector in a product is a matrix of one row, beside a matrix a gain
+                found[operand] = names & self.matrices or names
         recurrent = node.name().startswith("Mkldnn") and "Rnn" in node.name()
         return found if recurrent or len(found) < 2 else dict([max(found.items())])  # learned queries times a weight
 
     def source(self, node: Node) -> tuple[frozenset[str], bool]:
-        """The matrices that a value is made of without a product, and whether it holds data as well."""
+        """The parameters that a value is made of without a product, and whether it holds data as well."""
         if node in self._sources:
             return self._sources[node]
         for inner in reversed(self._sorted([node])):
@@ -126,8 +128,8 @@ class Graph:
             if not inner.next_functions:
                 name = self.parameter(inner)
                 variable = getattr(inner, "variable", None)
-                matrix = name is not None and variable is not None and variable.dim() > 1
-                self._sources[inner] = (frozenset([name] if matrix and name else []), name is None)
+                held = name is not None and variable is not None and variable.dim() > 0
+                self._sources[inner] = (frozenset([name] if held and name else []), name is None)
                 continue
             parts = [self._sources[s] for s, _ in inner.next_functions if s is not None]
             data = bool(LOOKUP.fullmatch(inner.name())) or any(d for _, d in parts)

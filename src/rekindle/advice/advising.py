@@ -34,6 +34,7 @@ from rekindle.advice.progress import seconds_of
 from rekindle.advice.racing import Race
 from rekindle.advice.tasks import default_loss, same_words
 from rekindle.advice.trials import JUDGED, SHOWN, Judge, Question, Rate, shown, spread_out
+from rekindle.blocks.evidence import using
 from rekindle.blocks.names import unwrapped
 from rekindle.diagnosis.agreement import STANDING
 from rekindle.engine.devices import callers_device, learning
@@ -42,6 +43,7 @@ from rekindle.methods.learning_rate import LearningRate, Rewarm
 from rekindle.methods.remedy import moments
 from rekindle.projection.method import Method
 from rekindle.projection.receipt import Receipt
+from rekindle.recording.first_batch import knowing
 from rekindle.sharding.team import refuse_shards
 from rekindle.tables import table, terminal_width
 
@@ -103,7 +105,8 @@ class Advice:
         other, arguments["loss"] = arguments.pop("batches", None), arguments.get("loss") or loss
         with random_states_kept():  # a loader draws its order from the global states
             given = list(islice(batches if other is None else other, SHOWN))
-        return act(model, optimizer, batches=shown(act, given) or None, **arguments)  # type: ignore[no-any-return]
+        with knowing(model, given, arguments["loss"]):
+            return act(model, optimizer, batches=shown(act, given) or None, **arguments)  # type: ignore[no-any-return]
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the data that it was tried with: in a file `apply` needs its batches and loss again."""
@@ -252,7 +255,8 @@ def advise(
             *(model, optimizer, learned[0], old, loss or default_loss, copy, judged, schedule, clip, judge),
             later=learned[1:],
         )
-        tried = to_try(unwrapped(model), new, candidates, layers)
+        with using(unwrapped(model), question.facts):
+            tried = to_try(unwrapped(model), new, candidates, layers)
         return compared(
             question,
             tried,

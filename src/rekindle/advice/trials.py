@@ -19,12 +19,14 @@ from torch.nn import functional
 from rekindle.advice.candidates import Candidate
 from rekindle.advice.copies import copied, optimizers_like, twins
 from rekindle.advice.tasks import output
+from rekindle.blocks.evidence import Facts, using
 from rekindle.blocks.names import unwrapped
 from rekindle.engine.devices import callers_device, to_float64
 from rekindle.isolation import Loss, explained, forked_rng, isolated
 from rekindle.methods.learning_rate import LearningRate
 from rekindle.methods.remedy import Moment, Remedy, moments
 from rekindle.projection.recalibration import recalibrate
+from rekindle.recording.first_batch import first_shown
 
 _FIRST_STEPS = 4
 _LOOKED_AT = 8  # batches for the loss before and after
@@ -56,11 +58,18 @@ class Question:
     judge: Judge | None = None
     later: Sequence[list[Any]] = ()
     _before: Measured | None = field(default=None, init=False, repr=False)
+    _facts: tuple[Facts | None] | None = field(default=None, init=False, repr=False)
 
     @property
     def device(self) -> str:
         """The type of device that the model is on."""
         return next((tensor.device.type for tensor in self.model.parameters() if tensor.device.type != "cpu"), "cpu")
+
+    def facts(self) -> Facts | None:
+        """What the first new batch shows about the model, and about each of its copies."""
+        if self._facts is None:
+            self._facts = (first_shown(unwrapped(self.model), self.new, self.loss),)
+        return self._facts[0]
 
     @property
     def first_steps(self) -> int:
@@ -293,7 +302,8 @@ class Trial:
         more: dict[str, Any] = {"generator": self._draws} if isinstance(method, Remedy) or moment == "event" else {}
         if moment == "event":
             more |= {"batches": shown(method, self.question.new), "loss": self.question.loss}
-        method(self.model, self.optimizers, **more)
+        with using(self.model, self.question.facts):
+            method(self.model, self.optimizers, **more)
 
     def _refuse(self, error: Exception) -> None:
         self.trace.error = f"{type(error).__name__}: {error}".splitlines()[0]

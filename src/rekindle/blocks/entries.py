@@ -17,7 +17,8 @@ class Found:
     `name` is the clean name (wrappers seen through; `layer.weight` for a parametrized weight), `key` the name in
     `named_parameters()`. `marks` map a kind ("head", "frozen", …) to the reason, in words, for which it is skipped by
     default; `refusal` says why there is nothing to project at all. `also` lists the other names of a tied parameter.
-    `evidence` is what the layout and the place in the network rest on: user, recorded, class, source or name.
+    `evidence` is what the layout and the place in the network rest on: user, recorded, class, source or name;
+    `overruled` what the best of the others would have said, where the recording says otherwise.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Found:
     also: tuple[str, ...] = ()
     parametrized: bool = False
     evidence: str = ""
+    overruled: str = ""
     classes: tuple[type, ...] = field(default=(), compare=False)
 
     @property

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 
+from rekindle.blocks.entries import Found
 from rekindle.blocks.layouts import Block, Layout
 
 
@@ -88,7 +89,6 @@ class Facts:
     """What one recorded pass, or several, show about a model, by the names of its parameters."""
 
     by_name: dict[str, Fact] = field(default_factory=dict)
-    ran: set[int] = field(default_factory=set)
     normalizes: bool | None = None  # a weight read what a normalization made
 
     def __getitem__(self, name: str) -> Fact:
@@ -119,5 +119,24 @@ def using(model: nn.Module, facts: Callable[[], Facts | None]) -> Iterator[None]
 
 
 def known_of(model: nn.Module) -> Facts | None:
-    """What a recording shows about this model, None if there is none."""
-    return next((facts() for known, facts in reversed(_RECORDED.get()) if known is model), None)
+    """What a recording shows about this model, None if there is none; the outermost of several goes on."""
+    seen = (facts() for known, facts in _RECORDED.get() if known is model)
+    return next((facts for facts in seen if facts is not None), None)
+
+
+def compared(found: list[Found], otherwise: list[Found]) -> list[Found]:
+    """What a recording shows, with a note where what was found without one is another decision, not a lack of one."""
+    others = {f.name: f for f in otherwise}
+    return [replace(f, overruled=_other(f, others[f.name])) if f.name in others else f for f in found]
+
+
+def _other(f: Found, other: Found) -> str:
+    if not f.blocks or not other.blocks or f.evidence == "user":
+        return ""
+    for mark in ("head", "router"):
+        if (mark in f.marks) != (mark in other.marks):
+            return mark if mark in other.marks else f"no {mark}"
+    if (f.count, len(f.blocks)) != (other.count, len(other.blocks)):
+        sizes = ", ".join(f"{block.count} × {block.out}×{block.in_}" for block in other.blocks)
+        return f"matrices {sizes}"
+    return ""

@@ -55,6 +55,7 @@ def find(
     meta: bool = False,
     sharded: bool = False,
     facts: Facts | None = None,
+    unaided: bool = False,
 ) -> list[Found]:
     """One `Found` for every parameter of the model, in registration order.
 
@@ -62,7 +63,7 @@ def find(
     (globs of parameter or module names) instead of detecting them; `()` means there is none. `layouts` states the
     layout of single weights by name or glob, before what their classes say. `meta` and `sharded`
     lift the reasons that a parameter has no data here (for plans that are applied elsewhere). `facts` is what a
-    recorded pass showed (that of `evidence.using` by default); without them the classes' source is read.
+    recorded pass showed (that of `evidence.using` by default); without them, or `unaided`, the classes' source is read.
 
     >>> for found in find(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))):
     ...     print(found.name, found.role, found.count, found.reason)
@@ -73,7 +74,7 @@ def find(
     """
     if conv not in ("taps", "flat"):
         raise ValueError(f'conv is "taps" or "flat", not {conv!r}')
-    facts = known_of(unwrapped(model)) if facts is None else facts
+    facts = known_of(unwrapped(model)) if facts is None and not unaided else facts
     finder = _Finder(model, conv, layouts or {}, meta, sharded, facts)
     found = finder.parameters()
     if heads is not None:

@@ -42,38 +42,42 @@ def find_in_state(
 ) -> list[Found]:
     """One `Found` for each tensor, in the order of the keys.
 
+    config: a transformers config, a model on the meta device, or what was found in the live model (a saved plan).
+
     >>> import torch
     >>> tensors = {"a.weight": torch.zeros(4, 6), "a.bias": torch.zeros(4), "b.weight": torch.zeros(4, 4, 3, 3)}
-    >>> for f in find_in_state(tensors):
+    >>> for f in find_in_state({**tensors, "head.weight": torch.zeros(2, 4), "head.bias": torch.zeros(2)}):
     ...     print(f.name, f.count, f.reason)
     a.weight 1 None
     a.bias 0 vector
     b.weight 9 read with groups=1, but a state dict alone does not show the groups of a convolution; ...
+    head.weight 1 output head, by its name
+    head.bias 0 vector
     """
     options = dict(finding or {})
     if config is None:
         flat = options.get("conv") == "flat"
         found = _untied(tensors, {key: _bare(key, tensor, tensors, flat) for key, tensor in tensors.items()})
         return _bare_heads(found, options.get("heads"))
-    if isinstance(config, nn.Module):
-        model, origin = config, f"the given {type(config).__name__}"
+    model: nn.Module | None = None
+    if isinstance(config, list):
+        known, origin = _saved(config, options), "the saved plan"
     else:
-        model, origin = meta_model(config, len(tensors)), "the model of this config"
-    described: dict[str, Found] = {}
-    tied: dict[str, Found] = {}
-    for f in find(model, meta=True, **options):
-        described[f.name] = f
-        tied |= dict.fromkeys(f.also, f)
+        model = config if isinstance(config, nn.Module) else meta_model(config, len(tensors))
+        origin = f"the given {type(config).__name__}" if model is config else "the model of this config"
+        known = find(model, meta=True, **options)
+    described = {f.name: f for f in known}
+    tied = {name: f for f in known for name in f.also}
     rename = _renaming(list(tensors), {*described, *tied}, getattr(model, "base_model_prefix", ""))
     missing = [key for key in tensors if rename(key) not in described and rename(key) not in tied]
-    conversions = converted(model, missing) if missing else {}
+    conversions = converted(model, missing) if missing and model is not None else {}
     matched: dict[str, Found] = {}
     for key, tensor in tensors.items():
         loaded = conversions.get(key)
         name = rename(key) if loaded is None else loaded.name
         # Of tied names a file may hold only the later one (safetensors keeps one of each storage).
         stand_in = name in tied and not any(rename(k) == tied[name].name for k in tensors)
-        f = tied[name] if stand_in else described.get(name)  # type: ignore[assignment]
+        f = tied[name] if stand_in else described.get(name)
         if f is None:
             matched[key] = _unmatched(key, tensor, tensors, origin)
         elif loaded is not None and loaded.operations:
@@ -84,6 +88,16 @@ def find_in_state(
         else:
             matched[key] = _described(key, tensor, f, f.blocks)
     return _untied(tensors, matched)
+
+
+def _saved(found: list[Found], options: Mapping[str, Any]) -> list[Found]:
+    """What a plan of the live model holds, with other heads or heads apart, if that is asked for."""
+    if options.get("heads") is not None:
+        bare = [replace(f, marks={mark: why for mark, why in f.marks.items() if mark != "head"}) for f in found]
+        found = mark_heads(bare, named_heads(bare, options["heads"]))
+    if options.get("split_heads"):
+        found = [replace(f, blocks=tuple(block.per_head() for block in f.blocks)) for f in found]
+    return found
 
 
 def _renaming(keys: list[str], names: set[str], prefix: str) -> Callable[[str], str]:

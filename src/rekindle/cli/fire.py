@@ -49,6 +49,7 @@ def plan(
     split_heads: options.SplitHeads = False,
     config: options.Config = None,
     model: options.Model = None,
+    plan: options.PlanFile = None,
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", metavar="PLAN.json", help="Keep the plan for fire --plan.", show_default=False),
@@ -71,15 +72,19 @@ def plan(
       rekindle plan resnet.pth --model torchvision.models:resnet18 -o plan.json
 
       rekindle plan ./my-model --ranks 64
+
+      rekindle plan model.pt --plan live.json --targets mlp
     """
     if output is not None:
-        refuse_existing(output, force, path, config)
+        refuse_existing(output, force, path, config, plan)
     from rekindle.checkpoint import open_checkpoint
 
     asked = options.planning(targets, include, exclude, heads, scale, conv, split_heads)
-    described_by = options.architecture(config, model)
+    saved = options.loaded_plan(plan)
+    described_by = options.architecture(config, model) if saved is None else saved
     with open_checkpoint(path) as checkpoint:
-        drawn = draw(checkpoint, described_by, asked | {"allow_empty": True})
+        as_saved = saved is not None and asked == options.planning(None, None, None, None, "paper", "taps", False)
+        drawn = draw(checkpoint, described_by, asked | {"allow_empty": True}, as_saved)
     if not drawn.selected:
         note(NOTHING)
     if output is not None:
@@ -97,11 +102,16 @@ def plan(
         show("\n".join([drawn.table(width(), as_options), *map(str, costs)]))
 
 
-def draw(checkpoint: Checkpoint, config: Any, asked: Mapping[str, Any]) -> Plan:
-    """The plan of a checkpoint with the DfI of what it projects, measured one tensor at a time."""
+def draw(checkpoint: Checkpoint, config: Any, asked: Mapping[str, Any], as_saved: bool = False) -> Plan:
+    """The plan of a checkpoint with the DfI of what it projects, measured one tensor at a time.
+
+    config: also a plan saved from the live model, which is shown as it is where nothing else is asked for.
+    """
     import torch
 
-    drawn = checkpoint.plan(config=config, measure="none", **asked)
+    from rekindle.checkpoint.opening import match_plan
+
+    drawn = match_plan(config, checkpoint) if as_saved else checkpoint.plan(config=config, measure="none", **asked)
     if checkpoint.config_note:
         note(checkpoint.config_note)
     total = sum(torch.Size(entry.shape).numel() for entry in drawn.selected)

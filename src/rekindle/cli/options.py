@@ -71,7 +71,9 @@ Data = Annotated[
 ]
 PlanFile = Annotated[
     Path | None,
-    typer.Option("--plan", help="A plan saved from the live model with plan(model).save(...).", show_default=False),
+    typer.Option(
+        "--plan", help="A plan saved from the live model with plan(model, example=batch).save(...).", show_default=False
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="JSON on stdout, and nothing else there.")]
 Html = Annotated[

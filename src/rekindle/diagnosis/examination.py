@@ -35,6 +35,7 @@ from rekindle.isolation import Batch, Loss, check_loss
 from rekindle.measures.matrices import Measures, Mode, measure
 from rekindle.measures.spectra import NoSpectrum, side_by_side, workers_for
 from rekindle.projection.targets import Scale
+from rekindle.recording.first_batch import knowing
 from rekindle.recording.invariance import norms_behind
 from rekindle.sharding.assembly import Assembly, Item
 from rekindle.sharding.passes import passes
@@ -106,7 +107,8 @@ def health(
         )
     start = time.perf_counter()
     reading = HealthBuilder(mode=mode, tau=limits.tau)
-    reading.read_weights(model)
+    with knowing(model, batches, loss):
+        reading.read_weights(model)
     reading.add_norms(model, optimizer)
     if batches is not None:
         with passes(model, team):
@@ -129,13 +131,24 @@ def health(
     def numbers(network: nn.Module) -> Numbers:
         again = HealthBuilder(mode=mode, tau=limits.tau)
         if signs & _OF_WEIGHTS:
-            again.read_weights(network)
+            with knowing(network, first, loss):
+                again.read_weights(network)
         again.add_activity(activity(network, first, loss=loss, mode=mode))
         return again.result(0.0, limits).numbers
 
     first = list(islice(batches, max_batches))
     fresh = fresh_numbers(model, first, numbers, (mode, limits.tau, bool(signs & _OF_WEIGHTS), loss is None))
     return replace(measured, fresh=fresh, seconds=time.perf_counter() - start)
+
+
+def weights_of(model: nn.Module) -> list[Found]:
+    """The weights as a recording shows them, where there is one; those that did not run in it as the classes say."""
+    found = find(model, sharded=True)
+    if all(each.blocks or each.evidence != "recorded" for each in found):
+        return found
+    unaided = find(model, sharded=True, unaided=True)
+    pairs = zip(found, unaided, strict=True)
+    return [one if one.blocks or one.evidence != "recorded" else other for one, other in pairs]
 
 
 def usage_on(model: nn.Module, batches: Iterable[Batch], units: Mapping[str, str | None] | None = None) -> Usage:
@@ -176,7 +189,7 @@ class HealthBuilder:
     def read_weights(self, model: nn.Module, parameters: Iterable[Found] | None = None) -> None:
         """Measure every matrix; with `parameters` they are not searched for again."""
         chosen = []
-        for found in find(model, sharded=True) if parameters is None else parameters:
+        for found in weights_of(model) if parameters is None else parameters:
             reason = found.refusal or next((found.marks[mark] for mark in _PASSED_OVER if mark in found.marks), None)
             if reason is None:
                 chosen.append(found)

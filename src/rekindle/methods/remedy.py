@@ -30,6 +30,7 @@ from rekindle.projection.method import Batch, Loss
 from rekindle.projection.receipt import Meter, Receipt
 from rekindle.projection.snapshots import snapshot
 from rekindle.projection.transaction import Transaction
+from rekindle.recording.first_batch import knowing
 from rekindle.sharding.team import Needs, refuse_hidden, refuse_shards, settle
 
 Moment = Literal["event", "step", "backward", "loss"]
@@ -97,7 +98,7 @@ class Remedy:
         meter = Meter(memory=self.moment == "event")
         self.admit(model)
         call = Call(model, optimizer, batches, loss, self._own, generator)
-        with self.transaction(call):
+        with knowing(call.model, batches, loss), self.transaction(call):
             done = self.apply(call)
             if not done.settings and (done.records or self.moment == "event"):
                 object.__setattr__(done, "settings", self.settings())

@@ -26,16 +26,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from rekindle.blocks.finding import Found, find
+from rekindle.blocks.finding import Found
 from rekindle.blocks.names import cleaner
 from rekindle.diagnosis.activity import Activity, Unmeasured, activity
-from rekindle.diagnosis.examination import Health, HealthBuilder, usage_on
+from rekindle.diagnosis.examination import Health, HealthBuilder, usage_on, weights_of
 from rekindle.diagnosis.usage import Usage, Use
 from rekindle.diagnosis.verdict import Thresholds
 from rekindle.isolation import Batch, Loss, Recorded, check_loss
 from rekindle.measures.matrices import Mode
 from rekindle.monitoring.sinks import Sink, send
 from rekindle.optimizers.steps import Steps, nests
+from rekindle.recording.first_batch import knowing
 from rekindle.recording.recorder import called_parts
 from rekindle.sharding.norms import norms
 from rekindle.sharding.passes import passes
@@ -192,7 +193,8 @@ class Monitor:
         reading = HealthBuilder(self.mode, self.thresholds.tau)
         if earlier is None:
             if self._found is None:
-                self._found = find(self.model, sharded=True)
+                with knowing(self.model, self._batches(), self.loss):
+                    self._found = weights_of(self.model)
             reading.read_weights(self.model, self._found)
         seen, usage = self._activity(ranks=earlier is None)
         reading.add_activity(seen, usage, pairs=earlier is None)
@@ -201,12 +203,17 @@ class Monitor:
         self._add_step(reading)
         return reading.result(time.perf_counter() - began, self.thresholds).against(self.reference)
 
-    def _activity(self, ranks: bool) -> tuple[Activity, Usage | None]:
+    def _batches(self) -> Iterable[Batch]:
+        """The given batches, else what the model, or else its parts, were called with."""
+        if self.batches is not None:
+            return self.batches
         seen = [batch for one in self._seen if (batch := one.recorded()) is not None]
-        whole = [batch for batch in seen if batch.part is None]  # its parts are called inside it
-        batches = (whole or seen) if self.batches is None else self.batches
+        return [batch for batch in seen if batch.part is None] or seen  # its parts are called inside it
+
+    def _activity(self, ranks: bool) -> tuple[Activity, Usage | None]:
+        batches = self._batches()
         with passes(self.model, distributed(self.model, copies=False)[0]):
-            if self.batches is None and not seen:
+            if self.batches is None and not batches:
                 reason = "no forward pass of this model was seen; give batches, or watch the module that is called"
                 return Activity((), unmeasured=(Unmeasured("", "activity", reason),)), None
             if self._usage is None:

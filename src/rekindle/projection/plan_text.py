@@ -28,6 +28,9 @@ def table(entries: Sequence[PlanEntry], made_by: str, width: int | None, worded:
             f". {free} of the {len(chosen)} have a normalization right behind them, which takes their scale out: "
             "for them the scale sets only how fast they learn, lr/‖W‖²"
         )
+    against = [f"{e.name} ({e.overruled})" for e in entries if e.overruled]
+    if against:
+        foot += f". The recorded pass overruled what class, source or name say: {', '.join(against)}"
     rows = [[*cells[:-1], worded(cells[-1])] for cells in map(_cells, entries)]
     lines = tables.table(_HEADINGS, rows, width, left=range(len(_HEADINGS)), drop=(1,))
     return "\n".join([*lines, *tables.wrapped(foot, width, "")])
@@ -38,7 +41,7 @@ def rows(entries: Sequence[PlanEntry]) -> list[dict[str, Any]]:
     made: list[dict[str, Any]] = []
     for e in entries:
         base = {"name": e.name, "role": e.role, "shape": e.shape, "dtype": e.dtype, "reason": e.refusal}
-        base["norm"] = e.norm
+        base |= {"norm": e.norm, "evidence": e.evidence, "overruled": e.overruled}
         if e.refusal is not None:
             made.append(base)
         for i, block in enumerate(e.blocks if e.refusal is None else ()):

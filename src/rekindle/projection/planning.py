@@ -18,20 +18,18 @@ import torch
 from torch import Tensor, nn
 
 from rekindle import files
-from rekindle.blocks import parametrized
-from rekindle.blocks.evidence import Facts
+from rekindle.blocks.evidence import Facts, compared
 from rekindle.blocks.finding import Conv, Found, find
 from rekindle.blocks.layouts import Block, Recipe
-from rekindle.blocks.names import is_sharded, locate, unwrapped
+from rekindle.blocks.names import is_sharded, unwrapped
 from rekindle.blocks.state_dicts import find_in_state
 from rekindle.engine.devices import full_precision, to_host
-from rekindle.engine.isometry import polar
 from rekindle.extras import install
-from rekindle.measures.spectra import real
 from rekindle.projection import plan_text
 from rekindle.projection.entries import PlanEntry
 from rekindle.projection.keywords import Planning, PlanOptions
 from rekindle.projection.measuring import Look, Reader, look, looks, references_of, too_many
+from rekindle.projection.reading import by_name, reader_of, tried
 from rekindle.projection.receipt import Measuring
 from rekindle.projection.targets import Scale, Targets, choose, describe, preset_layouts, terms
 from rekindle.recording import facts_of, record
@@ -71,6 +69,17 @@ class Plan:
         """The entries that are skipped."""
         return tuple(entry for entry in self.entries if entry.refusal is not None)
 
+    def found(self, asked: Mapping[str, Any]) -> list[Found]:
+        """The parameters as they were before a request chose among them: a file is planned by what a model showed.
+
+        asked: the options of a plan that change what is found.
+        """
+        if asked.get("conv", "taps") != self.conv:
+            raise ValueError(f"the saved plan has conv={self.conv!r}: ask for that, or save another one")
+        if asked.get("layouts"):
+            raise ValueError("layouts= goes with a model: the saved plan has those of its own")
+        return [entry.before or entry for entry in self.entries]
+
     def reasons(self) -> dict[str, str]:
         """Why each parameter, or part of a fused weight, is skipped."""
         found = {}
@@ -91,7 +100,7 @@ class Plan:
         return plan_text.table(self.entries, f"scale {self.scale}, targets {self.targets}", width, worded)
 
     def scale_values(
-        self, entry: PlanEntry, block: Block, *, norm: Tensor | None = None, nuclear: Tensor | None = None
+        self, entry: PlanEntry, block: Block, norm: Tensor | None = None, nuclear: Tensor | None = None
     ) -> Tensor:
         """The scale of each matrix of one of the entry's blocks, given what its rule looks at.
 
@@ -179,7 +188,8 @@ def plan(model: nn.Module | Mapping[str, Tensor], **options: Unpack[PlanOptions]
         layouts: the layout of single weights.
         example: one batch. The model runs on it once, in isolation, and what is seen decides what is an output, how
             weights are cut and what selects, before anything that its source or names say.
-        config: goes with a state dict: a transformers config or a model on the meta device.
+        config: goes with a state dict: a transformers config, a model on the meta device, or the plan of a live model,
+            whose recording then says how the file is planned.
         measure: "cheap" measures the DfI and looks for normalizations behind weights; the DfI of a model of a billion
             numbers is an estimate (≈) then, "full" measures it. "none" does neither.
         sharded: False skips DTensor parameters.
@@ -236,12 +246,14 @@ def _plan(
         if rule.rule == "reference" and reference is None:
             raise ValueError('scale="reference" needs reference=, the initial weights as a model or state dict')
         found = _find(model, config, options, sharded)
+        if example is not None and trial:  # the verb that is read, not the one that is executed at once
+            found = compared(found, _find(model, config, {**options, "facts": None, "unaided": True}, sharded))
         stated = preset_layouts(found, targets)
         if stated:
             options["layouts"] = {**stated, **options["layouts"]}
             found = _find(model, config, options, sharded)
         chosen = choose(found, targets, include=include, exclude=exclude, allow_empty=allow_empty)
-    read = _reader(model)
+    read = reader_of(model)
     seen: dict[tuple[str, int], Look] = {}
     rough: set[str] = set()
     if measures or min_norm > 0:
@@ -251,13 +263,13 @@ def _plan(
         seen = _local_looks(local, read, rule, measures, min_norm, rough)
         if spreads:
             seen |= looks(team, spreads, chosen, read, rule, measures)
-    initial = None if reference is None else _by_name(reference)
+    initial = None if reference is None else by_name(reference)
     entries = tuple(_planned(f, rule, initial, min_norm, seen) for f in chosen)
     if rough:
         entries = tuple(replace(e, estimated=e.name in rough and e.dfi_now is not None) for e in entries)
     drafted = Plan(entries, rule, describe(targets, include, exclude), min_norm, conv)
     if isinstance(model, nn.Module) and trial:
-        entries = tuple(_tried(drafted, e, f, model) for e, f in zip(entries, found, strict=True))
+        entries = tuple(tried(e, f, model, drafted.scale_values) for e, f in zip(entries, found, strict=True))
     if not allow_empty and all(e.refusal is not None for e in entries):
         reasons = "; ".join(f"{e.name}: {e.refusal}" for e in entries if e.blocks)
         raise ValueError(f"targets={targets!r}: nothing is left to project. {reasons[:2000]}")
@@ -313,41 +325,14 @@ def _find(model: Any, config: Any, options: dict[str, Any], sharded: bool) -> li
         # A model that is all on the meta device is planned for weights that are elsewhere; half of one is a mistake.
         meta = all(parameter.is_meta for parameter in model.parameters())
         return find(model, sharded=sharded, meta=meta, **options)
+    if isinstance(config, Plan):
+        config = config.found(options)
     if not isinstance(model, Mapping):
         raise TypeError(f"plan() takes a torch.nn.Module or a state dict, got {type(model).__name__}")
     wrong = next((k for k, t in model.items() if not isinstance(t, Tensor)), None)
     if wrong is not None:
         raise TypeError(f"the state dict holds {type(model[wrong]).__name__} under {wrong!r}; pass the tensors alone")
     return find_in_state(model, config, finding=options)
-
-
-def _reader(source: nn.Module | Mapping[str, Tensor]) -> Reader:
-    """How to read the value of a weight that was found in this source."""
-    if isinstance(source, Mapping):
-        return lambda f: source.get(f.key)
-    parameters = dict(source.named_parameters(remove_duplicate=False))
-
-    def read(f: Found) -> Tensor | None:
-        if f.parametrized:
-            return parametrized.read(*_computed(source, f))
-        return parameters.get(f.key)
-
-    return read
-
-
-def _by_name(source: nn.Module | Mapping[str, Tensor]) -> Reader:
-    """How to read the weight of the same name in another model or state dict, whatever wraps either."""
-    if isinstance(source, Mapping):
-        return lambda f: source.get(f.key, source.get(f.name))
-    named = {f.name: f for f in find(source, meta=True, sharded=True)}
-    read = _reader(source)
-    return lambda f: read(named[f.name]) if f.name in named else None
-
-
-def _computed(model: nn.Module, f: Found) -> tuple[nn.Module, str]:
-    """The module and tensor name of a parametrized weight, from the key of one of its originals."""
-    place = locate(model, f.key)
-    return place.owner, place.tensor
 
 
 def _planned(
@@ -379,22 +364,3 @@ def _planned(
         references=norms_then if references else (),
         left=left,
     )
-
-
-def _tried(drafted: Plan, entry: PlanEntry, f: Found, model: nn.Module) -> PlanEntry:
-    """A parametrized weight is planned only if its parametrization can hold the projected value."""
-    if not f.parametrized or entry.refusal is not None:
-        return entry
-    module, tensor = _computed(model, f)
-    value = parametrized.read(module, tensor).clone()
-    if value.is_meta:  # tried when the weights are there
-        return entry
-    for block in entry.blocks:
-        matrix = block.read(value)
-        wide = real(matrix)
-        q = polar(wide)
-        nuclear = (q * wide).sum((1, 2))
-        scale = drafted.scale_values(entry, block, norm=torch.linalg.vector_norm(wide, dim=(1, 2)), nuclear=nuclear)
-        block.write(value, q * scale.to(q)[:, None, None])
-    reason = parametrized.trial(module, tensor, value)
-    return entry if reason is None else replace(entry, refusal=reason, blocks=f.blocks)

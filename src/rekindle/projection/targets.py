@@ -18,7 +18,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any, Protocol, runtime_checkable
 
@@ -361,7 +361,7 @@ def _chosen(f: Found, wanted: list[_Matcher], added: list[_Matcher], removed: li
 
 def _entry(f: Found, **decided: Any) -> PlanEntry:
     """What was found with what is decided: marks and classes, which the decision rests on, are used up."""
-    return PlanEntry(**{**vars(f), "marks": {}, "classes": (), **decided})
+    return PlanEntry(**{**vars(f), "marks": {}, "classes": (), "before": replace(f, classes=()), **decided})
 
 
 def _matcher(term: Term, found: Sequence[Found], place: str) -> _Matcher:

@@ -50,7 +50,7 @@ def facts_of(graph: Graph) -> Facts:
         role = "" if fact.parts else _role(pieces, graph)
         fact = replace(fact, output=bool(numbers & outputs), router=bool(numbers & routers), role=role)
         facts[name] = fact
-    return Facts(facts, graph.modules(), normalizes_in(graph))
+    return Facts(facts, normalizes_in(graph))
 
 
 def _used(entries: list[Entry]) -> Fact:
@@ -192,7 +192,7 @@ def _ends(traces: Mapping[int, RowTrace], followed: Following) -> set[int]:
     kept = {
         key
         for key in traces
-        if not traces[key].attended
+        if not (traces[key].attended or traces[key].bent)  # scores that are returned as well are no keys
         and any(p.kind in ("query", "key", "value", "product") for p in followed.pieces[key])
     }
     return {key for key in traces.keys() - kept if followed.calls[key].entry.kind != "opaque"}

@@ -54,7 +54,3 @@ class Graph:
     buffers: dict[int, str] = field(default_factory=dict)  # values that are buffers, by name
     kept: dict[int, torch.Tensor] = field(default_factory=dict)  # integers and masks, which may be indices
     returned: dict[str, int] = field(default_factory=dict)  # what the caller got, by its place in the result
-
-    def modules(self) -> set[int]:
-        """The ids of the modules that were called."""
-        return {id(call.module) for call in self.calls}
