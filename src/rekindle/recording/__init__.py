@@ -10,7 +10,8 @@ whether it ran at all. `evidence` in blocks holds them.
 `stacks` finds experts, codes, latents and ranks (`ancestry`: where values come from), `sights` sees their use again.
 
 `wiring` says who consumes a neuron, from the same pass (`neurons` follows them, `reading` is where they show);
-`first_pass` records a pass that training makes anyway; `invariance` finds layers that a normalization follows,
+`first_pass` records a pass that training makes anyway, `first_batch` what a verb was given; `invariance` finds layers
+that a normalization follows,
 `normalization` says whether there is one at all.
 
 May import everything up to `blocks`. Start reading at `recorder.record`.
