@@ -75,7 +75,7 @@ def test_inspect_agrees_with_a_float64_svd(checkpoint: Path) -> None:
 def test_inspect_prints_every_layer_in_full_and_the_verdict(checkpoint: Path) -> None:
     result = run("inspect", checkpoint)
     assert all(name in result.stdout for name in weights() if name.endswith("weight"))
-    assert "verdict: unknown: no sign in the weights" in result.stdout
+    assert "verdict: unknown: no sign of lost plasticity in the weights" in result.stdout
 
 
 def test_json_is_alone_on_stdout(checkpoint: Path, tmp_path: Path) -> None:

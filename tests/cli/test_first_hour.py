@@ -118,13 +118,13 @@ def test_weights_alone_are_never_called_healthy(tmp_path: Path) -> None:
     mixed = {f"{i}.weight": torch.randn(8, 4, 3, 3) for i in range(6)} | {"out.weight": torch.randn(24, 24) / 5}
     torch.save(mixed | {"more.weight": torch.randn(24, 24) / 5}, tmp_path / "net.pt")
     text = run("inspect", tmp_path / "net.pt").stdout
-    assert "verdict: unknown: no sign in the weights" in text
+    assert "verdict: unknown: no sign of lost plasticity in the weights" in text
     assert "activity not measured" in text and "weights read" in text
     assert "verdict: healthy" not in text
     page = tmp_path / "net.html"
     run("inspect", tmp_path / "net.pt", "--html", page)
     shown = page.read_text("utf-8")
-    assert 'class="verdict unknown"' in shown and "no sign in the weights" in shown
+    assert 'class="verdict unknown"' in shown and "no sign of lost plasticity in the weights" in shown
     assert "activity not measured" in shown
 
 
@@ -149,7 +149,7 @@ def test_fire_and_compare_say_that_the_function_has_changed(checkpoint: Path, tm
     page = tmp_path / "page.html"
     fired = run("fire", checkpoint, "-o", tmp_path / "new.safetensors", "--html", page)
     assert "the function has changed: train the network" in fired.stderr
-    assert "no sign in the weights before" in page.read_text("utf-8").lower()
+    assert "no sign of lost plasticity in the weights before" in page.read_text("utf-8").lower()
     assert "train the network before it is used" in page.read_text("utf-8")
     both = run("compare", checkpoint, tmp_path / "new.safetensors", "--html", tmp_path / "both.html")
     assert "if nothing was trained between A and B, the function has changed" in both.stdout
@@ -306,7 +306,7 @@ def test_activity_and_gradients_are_measured_from_the_shell(
 ) -> None:
     monkeypatch.chdir(own)
     plain = run("inspect", "net.pt", "--model", "mine.py:build")
-    assert "no sign in the weights" in plain.stdout
+    assert "no sign of lost plasticity in the weights" in plain.stdout
     assert "next: rekindle inspect net.pt --model mine.py:build --data" in plain.stdout
     result = run("inspect", "net.pt", "--model", "mine.py:build", "--data", "mine.py:batches", "--loss", loss, "--json")
     assert result.exit_code == 0, result.output

@@ -39,7 +39,7 @@ class TestUnknown:
     def test_one_weight_that_was_read_is_something(self) -> None:
         model = net()
         model[0].weight = nn.Parameter(model[0].weight.detach().to(torch.float8_e4m3fn), requires_grad=False)
-        assert health(model).verdict.rule.startswith("no sign in the weights")
+        assert health(model).verdict.rule.startswith("no sign of lost plasticity in the weights")
 
     def test_weights_alone_do_not_make_a_network_healthy(self) -> None:
         model, x = net(), torch.randn(64, net()[0].in_features)

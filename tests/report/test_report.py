@@ -252,3 +252,14 @@ def test_commands_break_between_their_words() -> None:
     made = {"versions": {"rekindle": "0.1.0"}, "line": line, "platform": "Linux", "threads": 1}
     page = render({"command": "inspect", "made": made})
     assert "<span>inspect</span> <span>a.pt</span> <span>--model</span> <span>mine.py:build</span>" in page
+
+
+def test_a_comparison_shows_what_changed_first_and_folds_the_rest() -> None:
+    weights = {name: {"norm": 1.0, "matrices": 1.0} for name in ("a", "b", "c")}
+    sides = {"weights": weights, "verdict": "unknown", "rule": "no sign"}
+    changes = {"a": {"sfe": 0.0, "frame": 1.0}, "b": {"sfe": 2.0, "frame": 0.5}, "c": {"sfe": 0.0, "frame": 1.0}}
+    page = Reader(render({"command": "compare", "health": sides, "after": sides, "changes": changes}))
+    rows = [found for tag, found in page.elements if tag == "tr" and "data-row" in found]
+    assert [row["data-changed"] for row in rows] == ["1", "0", "0"]
+    assert any(tag == "input" and found.get("id") == "changed" and "checked" in found for tag, found in page.elements)
+    assert "frame" in page.texts["b"]  # explained above the table

@@ -322,13 +322,13 @@ def concluded(health: Health) -> str:
     >>> from torch import nn
     >>> from rekindle.diagnosis.examination import health
     >>> concluded(health(nn.Linear(3, 3)))
-    'unknown: no sign in the weights (activity not measured, 1 of 1 weights read)'
+    'unknown: no sign of lost plasticity in the weights (activity not measured, 1 of 1 weights read)'
     """
     if health.verdict != "unknown" or not health.weights:
         return f"{health.verdict} ({health.verdict.rule})"
     read = len({name.partition("[")[0] for name in health.weights})
     skipped = sum(each.what == "weight" for each in health.unmeasured)
-    return f"unknown: no sign in the weights (activity not measured, {read} of {read + skipped} weights read)"
+    return f"unknown: no sign of lost plasticity in the weights (activity not measured, {read} of {read + skipped} weights read)"
 
 
 def _unmeasured(health: Health) -> list[str]:

@@ -210,7 +210,7 @@ def judge(
     >>> judge(Numbers(), None, Thresholds())
     'unknown'
     >>> judge(Numbers(weights={"fc.weight": {"rows": 8.0}}), None, Thresholds()).rule
-    'no sign in the weights, and activity was not measured'
+    'no sign of lost plasticity in the weights, and activity was not measured'
     >>> judge(Numbers(units={"fc": {"dormant": 0.1}}), None, Thresholds())
     'healthy'
     >>> third = Numbers(units={"fc": {"dormant": 0.3, "units": 100.0}})
@@ -248,7 +248,7 @@ def judge(
         rule = f"no rule fired on activity, and none of {now.unread} weights could be measured"
         return Verdict("unknown", (), rule, sure=False)
     if not (now.units or now.heads or now.stacks):
-        return Verdict("unknown", (), "no sign in the weights, and activity was not measured", sure=sure)
+        return Verdict("unknown", (), "no sign of lost plasticity in the weights, and activity was not measured", sure=sure)
     return Verdict("healthy", (), "no rule fired", sure=sure)
 
 

@@ -42,6 +42,7 @@ fallback        | matrices solved by float64 SVD
 """
 
 
+_EXPLAINED = ("frame", "angle out")  # above the table: nobody knows these from elsewhere
 _UNITS = (
     ("neurons", "how many there are", "units", ""),
     ("dormant", "share whose activity is far below the layer's mean", "dormant", "share"),
@@ -60,8 +61,9 @@ def render(data: Mapping[str, Any]) -> str:
     """
     if data.get("advice") or data.get("probe"):
         return _asked(data)
-    table = rows(data)
-    judged = data.get("after") if data.get("command") == "compare" else data.get("health")
+    compared = data.get("command") == "compare"
+    table = sorted(rows(data), key=lambda row: compared and not row.changed)
+    judged = data.get("after") if compared else data.get("health")
     return document(
         "report.html",
         title=_title(data),
@@ -158,6 +160,8 @@ def _layers(data: Mapping[str, Any], table: Sequence[BlockRow]) -> dict[str, Any
         "roles": sorted({row.role for row in table if row.role}),
         "drawn": any(drawings),
         "paired": any(column.pair for column in shown),
+        "folded": data.get("command") == "compare" and 0 < sum(row.changed for row in table) < len(table),
+        "explained": [(c.heading, c.meaning) for c in shown if c.heading in _EXPLAINED],
         "sides": sides(data),
         "marked": sum(bool(row.findings) for row in table),
         "changed": sum(row.changed for row in table) if any(row.record or row.change for row in table) else None,

@@ -120,6 +120,7 @@
     }
     count.textContent = left === rows.length ? `${left} layers` : `${left} of ${rows.length} layers`;
   };
+  refresh();
   for (const tool of [filter, role, marked, changed]) if (tool) for (const event of ["input", "change"]) tool.addEventListener(event, refresh);
   filter.form.addEventListener("submit", (event) => event.preventDefault());
 

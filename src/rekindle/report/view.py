@@ -178,8 +178,8 @@ def columns(table: Sequence[BlockRow]) -> list[Column]:
         share,
         measured("σ max", "largest singular value", "spectral_norm"),
         measured("‖W‖", "Frobenius norm", "norm"),
-        Column("frame", "1 if only the spectrum changed", lambda row: row.change.get("frame")),
-        Column("angle out", "largest angle of the leading output directions", lambda row: row.change.get("angle_out")),
+        Column("frame", "how much of the directions stayed, tr(Q_Aᵀ Q_B) ÷ k; 1 if only the spectrum changed", lambda row: row.change.get("frame")),
+        Column("angle out", "the largest angle, in degrees, between the leading output directions of A and B", lambda row: row.change.get("angle_out")),
         Column("residual", "DfI per dimension of what was written", lambda row: row.record.get("residual_stored")),
     ]
     if not both:
