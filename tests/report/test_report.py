@@ -257,7 +257,7 @@ def test_commands_break_between_their_words() -> None:
 def test_a_comparison_shows_what_changed_first_and_folds_the_rest() -> None:
     weights = {name: {"norm": 1.0, "matrices": 1.0} for name in ("a", "b", "c")}
     sides = {"weights": weights, "verdict": "unknown", "rule": "no sign"}
-    changes = {"a": {"sfe": 0.0, "frame": 1.0}, "b": {"sfe": 2.0, "frame": 0.5}, "c": {"sfe": 0.0, "frame": 1.0}}
+    changes = [{"name": name, "sfe": sfe, "frame": 1.0} for name, sfe in (("a", 0.0), ("b", 2.0), ("c", 0.0))]
     page = Reader(render({"command": "compare", "health": sides, "after": sides, "changes": changes}))
     rows = [found for tag, found in page.elements if tag == "tr" and "data-row" in found]
     assert [row["data-changed"] for row in rows] == ["1", "0", "0"]

@@ -328,7 +328,8 @@ def concluded(health: Health) -> str:
         return f"{health.verdict} ({health.verdict.rule})"
     read = len({name.partition("[")[0] for name in health.weights})
     skipped = sum(each.what == "weight" for each in health.unmeasured)
-    return f"unknown: no sign of lost plasticity in the weights (activity not measured, {read} of {read + skipped} weights read)"
+    scope = f"activity not measured, {read} of {read + skipped} weights read"
+    return f"unknown: no sign of lost plasticity in the weights ({scope})"
 
 
 def _unmeasured(health: Health) -> list[str]:

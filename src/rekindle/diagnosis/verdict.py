@@ -248,7 +248,8 @@ def judge(
         rule = f"no rule fired on activity, and none of {now.unread} weights could be measured"
         return Verdict("unknown", (), rule, sure=False)
     if not (now.units or now.heads or now.stacks):
-        return Verdict("unknown", (), "no sign of lost plasticity in the weights, and activity was not measured", sure=sure)
+        rule = "no sign of lost plasticity in the weights, and activity was not measured"
+        return Verdict("unknown", (), rule, sure=sure)
     return Verdict("healthy", (), "no rule fired", sure=sure)
 
 

@@ -147,6 +147,10 @@ class Column:
         return shown, f"{sort:.6g}" if present(sort) and not math.isnan(sort) else None
 
 
+_FRAME = "how much of the directions stayed, tr(Q_Aᵀ Q_B) ÷ k; 1 if only the spectrum changed"
+_ANGLE = "the largest angle, in degrees, between the leading output directions of A and B"
+
+
 def columns(table: Sequence[BlockRow]) -> list[Column]:
     """The columns that this result can fill.
 
@@ -178,8 +182,8 @@ def columns(table: Sequence[BlockRow]) -> list[Column]:
         share,
         measured("σ max", "largest singular value", "spectral_norm"),
         measured("‖W‖", "Frobenius norm", "norm"),
-        Column("frame", "how much of the directions stayed, tr(Q_Aᵀ Q_B) ÷ k; 1 if only the spectrum changed", lambda row: row.change.get("frame")),
-        Column("angle out", "the largest angle, in degrees, between the leading output directions of A and B", lambda row: row.change.get("angle_out")),
+        Column("frame", _FRAME, lambda row: row.change.get("frame")),
+        Column("angle out", _ANGLE, lambda row: row.change.get("angle_out")),
         Column("residual", "DfI per dimension of what was written", lambda row: row.record.get("residual_stored")),
     ]
     if not both:
