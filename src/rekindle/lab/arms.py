@@ -151,7 +151,7 @@ def factory(name: str) -> Factory:
     raise ValueError(f"there is no method {name!r}; {hint}")
 
 
-def _built(name: str, options: Mapping[str, Any]) -> Any:
+def _built(name: str, options: Mapping[str, Any]) -> object:
     if name != "Compose":
         return factory(name)(**options)
     rest = {key: value for key, value in options.items() if key != "methods"}
@@ -209,7 +209,7 @@ def arms(names: str | Arm | Iterable[str | Arm]) -> list[Arm]:
     return list(found.values())
 
 
-def _options(name: str, *values: Any) -> tuple[Mapping[str, Any], ...]:
+def _options(name: str, *values: object) -> tuple[Mapping[str, Any], ...]:
     return tuple({"options": {name: value}} for value in values)
 
 

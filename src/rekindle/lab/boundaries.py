@@ -177,7 +177,7 @@ class Boundary:
                 found: Row = end.value
                 return found
 
-    def advise(self, **options: Any) -> Advice:
+    def advise(self, **options: object) -> Advice:
         """What `rekindle.advise` says here; trials train as the next task will. `options` are its own."""
         if not self.setting.agents:
             about = {"loss": self.loss, "optimizer": self.optimizer, "steps": self.steps, "held_out": self.held_out}
@@ -196,7 +196,7 @@ class Boundary:
         learner.restore(copy.deepcopy(self.learner.state()))
         return learner.agent
 
-    def method(self, arm: Arm) -> Any:
+    def method(self, arm: Arm) -> object:
         """The arm's method as its run has it here: with the first weights of the network, where it needs them."""
         with random_states_kept():
             return self._learner(arm).method
@@ -255,7 +255,7 @@ def _learner(run: Run) -> Any:
     return AgentLearner(run, run.setting.make_agent_stream(run.seed))
 
 
-def wrong(model: nn.Module, batch: Any) -> torch.Tensor:
+def wrong(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     """The share of wrong answers."""
     x, y = batch
     missed: torch.Tensor = model(x).argmax(-1) != y

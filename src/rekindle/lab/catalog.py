@@ -66,7 +66,7 @@ def altered(setting: Setting, changes: Iterable[str]) -> Setting:
     return setting
 
 
-def _value(words: str) -> Any:
+def _value(words: str) -> object:
     try:
         return json.loads(words)
     except ValueError:

@@ -6,13 +6,14 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from rekindle import health
+from rekindle.isolation import Batch
 from rekindle.lab.sources import Examples
 
 _AT_ONCE = 500  # rows per forward pass
@@ -27,7 +28,7 @@ class Score(NamedTuple):
     loss: float | None
 
 
-def loss_of(model: nn.Module, batch: Any) -> Tensor:
+def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     """Cross entropy, the loss of every stream; text has one answer per token."""
     logits = model(batch[0])
     return cross_entropy(logits.flatten(0, -2), batch[1].flatten())
@@ -76,7 +77,7 @@ def drift_of(before: Tensor, after: Tensor) -> float | None:
     return None if not math.isfinite(moved) else max(0.0, moved)  # rounding may leave it just below zero
 
 
-def health_numbers(model: nn.Module, batch: Any) -> dict[str, float | None] | None:
+def health_numbers(model: nn.Module, batch: Batch) -> dict[str, float | None] | None:
     """The health numbers that a study follows: shares of units, ranks and deviation, and the norm of all weights.
 
     `dormant` is the share of units whose activity is at most 0.025 of their layer's mean, `effective_rank` the mean

@@ -185,7 +185,7 @@ def setting(name: str) -> Setting:
     return SETTINGS[name]
 
 
-def read_source(path: str | Path) -> Any:
+def read_source(path: str | Path) -> object:
     """Run a user's file once, so that the streams, networks and arms in it are registered; its module.
 
     The file is run again only if its content has changed.
@@ -336,6 +336,6 @@ class FirstTask:
             torch.save(dict(state), file)
 
 
-def _hash(value: Any) -> str:
+def _hash(value: object) -> str:
     text = json.dumps(value, sort_keys=True, default=list)
     return hashlib.sha256(text.encode()).hexdigest()[:20]

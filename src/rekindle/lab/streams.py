@@ -314,7 +314,7 @@ def register(name: str) -> Callable[[B], B]:
     return keep
 
 
-def stream(name: str, seed: int, **options: Any) -> Stream:
+def stream(name: str, seed: int, **options: object) -> Stream:
     """The stream of this name.
 
     >>> stream("random-lables", 0)

@@ -347,11 +347,11 @@ def _code(run: Run) -> str | None:
         return None
 
 
-def _listed(value: Any) -> list[Any]:
+def _listed(value: str | Mapping[str, Any] | Iterable[Any]) -> list[Any]:
     return [value] if isinstance(value, str | Mapping) else list(value)
 
 
-def _setting(value: Any, source: str | None) -> Setting:
+def _setting(value: str | Mapping[str, Any], source: str | None) -> Setting:
     if isinstance(value, str):
         made = named_setting(value)
     else:

@@ -25,6 +25,7 @@ from rekindle.lab.evaluation import Track
 from rekindle.lab.settings import Run, read_source
 from rekindle.lab.sources import Task, derive, generator, isolated
 from rekindle.lab.train import CHECK, Diverged, Learner, Refused, Row, set_rate, start_row
+from rekindle.methods.remedy import Moment
 
 MOST = 64
 """Networks in one stack: more are no faster (measured at 32 to 128)."""
@@ -166,7 +167,7 @@ def _stacks(members: list[Member], tasks: dict[int, Task]) -> list[list[Member]]
             if learner.watches or len(learner.optimizers) != 1:
                 raise Unstackable("it watches every step")
             sizes = (task.length(learner.setting.batch), len(task.train), task.epochs is None)
-            key: Any = (signature(learner.model, learner.optimizers[0]), sizes)
+            key: object = (signature(learner.model, learner.optimizers[0]), sizes)
         except Unstackable:
             key = id(member)
         groups.setdefault(key, []).append(member)
@@ -194,7 +195,7 @@ def _learn_stack(index: int, members: list[Member], tasks: dict[int, Task]) -> I
         member.diverged_at = None
     begun = report = time.perf_counter()
 
-    def treat(i: int, moment: Any, batches: Any = None) -> None:
+    def treat(i: int, moment: Moment, batches: object = None) -> None:
         if members[i].diverged_at is None:
             try:
                 learners[i].treat(moment, batches)
@@ -277,7 +278,7 @@ class _OneRun:
     def __enter__(self) -> None:
         pass
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         if not isinstance(error, Exception):
             return False
         self.member.over = True

@@ -15,7 +15,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -39,8 +39,11 @@ from rekindle.lab.sources import Examples, Stream, Task, derive, generator, isol
 from rekindle.methods import muon
 from rekindle.methods.remedy import Moment, moments
 from rekindle.projection.recalibration import recalibrate
+from rekindle.projection.receipt import Receipt
 
 Row = dict[str, Any]
+P = ParamSpec("P")
+T = TypeVar("T")
 _OLD = 5  # earlier tasks that retention looks at
 CHECK = 200  # steps between two looks for a loss that is not finite
 _BATCHES = 20  # that a method gets at a boundary
@@ -112,12 +115,11 @@ class Learner:
         self.earlier: list[Examples] = []  # evaluation data of the last tasks
         self.scores: list[Score] = []  # of the network as it is now, on these data
         self.remedy_seconds = 0.0  # in this task
-        if hasattr(self.method, "remember"):
-            self.method.remember(self.model)
         norm = run.setting.norm
         self.level = None if norm is None else Arm("norm", "StartNorm", {"factor": norm}).build()
-        if self.level is not None:
-            self.level.remember(self.model)
+        for method in (self.method, self.level):
+            if method is not None and hasattr(method, "remember"):
+                method.remember(self.model)
 
     @property
     def acts_at_boundaries(self) -> bool:
@@ -228,8 +230,7 @@ class Learner:
 
     def boundary(self, index: int, task: Task) -> Row | None:
         """The boundary before a task: the remedy, equal norms, new statistics, a new optimizer; and what they did."""
-        setting, model = self.setting, self.model
-        treated = "event" in self.acts
+        setting, model, treated = self.setting, self.model, "event" in self.acts
         found: Row | None = None
         if treated or setting.recalibrate:
             batches = list(islice(task.train.batches(setting.batch, generator(self.seed, "looking", index)), _BATCHES))
@@ -315,20 +316,21 @@ class Learner:
         epoch = task.train.steps(self.setting.batch) if task.epochs is not None else max(1, (task.steps or 0) // 10)
         return self.arm.epochs * epoch
 
-    def treat(self, moment: Moment, batches: Any = None) -> Any:
+    def treat(self, moment: Moment, batches: object = None) -> Receipt:
         """Apply what the method does at this moment; batches only at an event."""
-        return self.timed(
+        receipt: Receipt = self.timed(
             self.acts[moment], self.model, self.optimizers, batches=batches, loss=loss_of, generator=self.generator
         )
+        return receipt
 
-    def timed(self, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    def timed(self, call: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
         """Call it as a part of the remedy, whose time is counted."""
         begun = time.perf_counter()
         result = self._call(call, *args, **options)
         self.remedy_seconds += time.perf_counter() - begun
         return result
 
-    def _call(self, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    def _call(self, call: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
         """Call; a refusal ends the run with its reason, one because of NaN is a divergence."""
         try:
             return call(*args, **options)

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +30,7 @@ class Call:
     """
 
     model: nn.Module
-    optimizer: Any = None
+    optimizer: object = None
     batches: Iterable[Batch] | None = None
     loss: Loss | None = None
     own: torch.Generator = field(default_factory=torch.Generator, repr=False)

@@ -65,7 +65,7 @@ class FIRE(Remedy):
         return call.batches if self.recalibrate else None
 
 
-def _check(model: nn.Module, optimizer: Any, options: Mapping[str, Any]) -> None:
+def _check(model: nn.Module, optimizer: object, options: Mapping[str, Any]) -> None:
     """Raise what `fire` with these options would raise whatever values the weights have; reads none of them."""
     planning = {name: value for name, value in options.items() if name not in _OWN}
     check_model(model, optimizer)

@@ -66,7 +66,7 @@ class HareTortoise(Remedy):
     def observe(self, model: nn.Module, batches: Iterable[Batch] | None = None) -> Observation:
         """Update before every forward pass in training mode until the result is removed."""
 
-        def before(module: nn.Module, _: Any) -> None:
+        def before(module: nn.Module, _: object) -> None:
             if module.training and torch.is_grad_enabled():
                 self.update(module)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from rekindle.methods.call import Call
@@ -86,7 +87,9 @@ class Hyperball(KeptNorms):
 
 
 @torch.no_grad()
-def _project(steps: dict[int, tuple[Share, Tensor, float]], rate: float | None, optimizer: Any, *_: Any) -> None:
+def _project(
+    steps: dict[int, tuple[Share, Tensor, float]], rate: float | None, optimizer: Optimizer, *_: object
+) -> None:
     """Replace the step that the optimizer took by one of length η·R, and go back to norm R; once."""
     for group in optimizer.param_groups:
         eta, decay = float(group["lr"]) if rate is None else rate, decoupled_decay(optimizer, group)

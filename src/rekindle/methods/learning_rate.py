@@ -110,7 +110,7 @@ class Rewarm(Remedy):
         """Go on where it was."""
         self._left = state["left"]
 
-    def raise_rates(self, optimizer: Any) -> None:
+    def raise_rates(self, optimizer: object) -> None:
         """Set the rates of the coming step."""
         self.lower_rates(optimizer)  # the last step did not happen
         if self._left:
@@ -120,7 +120,7 @@ class Rewarm(Remedy):
             for group, rate in zip(groups, self._own_rates, strict=True):
                 _set(group, "lr", rate * factor)
 
-    def lower_rates(self, optimizer: Any, *, stepped: bool = False) -> None:
+    def lower_rates(self, optimizer: object, *, stepped: bool = False) -> None:
         """Set the optimizer's own rates again."""
         if self._own_rates:
             for group, rate in zip(_groups(optimizer, type(self).__name__), self._own_rates, strict=True):
@@ -154,14 +154,14 @@ class _Lower(_Raise):
         return Receipt(self.name)
 
 
-def _groups(optimizer: Any, method: str) -> list[dict[str, Any]]:
+def _groups(optimizer: object, method: str) -> list[dict[str, Any]]:
     groups = [group for one in unwrap(optimizer) for group in one.param_groups if "lr" in group]
     if not groups:
         raise ValueError(f"{method} changes the learning rate of an optimizer: give one that has lr")
     return groups
 
 
-def _set(group: dict[str, Any], name: str, rate: Any) -> None:
+def _set(group: dict[str, Any], name: str, rate: float | Tensor) -> None:
     """In place where the rate is a tensor (capturable optimizers read it on the device)."""
     if isinstance(group[name], Tensor):
         group[name].copy_(rate if isinstance(rate, Tensor) else group[name].new_tensor(rate))

@@ -33,7 +33,7 @@ class InjectedHead(nn.Module):
         for frozen in (self.old, self.minus):
             frozen.requires_grad_(False)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, *args: object, **kwargs: object) -> Tensor:
         """The sum; the difference first, so that it is exactly zero at the moment of injection."""
         gained = self.new(*args, **kwargs) - self.minus(*args, **kwargs)
         total: Tensor = gained + self.old(*args, **kwargs)
@@ -108,7 +108,7 @@ class PlasticityInjection(Remedy):
         cleared = clear_gradients(old.parameters())
         return Receipt(self.name, records, optimizer=StateReset("none"), gradients_cleared=cleared, notes=tuple(notes))
 
-    def merge(self, model: nn.Module, optimizer: Any = None) -> str:
+    def merge(self, model: nn.Module, optimizer: object = None) -> str:
         """Write old + new − minus into one linear layer again and train that; the name of the merged head.
 
         The old parameters are still in the optimizer's first group; the injected group leaves it.
@@ -219,7 +219,7 @@ def _name_tied_to(model: nn.Module, head: nn.Module) -> str:
     return ""
 
 
-def _trained_by(optimizer: Any, head: nn.Module) -> tuple[torch.optim.Optimizer, dict[str, Any]] | None:
+def _trained_by(optimizer: object, head: nn.Module) -> tuple[torch.optim.Optimizer, dict[str, Any]] | None:
     """The optimizer that trains the head, and the settings of its group; None without an optimizer."""
     opened = optimizers.unwrap(optimizer)
     mine = {id(p) for p in head.parameters()}

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from rekindle.blocks import names
+from rekindle.blocks.finding import Conv
 from rekindle.engine.devices import full_precision
 from rekindle.methods.caching import PerModel
 from rekindle.methods.call import Call
@@ -90,7 +91,7 @@ class Regularizer(Remedy):
         return Receipt(self.name, tuple(records), unmoved, optimizer=StateReset("none"))
 
 
-def learning_rates(optimizer: Any) -> Mapping[int, float]:
+def learning_rates(optimizer: object) -> Mapping[int, float]:
     """The learning rate of every parameter that the optimizers hold, by id."""
     groups = [group for each in optimizers.unwrap(optimizer) for group in each.param_groups]
     return {id(parameter): float(group["lr"]) for group in groups for parameter in group["params"]}
@@ -344,7 +345,7 @@ class IsometryLoss(Regularizer):
         coefficient: float = 1e-3,
         scale: str | float = "paper",
         *,
-        conv: str = "taps",
+        conv: Conv = "taps",
         per_dimension: bool = True,
         decoupled: bool = False,
         targets: Targets = "auto",

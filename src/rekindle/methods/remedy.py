@@ -38,7 +38,7 @@ Batches = Literal["none", "any", "all"]
 MOMENTS: tuple[Moment, ...] = get_args(Moment)
 
 
-def moments(method: Any) -> dict[Moment, Any]:
+def moments(method: object) -> dict[Moment, Any]:
     """What of a method acts at each moment: all of it at one for most, several parts for a `Compose` of several kinds.
 
     A method of another class may state its only moment; without one it acts at events.
@@ -81,7 +81,7 @@ class Remedy:
     def __call__(
         self,
         model: nn.Module,
-        optimizer: Any = None,
+        optimizer: object = None,
         *,
         batches: Iterable[Batch] | None = None,
         loss: Loss | None = None,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -62,7 +62,7 @@ class Replacement:
     def apply(
         self,
         method: str,
-        optimizer: Any,
+        optimizer: object,
         generator: Callable[[], torch.Generator],
         *,
         second_moment: Literal["mean", "zero"] = "mean",
@@ -163,7 +163,7 @@ class Replacement:
         return places
 
     def _reset(
-        self, optimizer: Any, places: Mapping[str, _Places], second_moment: Literal["mean", "zero"]
+        self, optimizer: object, places: Mapping[str, _Places], second_moment: Literal["mean", "zero"]
     ) -> StateReset:
         total = StateReset("rows")
         for name, place in places.items():

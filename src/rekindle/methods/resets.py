@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from rekindle.blocks import names
-from rekindle.blocks.finding import find
+from rekindle.blocks.finding import Conv, find
 from rekindle.initial import orthogonal_, tensors_of
 from rekindle.methods.call import Call
 from rekindle.methods.remedy import FromStart, Remedy
@@ -88,7 +88,7 @@ class FullReset(FromStart):
 
     def _scaled(self, call: Call, names: Collection[str]) -> dict[str, Tensor]:
         """Matrices of layers with variance gain²/fan_in or as isometries, their biases zero, the rest as it starts."""
-        conv = "taps" if self.start == "he" else "flat"
+        conv: Conv = "taps" if self.start == "he" else "flat"
         chosen = chosen_weights(call.model, "all", conv=conv)[0]
         weights = [w for w in chosen if w.name in names and not w.computed and w.entry.role != "embedding"]
         replaced = {w.name for w in weights if w.whole}

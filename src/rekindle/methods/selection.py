@@ -10,14 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
 from rekindle.blocks import names
-from rekindle.blocks.finding import Block, find
+from rekindle.blocks.finding import Block, Conv, find
 from rekindle.projection.stores import LiveWeight
 from rekindle.projection.targets import Targets, choose, terms
 
@@ -48,7 +47,7 @@ class Share:
         return new if self.mask is None else torch.where(self.mask, new, old)
 
 
-def chosen_weights(model: nn.Module, targets: Targets, **finding: Any) -> tuple[list[LiveWeight], dict[str, str]]:
+def chosen_weights(model: nn.Module, targets: Targets, conv: Conv = "taps") -> tuple[list[LiveWeight], dict[str, str]]:
     """The weights that `targets` mean, and why the other parameters and parts are skipped.
 
     >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
@@ -56,7 +55,7 @@ def chosen_weights(model: nn.Module, targets: Targets, **finding: Any) -> tuple[
     ['0.weight', '2.weight']
     """
     picked, skipped = [], {}
-    everything = find(model, **finding)
+    everything = find(model, conv=conv)
     for before, found in zip(everything, choose(everything, targets), strict=True):
         if found.refusal is not None:
             skipped[found.name] = found.refusal

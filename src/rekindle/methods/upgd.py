@@ -153,7 +153,7 @@ class UPGD(Remedy):
 class _Row:
     """Parameters of one kind side by side: utilities, gradients and the weights before a step, one number each."""
 
-    def __init__(self, shares: Sequence[Share], optimizer: Any, group: int) -> None:
+    def __init__(self, shares: Sequence[Share], optimizer: object, group: int) -> None:
         self.shares, self.optimizer, self.group = shares, optimizer, group
         self.parameters: list[Tensor] = [share.parameter for share in shares]
         like = self.parameters[0]
@@ -209,7 +209,7 @@ class _Row:
 
 
 @torch.no_grad()
-def _gate_step(rows: list[_Row], optimizer: Any, *_: Any) -> None:
+def _gate_step(rows: list[_Row], optimizer: torch.optim.Optimizer, *_: object) -> None:
     """Gate the change that a step has made, once."""
     for row in rows:
         group = optimizer.param_groups[row.group]
@@ -217,7 +217,7 @@ def _gate_step(rows: list[_Row], optimizer: Any, *_: Any) -> None:
     rows.clear()
 
 
-def decoupled_decay(optimizer: Any, group: Mapping[str, Any]) -> float:
+def decoupled_decay(optimizer: object, group: Mapping[str, Any]) -> float:
     """The share of a weight that one step removes beside its update; 0 where decay is a part of the gradient."""
     decoupled = type(optimizer).__name__ in ("AdamW", "Adafactor", "Muon") or group.get("decoupled_weight_decay")
     return float(group["lr"]) * float(group["weight_decay"]) if decoupled else 0.0

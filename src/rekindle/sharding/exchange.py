@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from rekindle.sharding.messages import Cargo, Route, Trip, offsets, padded, trip
 from rekindle.sharding.owners import Parcel, lots
 from rekindle.sharding.team import Team
 
+T = TypeVar("T")
 Treat = Callable[[Sequence[tuple[Parcel, Tensor]]], None]
 """Called on the owner with the parcels of one lot and their tensors (a box, or a Gram matrix), changed in place."""
 
@@ -121,7 +122,7 @@ class Exchange:
         self.held = sum(each.numel() for each in (out, collected, work)) + (scratch.size if scratch else 0)
         return _Buffers(out, collected, work, landing, scratch)
 
-    def _guarded(self, step: Callable[[], Any]) -> Any:
+    def _guarded(self, step: Callable[[], T]) -> T | None:
         """An error is kept until the next message reports it to the others; after one nothing more is processed."""
         if self._error is not None:
             return None
@@ -240,13 +241,15 @@ class Exchange:
         for cargo in route.incoming:
             self._write(cargo.parcel, landing, cargo.start)
 
-    def _start(self, route: Route, out: Tensor, received: Tensor) -> Any:
+    def _start(self, route: Route, out: Tensor, received: Tensor) -> dist.Work | None:
         sent, into = out[: route.sent], received[: route.received]
         self.bytes_sent += route.sent
         with self.team.waiting("starting an exchange"):
-            return dist.all_to_all_single(into, sent, route.expected, route.sizes, group=self.team.group, async_op=True)
+            sizes = (route.expected, route.sizes)
+            work: dist.Work | None = dist.all_to_all_single(into, sent, *sizes, group=self.team.group, async_op=True)
+        return work
 
-    def _wait(self, request: Any, doing: str) -> None:
+    def _wait(self, request: dist.Work | None, doing: str) -> None:
         if request is not None:
             with self.team.waiting(doing):
                 request.wait()

@@ -8,7 +8,7 @@ ill-conditioned matrices (`factor` returns None); they are assembled like any ot
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Unpack
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch import Tensor
 from rekindle.engine.arithmetic import gram, mirrored
 from rekindle.engine.bulk import MOST
 from rekindle.engine.isometry import polar
-from rekindle.engine.solving import Certificate
+from rekindle.engine.solving import Certificate, Solving
 from rekindle.sharding.owners import Parcel
 from rekindle.sharding.spread import Piece
 
@@ -71,7 +71,7 @@ def gram_of(local: Tensor, pieces: Sequence[Piece], shape: Sequence[int]) -> Ten
     return mirrored(total)[0]
 
 
-def factor(products: Tensor, dtype: torch.dtype, **solving: Any) -> tuple[Tensor, Certificate] | None:
+def factor(products: Tensor, dtype: torch.dtype, **solving: Unpack[Solving]) -> tuple[Tensor, Certificate] | None:
     """What to multiply the rows of a weight of `dtype` with, and its certificate; None if G is ill-conditioned.
 
     An exact G^(-1/2) would be 1e-4 from what one process writes, which ends within the tolerance and no further. So

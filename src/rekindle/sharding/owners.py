@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -86,7 +86,9 @@ def assign(parcels: Sequence[Parcel]) -> list[Parcel]:
     return [Parcel(p.tensor, p.unit, p.spread, p.itemsize, owners[index], p.gram) for index, p in enumerate(parcels)]
 
 
-def _least(heaps: dict[tuple[int, ...], list[tuple[float, int]]], candidates: tuple[int, ...], load: Any) -> int:
+def _least(
+    heaps: dict[tuple[int, ...], list[tuple[float, int]]], candidates: tuple[int, ...], load: Mapping[int, float]
+) -> int:
     """The least loaded candidate; heaps are corrected lazily, since loads only grow."""
     heap = heaps.setdefault(candidates, [(0.0, rank) for rank in candidates])
     while True:

@@ -101,7 +101,9 @@ class _Messages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.before = before
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> object:
         if any(kind.__name__ == "DTensor" for each in types for kind in each.__mro__):
             return NotImplemented  # it comes back as operations on shards, and messages
         name = getattr(func, "_opname", "")
@@ -110,7 +112,7 @@ class _Messages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-def _members(value: Any) -> tuple[int, ...]:
+def _members(value: object) -> tuple[int, ...]:
     """The ranks of a process group, given as torch's operations are given it; none if this is no group."""
     if isinstance(value, str):
         groups: Any = dist.distributed_c10d
@@ -153,6 +155,6 @@ def _meet(team: Team, error: Exception | None, ended: bool, message: _Message | 
             )
 
 
-def _number(value: Any) -> int:
+def _number(value: object) -> int:
     digest = hashlib.sha256(repr(value).encode()).digest()
     return int.from_bytes(digest[:7], "big") if value else 0

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -36,7 +36,7 @@ def everyone() -> Team:
 
 
 @contextmanager
-def replicated(group: Any = None) -> Iterator[None]:
+def replicated(group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """Inside, bare models count as replicas over this process group (by default all processes), as within DDP.
 
     For trainers that pass a method the module inside their wrapper. Every process must make the same calls.
@@ -89,7 +89,7 @@ def by_first(
         raise error
     if failed is not None:
         raise RuntimeError(f"the method failed on rank 0: {failed}")
-    result: T = team.first(done)
+    result = team.first(cast("T", done))
     if acted is not None and not acted(result):
         return result
     if team.first([_shapes(module) for module in modules] != before):
@@ -107,7 +107,7 @@ def by_first(
 
 
 @torch.no_grad()
-def average(value: Any) -> None:
+def average(value: object) -> None:
     """Replace every floating tensor inside dicts and lists by its mean over all processes."""
     team = everyone()
     if isinstance(value, Tensor) and value.is_floating_point():
@@ -117,7 +117,7 @@ def average(value: Any) -> None:
             average(inner)
 
 
-def _team(group: Any, device: str) -> Team:
+def _team(group: dist.ProcessGroup | None, device: str) -> Team:
     ranks = tuple(sorted(dist.get_process_group_ranks(group)))
     return Team(ranks, dist.get_rank(), group, device) if len(ranks) > 1 else SOLO
 
@@ -126,7 +126,7 @@ def _shapes(module: nn.Module) -> list[tuple[str, tuple[int, ...]]]:
     return [(name, tuple(p.shape)) for name, p in module.named_parameters()]
 
 
-def _copy_state(team: Team, optimizer: Any) -> None:
+def _copy_state(team: Team, optimizer: torch.optim.Optimizer) -> None:
     """Slot by slot; what is not a tensor, or is inside lists (LBFGS), is sent as an object."""
     held = [p for group in optimizer.param_groups for p in group["params"]]
     layout = team.first([{key: _described(v) for key, v in optimizer.state.get(p, {}).items()} for p in held])
@@ -147,7 +147,7 @@ def _copy_state(team: Team, optimizer: Any) -> None:
             team.copy(state[key])
 
 
-def _described(value: Any) -> tuple[bool, Any]:
+def _described(value: object) -> tuple[bool, Any]:
     if isinstance(value, Tensor):
         return True, (tuple(value.shape), value.dtype, value.device.type == "cpu")
     return False, value

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,8 @@ _KINDS = (
 )
 _KEPT: Mapping[str, type[Exception]] = {kind.__name__: kind for kind in _KINDS}
 
+
+T = TypeVar("T")
 
 Needs = Literal["parameters", "batches", "steps", "modules"]
 """What a verb needs of a model besides whole parameters: nothing, forward passes, training steps, new modules."""
@@ -54,7 +56,7 @@ class Team:
 
     ranks: tuple[int, ...]
     rank: int
-    group: Any = None
+    group: dist.ProcessGroup | None = None
     device: str = "cpu"
 
     @classmethod
@@ -86,7 +88,7 @@ class Team:
         """Whether this is the first process: the one that decides and logs."""
         return self.rank == self.ranks[0]
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather(self, value: object) -> list[Any]:
         """The (picklable) values of all processes, in the order of ranks."""
         if self.size == 1:
             return [value]
@@ -112,14 +114,15 @@ class Team:
         parts = torch.split(flat, [value.numel() for value in values])
         return [part.reshape(value.shape).to(value.dtype) for part, value in zip(parts, values, strict=True)]
 
-    def first(self, value: Any) -> Any:
+    def first(self, value: T) -> T:
         """The (picklable) value of the first process, on all of them."""
         if self.size == 1:
             return value
-        box = [value if self.leads else None]
+        box: list[Any] = [value if self.leads else None]
         with self.waiting("hearing from the first process"):
             dist.broadcast_object_list(box, self.ranks[0], group=self.group, device=torch.device(self.device))
-        return box[0]
+        found: T = box[0]
+        return found
 
     @torch.no_grad()
     def copy(self, tensor: Tensor) -> None:
@@ -208,12 +211,13 @@ class Team:
 SOLO = Team.solo()
 """This process alone: the team where nothing is distributed."""
 
-_GROUPS: dict[tuple[int, ...], Any] = {}
+_GROUPS: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
 
-def _group(ranks: tuple[int, ...]) -> Any:
+def _group(ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
     if ranks == tuple(range(dist.get_world_size())):
-        return dist.group.WORLD
+        world: dist.ProcessGroup | None = dist.group.WORLD
+        return world
     known = _GROUPS.get(ranks)
     if known is None or known not in dist.distributed_c10d._world.pg_map:
         # Only the members take part: pipeline stages fire on their own. Without a time-out of its own a new group waits
@@ -368,9 +372,9 @@ def is_a(module: nn.Module, name: str) -> bool:
     return any(kind.__name__ == name for kind in type(module).__mro__)
 
 
-def _summoned(module: Any) -> bool:
+def _summoned(module: object) -> bool:
     return getattr(getattr(module, "training_state", None), "name", "") == "SUMMON_FULL_PARAMS"
 
 
-def _ranks(group: Any) -> tuple[int, ...]:
+def _ranks(group: dist.ProcessGroup | None) -> tuple[int, ...]:
     return tuple(sorted(dist.get_process_group_ranks(group)))

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from rekindle.blocks.names import is_sharded
 from rekindle.sharding.spread import Spread
@@ -20,7 +21,7 @@ from rekindle.sharding.zero import assembled
 
 
 @contextmanager
-def gathered(model: nn.Module, optimizer: Any = None) -> Iterator[Any]:
+def gathered(model: nn.Module, optimizer: object = None) -> Iterator[Any]:
     """Inside, sharded parameters of the model and their optimizer state are ordinary tensors; afterwards shards again.
 
     Shards are those of DTensor and of DeepSpeed ZeRO. The result is the optimizer to use inside: under ZeRO another
@@ -44,7 +45,7 @@ def gathered(model: nn.Module, optimizer: Any = None) -> Iterator[Any]:
             watch.remove()
         return
     settle(model)
-    optimizers = [] if optimizer is None else list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
+    optimizers: list[Any] = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
     twins: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
     places: list[tuple[nn.Module, str, nn.Parameter]] = []
     for module in model.modules():
@@ -54,6 +55,7 @@ def gathered(model: nn.Module, optimizer: Any = None) -> Iterator[Any]:
                     twins[id(parameter)] = (parameter, _twin(parameter))
                 places.append((module, name, parameter))
     barred = model.register_forward_pre_hook(_no_forward, prepend=True) if twins else None
+    optimizers = [each for each in optimizers if each is not None]
     kept = [_swap_state(each, twins) for each in optimizers]
     for module, name, parameter in places:
         module._parameters[name] = twins[id(parameter)][1]
@@ -94,7 +96,7 @@ def _put_back(parameter: Tensor, whole: Tensor) -> None:
         own[piece.local] = whole.detach()[piece.inside].to(own.dtype)
 
 
-def _swap_state(optimizer: Any, twins: dict[int, tuple[nn.Parameter, nn.Parameter]]) -> dict[int, dict[str, Any]]:
+def _swap_state(optimizer: Optimizer, twins: dict[int, tuple[nn.Parameter, nn.Parameter]]) -> dict[int, dict[str, Any]]:
     states: dict[int, dict[str, Any]] = {}
     for group in optimizer.param_groups:
         group["params"] = [twins[id(p)][1] if id(p) in twins else p for p in group["params"]]
@@ -106,7 +108,9 @@ def _swap_state(optimizer: Any, twins: dict[int, tuple[nn.Parameter, nn.Paramete
     return states
 
 
-def _restore_state(optimizer: Any, twins: dict[int, tuple[nn.Parameter, nn.Parameter]], states: Any) -> None:
+def _restore_state(
+    optimizer: Optimizer, twins: dict[int, tuple[nn.Parameter, nn.Parameter]], states: dict[int, dict[str, Any]]
+) -> None:
     back = {id(twin): parameter for parameter, twin in twins.values()}
     for group in optimizer.param_groups:
         group["params"] = [back.get(id(p), p) for p in group["params"]]
@@ -119,7 +123,7 @@ def _restore_state(optimizer: Any, twins: dict[int, tuple[nn.Parameter, nn.Param
             del state[name]
         for name, value in whole.items():
             old = state.get(name)
-            if is_sharded(old) if isinstance(old, Tensor) else False:
+            if isinstance(old, Tensor) and is_sharded(old):
                 _put_back(old, value)
             elif isinstance(old, Tensor) and isinstance(value, Tensor):
                 old.copy_(value)
@@ -128,7 +132,7 @@ def _restore_state(optimizer: Any, twins: dict[int, tuple[nn.Parameter, nn.Param
         optimizer.state[parameter] = state
 
 
-def _no_forward(module: nn.Module, args: Any) -> None:
+def _no_forward(module: nn.Module, args: object) -> None:
     raise RuntimeError(
         "inside rekindle.sharding.gathered() a forward pass is not possible: what needs batches goes through a plain "
         "copy of the model that is loaded from get_model_state_dict(..., full_state_dict=True)"

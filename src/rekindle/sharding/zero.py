@@ -115,25 +115,25 @@ class _Group:
         """What the optimizer keeps for the first part that has anything."""
         return next((inner.state[flat] for flat in self.flats if inner.state.get(flat)), {})
 
-    def slots(self, inner: Any) -> list[str]:
+    def slots(self, inner: object) -> list[str]:
         """The names of what has a number for each weight."""
         return [name for name, held in self.state(inner).items() if isinstance(held, Tensor) and held.ndim]
 
-    def counts(self, inner: Any) -> dict[str, float]:
+    def counts(self, inner: object) -> dict[str, float]:
         """What has one number for the whole group."""
         slots = self.slots(inner)
         return {name: float(held) for name, held in self.state(inner).items() if name not in slots}
 
 
 @contextmanager
-def shown(model: nn.Module, optimizer: Any = None) -> Iterator[Any]:
+def shown(model: nn.Module, optimizer: object = None) -> Iterator[Any]:
     """Inside, parameters show their shapes and can be fetched; the result stands for the optimizer."""
     with _stood_in(model, optimizer, whole=False) as inside:
         yield inside
 
 
 @contextmanager
-def assembled(model: nn.Module, optimizer: Any = None) -> Iterator[Any]:
+def assembled(model: nn.Module, optimizer: object = None) -> Iterator[Any]:
     """Inside, parameters are whole and in float32; the result stands for the optimizer, with the whole state.
 
     Everything is put back at the end, if no rank has failed.
@@ -182,7 +182,7 @@ def _stood_in(model: nn.Module, optimizer: Any, *, whole: bool) -> Iterator[Any]
         raise error
 
 
-def _process_group(parameter: Any, optimizer: Any) -> Any:
+def _process_group(parameter: object, optimizer: object) -> Any:
     group = getattr(parameter, "ds_process_group", None) or getattr(optimizer, "dp_process_group", None)
     return group if group is not None else torch.distributed.group.WORLD
 
@@ -222,7 +222,7 @@ def _groups(optimizer: Any) -> list[_Group]:
     return list(found.values())
 
 
-def _stand_in(optimizer: Any, groups: list[_Group], twins: dict[int, _Twin], whole: bool) -> Any:
+def _stand_in(optimizer: Any, groups: list[_Group], twins: dict[int, _Twin], whole: bool) -> object:
     """An optimizer of the inner class that holds the stand-ins, with the state that each has."""
     inner = optimizer.optimizer
     found = copy.copy(inner)

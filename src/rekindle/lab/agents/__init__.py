@@ -15,12 +15,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar, Unpack
 
 from rekindle.lab.sources import derive
 
 GAMES = ("Breakout", "SpaceInvaders", "Freeway", "Asterix", "Seaquest")
 _BOUNDARY = {"buffer": ("empty", "keep"), "temperature": ("reset", "keep")}
+
+
+class Boundary(TypedDict, total=False):
+    """What every stream takes, see `AgentStream`."""
+
+    buffer: str
+    temperature: str
+    continuing: bool
 
 
 @dataclass(frozen=True)
@@ -66,30 +74,32 @@ Builder = Callable[..., AgentStream]
 B = TypeVar("B", bound=Builder)
 
 
-def observations(seed: int, *, env: str, tasks: int, steps: int, **boundary: Any) -> AgentStream:
+def observations(seed: int, *, env: str, tasks: int, steps: int, **boundary: Unpack[Boundary]) -> AgentStream:
     """The same environment, whose observations come in a new order and with new signs in each task but the first."""
 
-    def make(index: int) -> Any:
+    def make(index: int) -> object:
         made = _environments().made(env)
         return made if index == 0 else _environments().Shuffled(made, derive(seed, "observations", index))
 
     return AgentStream(_numbered("order", tasks), (steps,) * tasks, make, **boundary)
 
 
-def offsets(seed: int, *, env: str, tasks: int, steps: int, spread: float = 2.0, **boundary: Any) -> AgentStream:
+def offsets(
+    seed: int, *, env: str, tasks: int, steps: int, spread: float = 2.0, **boundary: Unpack[Boundary]
+) -> AgentStream:
     """The same environment with a constant added to its observations, N(0, spread) per entry, new in each task.
 
     As TRAC and C-CHAIN have it; the first task has an offset too.
     """
 
-    def make(index: int) -> Any:
+    def make(index: int) -> object:
         return _environments().Shifted(_environments().made(env), derive(seed, "offset", index), spread)
 
     return AgentStream(_numbered("offset", tasks), (steps,) * tasks, make, **boundary)
 
 
 def games(
-    seed: int, *, games: Sequence[str] = GAMES[:3], rounds: int = 2, steps: int = 50_000, **boundary: Any
+    seed: int, *, games: Sequence[str] = GAMES[:3], rounds: int = 2, steps: int = 50_000, **boundary: Unpack[Boundary]
 ) -> AgentStream:
     """MinAtar games in turn: (10, 10, 10) observations of 0 and 1 as uint8, and all six actions, in every game."""
     unknown = [game for game in games if game not in GAMES]
@@ -108,7 +118,7 @@ def dynamics(
     steps: int,
     friction: Sequence[float] | None = None,
     gravity: Sequence[float] | None = None,
-    **boundary: Any,
+    **boundary: Unpack[Boundary],
 ) -> AgentStream:
     """A MuJoCo task whose friction or gravity changes: factors are drawn log-uniformly between the two ends given.
 
@@ -117,7 +127,7 @@ def dynamics(
     if friction is None and gravity is None:
         raise ValueError("dynamics needs friction=(low, high) or gravity=(low, high)")
 
-    def make(index: int) -> Any:
+    def make(index: int) -> object:
         here = _environments()
         factors = {"friction": friction, "gravity": gravity} if index else {}
         drawn = {name: here.factor(derive(seed, name, index), ends) for name, ends in factors.items()}
@@ -126,7 +136,7 @@ def dynamics(
     return AgentStream(_numbered("physics", tasks), (steps,) * tasks, make, **boundary)
 
 
-def midpoint(seed: int, *, env: str, steps: int, tasks: int = 2, **boundary: Any) -> AgentStream:
+def midpoint(seed: int, *, env: str, steps: int, tasks: int = 2, **boundary: Unpack[Boundary]) -> AgentStream:
     """The paper's protocol: one environment, the remedy once at half of the training, which then goes on.
 
     env: a Gymnasium name, "MinAtar/Breakout", "ALE/Breakout-v5" (84×84, four frames, sticky actions), or
@@ -134,11 +144,11 @@ def midpoint(seed: int, *, env: str, steps: int, tasks: int = 2, **boundary: Any
     """
     edges = [round(index * steps / tasks) for index in range(tasks + 1)]
     parts = tuple(high - low for low, high in pairwise(edges))
-    given = {"buffer": "keep", "temperature": "keep", "continuing": True, **boundary}
+    given: Boundary = {"buffer": "keep", "temperature": "keep", "continuing": True, **boundary}
     return AgentStream(_numbered("part", tasks), parts, lambda index: _environments().made(env), **given)
 
 
-def replay_ratio(seed: int, *, env: str, steps: int, tasks: int = 4, **boundary: Any) -> AgentStream:
+def replay_ratio(seed: int, *, env: str, steps: int, tasks: int = 4, **boundary: Unpack[Boundary]) -> AgentStream:
     """The primacy bias of Nikishin et al.: one environment, many updates per step, the remedy between equal parts.
 
     The number of updates is the agent's own `gradient_steps`; replay is kept, so that a reset agent learns from it.
@@ -177,7 +187,7 @@ def register(name: str) -> Callable[[B], B]:
     return keep
 
 
-def stream(name: str, seed: int, **options: Any) -> AgentStream:
+def stream(name: str, seed: int, **options: object) -> AgentStream:
     """The stream of this name."""
     if name not in STREAMS:
         close = difflib.get_close_matches(name, STREAMS, 1)

@@ -42,7 +42,7 @@ _OPTIMIZERS = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torc
 class SmallCNN(_extractors.BaseFeaturesExtractor):  # type: ignore[misc]
     """One convolution of 3×3 and one hidden layer, for 10×10 observations, as the MinAtar paper has them."""
 
-    def __init__(self, observation_space: Any, features_dim: int = 128, filters: int = 16) -> None:
+    def __init__(self, observation_space: object, features_dim: int = 128, filters: int = 16) -> None:
         super().__init__(observation_space, features_dim)
         self.convolution = nn.Conv2d(CHANNELS, filters, 3)
         self.hidden = nn.Linear(filters * 8 * 8, features_dim)
@@ -72,7 +72,7 @@ class NormedMLP(_extractors.BaseFeaturesExtractor):  # type: ignore[misc]
 _EXTRACTORS = {"minatar": SmallCNN, "normed": NormedMLP}
 
 
-def build(setting: Setting, arm: Arm, env: Any, seed: int) -> Any:
+def build(setting: Setting, arm: Arm, env: object, seed: int) -> Any:
     """The agent as it starts; `seed` is the run's. Draws from torch's global random state: fork it first."""
     if setting.network not in AGENTS:
         raise ValueError(f"setting {setting.name!r}: network {setting.network!r} is not one of {', '.join(AGENTS)}")
@@ -187,7 +187,7 @@ def _refill(buffer: Any, kept: Mapping[str, Any]) -> None:
 # Environments that change from task to task: Gymnasium wrappers, each of which keeps the spaces as they were
 
 
-def made(name: str) -> Any:
+def made(name: str) -> object:
     """The environment of this name: Gymnasium's own, "MinAtar/Breakout", "ALE/Breakout-v5", "dm_control/walker-walk".
 
     >>> made("CartPole-v1").observation_space.shape
@@ -216,7 +216,7 @@ class Shuffled(gymnasium.ObservationWrapper):  # type: ignore[misc]
         self._order = numbers.permutation(size)
         self._signs = numbers.choice(np.array([-1, 1], dtype=env.observation_space.dtype), size)
 
-    def observation(self, observation: Any) -> Any:
+    def observation(self, observation: Any) -> object:
         """The observation as this task shows it."""
         return observation[self._order] * self._signs
 
@@ -229,7 +229,7 @@ class Shifted(gymnasium.ObservationWrapper):  # type: ignore[misc]
         space = env.observation_space
         self._offset = np.random.default_rng(seed).normal(0, spread, space.shape).astype(space.dtype)
 
-    def observation(self, observation: Any) -> Any:
+    def observation(self, observation: object) -> object:
         """The observation with this task's constant."""
         return observation + self._offset
 
@@ -240,18 +240,18 @@ class Padded(gymnasium.ObservationWrapper):  # type: ignore[misc]
     uint8 because a replay buffer of floats would be four times as large.
     """
 
-    def __init__(self, env: Any) -> None:
+    def __init__(self, env: object) -> None:
         super().__init__(env)
         self.observation_space = gymnasium.spaces.Box(0, 1, (CHANNELS, 10, 10), np.uint8)
 
-    def observation(self, observation: Any) -> Any:
+    def observation(self, observation: Any) -> object:
         """Channels first, missing ones zero."""
         shown = np.zeros((CHANNELS, 10, 10), np.uint8)
         shown[: observation.shape[-1]] = np.moveaxis(observation, -1, 0)
         return shown
 
 
-def minatar(game: str) -> Any:
+def minatar(game: str) -> object:
     """A MinAtar game with all six actions and ten channels."""
     registering = require("minatar.gym", "rl", "a MinAtar game")
     name = f"MinAtar/{game}-v0"  # v1 has only the actions that a game uses: another space in each
@@ -262,7 +262,7 @@ def minatar(game: str) -> Any:
         return Padded(gymnasium.make(name))
 
 
-def atari(name: str) -> Any:
+def atari(name: str) -> object:
     """An Atari game as DQN sees it: 84×84 gray, four frames, sticky actions, rewards clipped; returns are unclipped."""
     gymnasium.register_envs(require("ale_py", "rl", "an Atari game"))
     monitor = require("stable_baselines3.common.monitor", "rl", "an Atari game").Monitor
@@ -273,14 +273,14 @@ def atari(name: str) -> Any:
     return wrappers.FrameStackObservation(game, 4)
 
 
-def dm_control(name: str) -> Any:
+def dm_control(name: str) -> object:
     """A task of the DeepMind control suite, its observations as one vector of float32."""
     gymnasium.register_envs(require("shimmy", "rl-more", "a task of dm_control"))
     wrappers = gymnasium.wrappers
     return wrappers.DtypeObservation(wrappers.FlattenObservation(gymnasium.make(f"{name}-v0")), np.float32)
 
 
-def changed_physics(env: Any, *, friction: float | None = None, gravity: float | None = None) -> Any:
+def changed_physics(env: Any, *, friction: float | None = None, gravity: float | None = None) -> object:
     """The MuJoCo environment with its friction and gravity multiplied; a reset does not undo that."""
     model = env.unwrapped.model
     if friction is not None:

@@ -8,7 +8,7 @@ temperature and optimizers are reset or kept at a boundary as the setting says, 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
@@ -180,7 +180,7 @@ class AgentLearner:
         self.settle(self.agent)
         return found
 
-    def settle(self, agent: Any) -> None:
+    def settle(self, agent: object) -> None:
         """What happens to the rest of an agent at a boundary, after the remedy."""
         sb3.follow_targets(agent)
         if self.stream.temperature == "reset":
@@ -278,7 +278,7 @@ def curve(episodes: Sequence[tuple[int, float]], steps: int, points: int = POINT
     ]
 
 
-def agent_health(agent: Any) -> dict[str, float | None] | None:
+def agent_health(agent: object) -> dict[str, float | None] | None:
     """The health of all trained networks on a batch of the agent's buffer; None where it holds nothing."""
     batches = sb3.observations(agent)  # of the critic: observations, and actions where there is one
     return None if batches is None else health_numbers(sb3.trained(agent)[0], batches["critic"])
@@ -291,6 +291,6 @@ def _episodes(agent: Any) -> list[tuple[int, float]]:
     return [(int(step), float(value)) for step, value in zip(lengths, returns, strict=True)]
 
 
-def _mean_or_none(values: Any) -> float | None:
+def _mean_or_none(values: Iterable[float]) -> float | None:
     found = list(values)
     return finite(fmean(found)) if found else None

@@ -104,7 +104,7 @@ def _malformed(row: Row) -> str:
     return next(missing, "") or next((name for name, value in row.items() if not _may_hold(name, value)), "")
 
 
-def _may_hold(name: str, value: Any) -> bool:
+def _may_hold(name: str, value: object) -> bool:
     """Whether a task's row may hold this value under this name."""
     if isinstance(value, str):
         return name in _TEXTS
@@ -118,7 +118,7 @@ def _may_hold(name: str, value: Any) -> bool:
     return value is None or (name not in (*_TEXTS, *_TABLES, "curve") and _is_number(value))
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and abs(value) <= sys.float_info.max
 
 
@@ -262,7 +262,7 @@ def _without_curves(row: Row, headline: str) -> Row:
     return {name: value if name == headline else _five_digits(value) for name, value in kept.items()}
 
 
-def _five_digits(value: Any) -> Any:
+def _five_digits(value: object) -> object:
     if isinstance(value, dict):
         return {name: _five_digits(each) for name, each in value.items()}
     return float(f"{value:.5g}") if isinstance(value, float) else value

@@ -63,7 +63,7 @@ _BUILT_IN: Mapping[str, Builder] = {
 _own: dict[str, Builder] = {}
 
 
-def network(name: str, *, shape: tuple[int, ...], classes: int, seed: int, **chosen: Any) -> nn.Module:
+def network(name: str, *, shape: tuple[int, ...], classes: int, seed: int, **chosen: object) -> nn.Module:
     """A new network by name, its start decided by the seed; torch's random state is left as it was.
 
     >>> network("mlp", shape=(4,), classes=2, seed=0, width=[8], activation="tanh").body

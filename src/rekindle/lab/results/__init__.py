@@ -92,7 +92,7 @@ class Results:
             for row in e.tasks
         ]
 
-    def frame(self) -> Any:
+    def frame(self) -> object:
         """The rows as a pandas DataFrame without nesting: groups become dotted names, lists JSON text."""
         pandas = require("pandas", "lab", "a frame")
         lines = []

@@ -202,7 +202,7 @@ class ArmComparison:
         found = {seed: metrics.recovery(rows, reference, self.setting) for seed, (rows, reference) in both.items()}
         return {seed: value for seed, value in found.items() if value is not None}
 
-    def _once(self, key: Any, computed: Callable[[], T]) -> T:
+    def _once(self, key: object, computed: Callable[[], T]) -> T:
         if key not in self._known:
             self._known[key] = computed()
         found: T = self._known[key]

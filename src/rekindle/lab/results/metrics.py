@@ -176,7 +176,7 @@ def mean_at(rows: Iterable[Row], *path: str) -> float | None:
 
 def at(row: Row, path: Sequence[str]) -> float | None:
     """The number at a path in a row, or None."""
-    found: Any = row
+    found: object = row
     for name in path:
         found = found.get(name) if isinstance(found, Mapping) else None
     return float(found) if isinstance(found, int | float) and not isinstance(found, bool) else None

@@ -16,7 +16,7 @@ from rekindle.lab.results.comparison import FIRE, NOTHING, ArmComparison
 from rekindle.lab.results.statistics import SEEDS_FOR_INTERVAL
 from rekindle.lab.results.wording import duration, measure
 from rekindle.lab.settings import RETURNS
-from rekindle.lab.views import NOT_YET, call, columns, sentences, won
+from rekindle.lab.views import NOT_YET, ArmColumn, call, columns, sentences, won
 from rekindle.lab.views.atlas import Atlas
 from rekindle.lab.views.plots import Line, Whisker, curves, forest
 from rekindle.lab.views.svg import COLORS, STYLE, Picture, colors
@@ -123,7 +123,7 @@ def _stream_view(found: ArmComparison, *, alone: bool) -> dict[str, Any]:
     }
 
 
-def _cell(column: Any, arm: str) -> dict[str, Any]:
+def _cell(column: ArmColumn, arm: str) -> dict[str, Any]:
     value = column.value(arm)
     return {
         "heading": column.heading,

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -73,7 +73,7 @@ class Board:
             self._share = max(self._share, spent / max(spent + self.left, 1e-9))
         return self._share
 
-    def __rich_console__(self, console: Console, options: Any) -> Iterator[RenderableType]:
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         """The bar, then the table of the setting of the latest event."""
         share = self.share()
         told = f"{duration(self.left)} left" if self.left is not None else "measuring the time"
