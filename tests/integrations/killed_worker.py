@@ -1,13 +1,12 @@
 """One training run in each trainer: two epochs of twelve steps, a task boundary of the user's after 4 and 15 steps.
 
-`run` is called by `test_killed`, and here in a process that kills itself in the middle of step 19.
+`run` is called by `test_killed`, also in a process that kills itself in the middle of step 19.
 """
 
 from __future__ import annotations
 
 import os
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -88,8 +87,3 @@ def _ignite(folder: Path, kill: bool, resume: bool) -> tuple[nn.Module, Any]:
         Checkpoint.load_objects(parts, torch.load(folder / f"checkpoint_{CHECKPOINT}.pt", weights_only=False))
     trainer.run(batches(4), max_epochs=2)
     return model, handler
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    run(sys.argv[1], Path(sys.argv[2]), kill=True)

@@ -23,7 +23,7 @@ GAMES = ("Breakout", "SpaceInvaders", "Freeway", "Asterix", "Seaquest")
 _BOUNDARY = {"buffer": ("empty", "keep"), "temperature": ("reset", "keep")}
 
 
-class Boundary(TypedDict, total=False):
+class BoundaryOptions(TypedDict, total=False):
     """What every stream takes, see `AgentStream`."""
 
     buffer: str
@@ -74,7 +74,7 @@ Builder = Callable[..., AgentStream]
 B = TypeVar("B", bound=Builder)
 
 
-def observations(seed: int, *, env: str, tasks: int, steps: int, **boundary: Unpack[Boundary]) -> AgentStream:
+def observations(seed: int, *, env: str, tasks: int, steps: int, **boundary: Unpack[BoundaryOptions]) -> AgentStream:
     """The same environment, whose observations come in a new order and with new signs in each task but the first."""
 
     def make(index: int) -> object:
@@ -85,7 +85,7 @@ def observations(seed: int, *, env: str, tasks: int, steps: int, **boundary: Unp
 
 
 def offsets(
-    seed: int, *, env: str, tasks: int, steps: int, spread: float = 2.0, **boundary: Unpack[Boundary]
+    seed: int, *, env: str, tasks: int, steps: int, spread: float = 2.0, **boundary: Unpack[BoundaryOptions]
 ) -> AgentStream:
     """The same environment with a constant added to its observations, N(0, spread) per entry, new in each task.
 
@@ -99,7 +99,12 @@ def offsets(
 
 
 def games(
-    seed: int, *, games: Sequence[str] = GAMES[:3], rounds: int = 2, steps: int = 50_000, **boundary: Unpack[Boundary]
+    seed: int,
+    *,
+    games: Sequence[str] = GAMES[:3],
+    rounds: int = 2,
+    steps: int = 50_000,
+    **boundary: Unpack[BoundaryOptions],
 ) -> AgentStream:
     """MinAtar games in turn: (10, 10, 10) observations of 0 and 1 as uint8, and all six actions, in every game."""
     unknown = [game for game in games if game not in GAMES]
@@ -118,7 +123,7 @@ def dynamics(
     steps: int,
     friction: Sequence[float] | None = None,
     gravity: Sequence[float] | None = None,
-    **boundary: Unpack[Boundary],
+    **boundary: Unpack[BoundaryOptions],
 ) -> AgentStream:
     """A MuJoCo task whose friction or gravity changes: factors are drawn log-uniformly between the two ends given.
 
@@ -136,7 +141,7 @@ def dynamics(
     return AgentStream(_numbered("physics", tasks), (steps,) * tasks, make, **boundary)
 
 
-def midpoint(seed: int, *, env: str, steps: int, tasks: int = 2, **boundary: Unpack[Boundary]) -> AgentStream:
+def midpoint(seed: int, *, env: str, steps: int, tasks: int = 2, **boundary: Unpack[BoundaryOptions]) -> AgentStream:
     """The paper's protocol: one environment, the remedy once at half of the training, which then goes on.
 
     env: a Gymnasium name, "MinAtar/Breakout", "ALE/Breakout-v5" (84×84, four frames, sticky actions), or
@@ -144,11 +149,13 @@ def midpoint(seed: int, *, env: str, steps: int, tasks: int = 2, **boundary: Unp
     """
     edges = [round(index * steps / tasks) for index in range(tasks + 1)]
     parts = tuple(high - low for low, high in pairwise(edges))
-    given: Boundary = {"buffer": "keep", "temperature": "keep", "continuing": True, **boundary}
+    given: BoundaryOptions = {"buffer": "keep", "temperature": "keep", "continuing": True, **boundary}
     return AgentStream(_numbered("part", tasks), parts, lambda index: _environments().made(env), **given)
 
 
-def replay_ratio(seed: int, *, env: str, steps: int, tasks: int = 4, **boundary: Unpack[Boundary]) -> AgentStream:
+def replay_ratio(
+    seed: int, *, env: str, steps: int, tasks: int = 4, **boundary: Unpack[BoundaryOptions]
+) -> AgentStream:
     """The primacy bias of Nikishin et al.: one environment, many updates per step, the remedy between equal parts.
 
     The number of updates is the agent's own `gradient_steps`; replay is kept, so that a reset agent learns from it.
