@@ -8,8 +8,10 @@ from types import ModuleType
 
 import pytest
 
+from lab_fakes import Inline
 from rekindle.lab.arms import ARMS
 from rekindle.lab.execution.store import pack, unpacked
+from rekindle.lab.execution.workers import TARGET
 from rekindle.lab.settings import Setting
 from rekindle.lab.study import Study
 from rekindle.lab.views.atlas import Atlas
@@ -46,7 +48,7 @@ def test_a_page_has_a_question_an_answer_a_picture_and_a_command(name: str) -> N
 
 def test_an_archive_holds_the_runs_of_its_study_and_the_same_bytes(tmp_path: Path) -> None:
     made = Study("s", [TINY], [ARMS["nothing"], ARMS["fire"]], [0, 1, 2], tmp_path / "s")
-    here = made.run(workers=1)
+    here = made.run(Inline(TARGET))
     identities = [run.identity for run in made.runs()]
     files = [tmp_path / "a.tar.xz", tmp_path / "b.tar.xz"]
     assert [pack(made.store, identities, file) for file in files] == [6, 6]

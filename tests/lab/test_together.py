@@ -16,10 +16,11 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import rekindle
+from lab_fakes import Inline
 from rekindle.advice.stacking import Stack, Unstackable
 from rekindle.lab import networks, together, train
 from rekindle.lab.arms import ARMS, Arm
-from rekindle.lab.execution.workers import Pool
+from rekindle.lab.execution.workers import TARGET, Pool
 from rekindle.lab.results import planned
 from rekindle.lab.results.statistics import holm
 from rekindle.lab.settings import Run, Setting
@@ -199,7 +200,7 @@ def test_rates_are_chosen_first_and_only_the_chosen_one_is_reported(tmp_path: Pa
     arms = [ARMS["nothing"], Arm("near", "FIRE"), Arm("drawn", "RandomIsometry")]
     wanted = [{"arm": "near", "minus": "nothing"}, {"arm": "near", "minus": "drawn", "same": 2.0}]
     made = Study("s", [TINY], arms, [0, 1, 2], tmp_path, rates=[1e-3, 1.0], comparisons=wanted)
-    results = made.run(workers=1)
+    results = made.run(Inline(TARGET))
     assert made.last is not None and made.last.counts == {"finished": 3 * 2 * 2 + 3 * 3}
     assert {entry.name: entry.arm.lr for entry in results.entries} == dict.fromkeys(("nothing", "near", "drawn"), 1.0)
     claims = planned(results)

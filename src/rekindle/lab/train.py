@@ -23,6 +23,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
+from rekindle import Receipt
 from rekindle.lab.arms import Arm
 from rekindle.lab.evaluation import (
     Score,
@@ -39,7 +40,6 @@ from rekindle.lab.sources import Examples, Stream, Task, derive, generator, isol
 from rekindle.methods import muon
 from rekindle.methods.remedy import Moment, moments
 from rekindle.projection.recalibration import recalibrate
-from rekindle.projection.receipt import Receipt
 
 Row = dict[str, Any]
 P = ParamSpec("P")
