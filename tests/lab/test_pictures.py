@@ -186,7 +186,7 @@ def test_whiskers_lie_around_zero_as_their_numbers_do() -> None:
     "drawn",
     [
         curves(EVIL, [Line(EVIL, [1, 2], [0.1, 0.2])], x=EVIL, y=EVIL, level=(0.1, EVIL)),
-        forest(EVIL, [Whisker(EVIL, 1.0, 0.5, 1.5, EVIL)], x=EVIL, better=EVIL, worse=EVIL),
+        forest(EVIL, [Whisker(EVIL, 1.0, 0.5, 1.5)], x=EVIL, better=EVIL, worse=EVIL),
     ],
     ids=["curves", "forest"],
 )

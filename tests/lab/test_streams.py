@@ -25,7 +25,6 @@ BUILDERS: dict[str, Any] = {
     "class_incremental": lambda seed: streams.class_incremental(images(), epochs=2, per_class=6, seed=seed),
     "permuted_inputs": lambda seed: streams.permuted_inputs(images(), tasks=3, epochs=2, seed=seed),
     "random_labels": lambda seed: streams.random_labels(images(), tasks=3, epochs=2, seed=seed),
-    "permuted_labels": lambda seed: streams.permuted_labels(images(), tasks=3, epochs=2, seed=seed),
     "label_shift": lambda seed: streams.label_shift(images(), tasks=3, epochs=2, per_task=40, seed=seed),
     "drift": lambda seed: streams.drift([images(), images(name="other")], tasks=4, epochs=2, per_task=9, seed=seed),
 }
@@ -106,16 +105,6 @@ def test_random_labels_have_no_test_and_are_uniform() -> None:
     counts = torch.bincount(train(stream[1]).y, minlength=5)
     assert stream[0].test is None and counts.min() > 900
     assert torch.equal(train(stream[0]).x, train(stream[1]).x)
-
-
-def test_permuted_labels_rename_consistently() -> None:
-    data, task = images(), BUILDERS["permuted_labels"](0)[2]
-    for label in range(5):
-        assert len(train(task).y[data.y == label].unique()) == 1
-    assert len(train(task).y.unique()) == 5
-    names = {int(a): int(b) for a, b in zip(data.y, train(task).y, strict=True)}
-    assert isinstance(task.test, Examples)
-    assert task.test.y.tolist() == [names[int(y)] for y in data.test_y]
 
 
 def test_label_shift_changes_shares_alike_in_training_and_test() -> None:

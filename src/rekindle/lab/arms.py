@@ -342,7 +342,6 @@ ARMS: dict[str, Arm] = {
             tuning=(_HALF, *_options("scale", "init:kaiming(0.7)", "init:kaiming(2.8)")),
             about="FIRE at the norm of a He start",
         ),
-        Arm("fire-half", "FIRE", {"strength": 0.5}),
         Arm("fire-qk", "FIRE", {"targets": "attention.qk"}),
         Arm("fire-attention", "FIRE", {"targets": "attention"}),
         Arm("fire-mlp", "FIRE", {"targets": "mlp"}),
@@ -367,7 +366,6 @@ GROUPS: dict[str, list[str]] = {
     "scales": ["fire", "fire-nearest", "fire-norm", "fire-init"],
     "targets": ["fire", "fire-heads", "fire-qk", "fire-attention", "fire-mlp", "fire-all"],
     "states": ["fire-state-fresh", "fire-state-moments", "fire-state-step", "fire-state-none"],
-    "nearness": ["nothing", "fire", "random-isometry", "fire-nearest", "random-isometry-nearest", "full-reset"],
     "continuous": [
         "l2-init",
         "parseval",

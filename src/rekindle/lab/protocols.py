@@ -36,7 +36,7 @@ _LENGTH: dict[str, Mapping[str, Any]] = {
     "class-incremental": {"phases": 20, "epochs": 100},
 }
 _MATRIX_ARMS = (
-    *("fire", "fire-10", "fire-5", "fire-nearest", "fire-norm", "fire-init", "fire-half"),
+    *("fire", "fire-10", "fire-5", "fire-nearest", "fire-norm", "fire-init"),
     *("random-isometry", "random-isometry-nearest", "rescale", "fresh-at-norm"),
     *("fire-state-fresh", "fire-state-moments", "fire-state-step", "fire-state-none"),
 )

@@ -133,17 +133,6 @@ def random_labels(data: Images, *, tasks: int, epochs: int, per_task: int | None
     return _of(data, "random-labels", tasks, make)
 
 
-def permuted_labels(data: Images, *, tasks: int, epochs: int, seed: int) -> Stream:
-    """The classes are renamed in every task: what belongs together stays together, under another name."""
-
-    def make(index: int) -> Task:
-        names = torch.randperm(data.classes, generator=generator(seed, "names", index))
-        train, test = Examples(data.x, names[data.y]), Examples(data.test_x, names[data.test_y])
-        return Task(f"names {index + 1}", train, test, epochs=epochs)
-
-    return _of(data, "permuted-labels", tasks, make)
-
-
 def label_shift(
     data: Images, *, tasks: int, epochs: int, per_task: int | None = None, concentration: float = 0.3, seed: int
 ) -> Stream:
@@ -287,7 +276,6 @@ STREAMS: dict[str, Builder] = {
     "class-incremental": _images(class_incremental),
     "permuted-inputs": _images(permuted_inputs),
     "random-labels": _images(random_labels),
-    "permuted-labels": _images(permuted_labels),
     "label-shift": _images(label_shift),
     "drift": _images(drift),
     "alphabet": _alphabet,

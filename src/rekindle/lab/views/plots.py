@@ -34,15 +34,12 @@ class Line:
 
 @dataclass(frozen=True)
 class Whisker:
-    """One line of a forest plot; lines of one group stand together under its name."""
+    """One line of a forest plot."""
 
     label: str
     value: float
     low: float | None = None
     high: float | None = None
-    group: str = ""
-    color: str = ""
-    note: str = ""
 
 
 def curves(
@@ -139,11 +136,10 @@ def forest(
     """
     ends = [v for each in intervals for v in (each.value, each.low, each.high) if v is not None]
     marked = ticks(min([0.0, *ends]), max([0.0, *ends]), 6)
-    groups = list(dict.fromkeys(each.group for each in intervals))
     largest = max([abs(end) for end in ends], default=0.0)
     decimals = 1 if largest >= 10 else 2 if largest >= 1 else 3
     said = [_interval_text(each, decimals) for each in intervals]
-    left = 34 + max([wide(each.label) + (12 if each.group else 0) for each in intervals] + [wide(g) for g in groups])
+    left = 34 + max(wide(each.label) for each in intervals)
     right = 18 + max([wide(each) for each in said], default=0.0)
     width = max(1000.0, left + right + 260)
     row = _ROW
@@ -151,7 +147,7 @@ def forest(
         left, right, width, row = 24.0, 24.0, PHONE, 40
         if marked:
             marked = ticks(marked[0], marked[-1], 4)
-    height = 18 + row * len(intervals) + _ROW * sum(bool(group) for group in groups) + 62 + 16 * phone
+    height = 18 + row * len(intervals) + 62 + 16 * phone
     across = _axis(marked[0], marked[-1], left, width - right)
     bottom = height - 58 - 16 * phone
     marks: list[Any] = [rule(across(v), 10, across(v), bottom, "zero" if v == 0 else "grid") for v in marked]
@@ -168,24 +164,13 @@ def forest(
         marks.append(label(f"← {worse}", across(0) - 8, bottom + 34, "end"))
     if better and width - across(0) - 8 > wide(f"{better} →"):
         marks.append(label(f"{better} →", across(0) + 8, bottom + 34))
-    ink = colors(list(dict.fromkeys(each.color or each.label for each in intervals)) if named is None else named)
-    at = 28.0
-    for group in groups:
-        if group:
-            marks.append(label(group, 10, at, kind="said"))
-            at += _ROW
-        for each, told in zip(intervals, said, strict=True):
-            if each.group == group:
-                kind = ink.get(each.color or each.label, "rest")
-                marks.append(_whisker(each, told, kind, across, at, width - right, phone))
-                at += row
-    described = "; ".join(
-        f"{f'{each.group}, ' if each.group else ''}{each.label} {told}"
-        for each, told in zip(intervals, said, strict=True)
-    )
-    note = " ".join(dict.fromkeys(each.note for each in intervals if each.note))
+    ink = colors([each.label for each in intervals] if named is None else named)
+    for place, (each, told) in enumerate(zip(intervals, said, strict=True)):
+        kind = ink.get(each.label, "rest")
+        marks.append(_whisker(each, told, kind, across, 28.0 + place * row, width - right, phone))
+    described = "; ".join(f"{each.label} {told}" for each, told in zip(intervals, said, strict=True))
     small = None if phone else forest(title, intervals, x=x, better=better, worse=worse, named=named, phone=True)
-    return Picture(title, f"{title}: {described}.", width, height, joined(marks), note, small)
+    return Picture(title, f"{title}: {described}.", width, height, joined(marks), narrow=small)
 
 
 def _axis(low: float, high: float, start: float, end: float) -> Callable[[float], float]:
@@ -257,7 +242,7 @@ def _whisker(
     each: Whisker, told: str, kind: str, across: Callable[[float], float], at: float, edge: float, phone: bool
 ) -> Markup:
     y = at + 11 if phone else at - 4
-    parts = [label(each.label, 22 if each.group else 10, at, kind=f"name {kind}")]
+    parts = [label(each.label, 10, at, kind=f"name {kind}")]
     if each.low is not None and each.high is not None:
         parts.append(rule(across(each.low), y, across(each.high), y, f"bar {kind}"))
         parts += [rule(across(end), y - 4, across(end), y + 4, f"bar {kind}") for end in (each.low, each.high)]
