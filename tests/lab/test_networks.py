@@ -53,7 +53,8 @@ def roles(model, targets="auto"):
 
 
 def test_every_network_is_swept_here():
-    assert set(SMALL) == set(networks._BUILT_IN)
+    swept_in_test_units = {"autoencoder", "vq-vae", "expert-gpt", "lora-gpt"}
+    assert set(SMALL) | swept_in_test_units == set(networks._BUILT_IN)
 
 
 @EVERY

@@ -111,6 +111,20 @@ def test_experts_share_the_tokens_of_the_most_loaded() -> None:
     assert float((now - then).norm() / (then - case.batch).norm()) < 0.6
 
 
+def test_a_router_that_collapsed_by_its_bias() -> None:
+    """Rows of copies are no help while the bias still sends everything to the first."""
+    torch.manual_seed(0)
+    model, x = Switch(), draw(512, 16)
+    model.router = nn.Linear(16, 8)
+    with torch.no_grad():
+        model.router.bias[0] = 9.0
+    (before,) = rekindle.health(model, [x]).stacks.values()
+    receipt = Revive(tau=None)(model, torch.optim.Adam(model.parameters()), batches=[x])
+    (after,) = rekindle.health(model, [x]).stacks.values()
+    assert before["dead"] == 7 / 8 and after["dead"] == 0 and after["perplexity"] > 4
+    assert "router.bias" in receipt.changed and model.router.bias.tolist() == [9.0] * 8
+
+
 def test_dead_ranks_leave_the_function_and_merging_does_too() -> None:
     model, x = Adapted(), draw(6, 12)
     with torch.no_grad():

@@ -24,14 +24,26 @@ PEAK = 20  # steps in which a spike is looked for
 class Score(NamedTuple):
     """Accuracy and mean loss; a loss that is not finite is None."""
 
-    accuracy: float
+    accuracy: float | None
     loss: float | None
 
 
+def score(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What the network makes of x, its loss, and how many answers are right.
+
+    The loss is cross entropy (text has one answer per token), or the network's own `loss(outputs, y)`. Where y is no
+    class, nothing is right or wrong: NaN.
+    """
+    outputs = model(x)
+    own = getattr(model, "loss", None)
+    loss = cross_entropy(outputs.flatten(0, -2), y.flatten()) if own is None else own(outputs, y)
+    right = outputs.new_tensor(math.nan) if y.is_floating_point() else (outputs.detach().argmax(-1) == y).sum()
+    return outputs, loss, right
+
+
 def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """Cross entropy, the loss of every stream; text has one answer per token."""
-    logits = model(batch[0])
-    return cross_entropy(logits.flatten(0, -2), batch[1].flatten())
+    """The loss of a batch."""
+    return score(model, *batch)[1]
 
 
 def finite(value: float) -> float | None:
@@ -52,11 +64,11 @@ def evaluate(model: nn.Module, data: Examples) -> Score:
     right, loss, count = 0.0, 0.0, 0
     with evaluating(model):
         for x, y in zip(torch.split(data.x, _AT_ONCE), torch.split(data.y, _AT_ONCE), strict=True):
-            logits, labels = model(x).flatten(0, -2), y.flatten()
-            right += float((logits.argmax(-1) == labels).sum())
-            loss += float(cross_entropy(logits, labels, reduction="sum"))
-            count += len(labels)
-    return Score(right / count, finite(loss / count))
+            _, found, hits = score(model, x, y)
+            right += float(hits)
+            loss += float(found) * y.numel()
+            count += y.numel()
+    return Score(finite(right / count), finite(loss / count))
 
 
 def average(scores: Sequence[Score]) -> tuple[float | None, float | None]:
@@ -77,17 +89,22 @@ def drift_of(before: Tensor, after: Tensor) -> float | None:
     return None if not math.isfinite(moved) else max(0.0, moved)  # rounding may leave it just below zero
 
 
-def health_numbers(model: nn.Module, batch: Batch) -> dict[str, float | None] | None:
+def health_numbers(model: nn.Module, batch: Batch) -> dict[str, Any] | None:
     """The health numbers that a study follows: shares of units, ranks and deviation, and the norm of all weights.
 
     `dormant` is the share of units whose activity is at most 0.025 of their layer's mean, `effective_rank` the mean
     over layers of feature rank ÷ what it could be, `dfi` the scale-free deviation from isometry per dimension.
+    `units` holds what is known of experts, codes, latents and ranks, by kind, of the stack where most are dead.
     None is unmeasured.
     """
     try:
         report = health(model, [batch])
     except (ValueError, RuntimeError, TypeError):  # a diverged network, or one that activity cannot read
         return None
+    units: dict[str, Any] = {}
+    for name, numbers in sorted(report.stacks.items(), key=lambda item: item[1].get("dead", 0.0)):
+        if (kind := report.about[name]["kind"]) != "rows":
+            units[kind] = {key: _finite_or_none(value) for key, value in numbers.items()}
     ranks = [unit["feature_rank"] / unit["rank_limit"] for unit in report.units.values() if "feature_rank" in unit]
     return {
         "dormant": _finite_or_none(report.whole.get("dormant")),
@@ -96,6 +113,7 @@ def health_numbers(model: nn.Module, batch: Batch) -> dict[str, float | None] | 
         "effective_rank": mean(map(_finite_or_none, ranks)),
         "dfi": _finite_or_none(report.whole.get("dfi_scale_free")),
         "norm": _finite_or_none(report.whole.get("weight_norm")),
+        **({"units": units} if units else {}),
     }
 
 

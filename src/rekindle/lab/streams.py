@@ -216,6 +216,15 @@ def domains(
     return Stream("domains", vocabulary, (context,), rounds * len(names), make)
 
 
+def reconstruction(x: Tensor, *, tasks: int, steps: int, centered: bool = False) -> Stream:
+    """The inputs are the answers, for autoencoders; every sixth row is for testing. `centered`: less their mean."""
+    x = x - x.flatten(0, -2).mean(0) if centered else x
+    test = torch.arange(len(x)) % 6 == 5
+    train, judged = (Examples(rows, rows) for rows in (x[~test], x[test]))
+    shape = tuple(x.shape[1:])
+    return Stream("reconstruction", 1, shape, tasks, lambda i: Task(f"part {i + 1}", train, judged, steps=steps))
+
+
 def _reading(name: str, tokens: Tensor, context: int, steps: int) -> Task:
     edge = len(tokens) * 9 // 10
     return Task(name, Text(tokens[:edge], context), Text(tokens[edge:], context), steps=steps)
@@ -270,6 +279,15 @@ def _domains(
     return domains(encoded, vocabulary=tokenizer.size, seed=seed, **options)
 
 
+def _reconstruction(seed: int, *, data: str = "minilm", count: int = 1536, **options: Any) -> Stream:
+    """`data`: "minilm", hidden states of its 384 units on 32 tokens of the Bible, or the name of a set of images."""
+    if data == "minilm":
+        from rekindle.lab.data.activations import minilm
+
+        return reconstruction(minilm(passages=count), **options)
+    return reconstruction(load(data, seed=seed, count=count).x, **options)
+
+
 STREAMS: dict[str, Builder] = {
     "warm-start": _images(warm_start),
     "continual": _images(continual),
@@ -280,6 +298,7 @@ STREAMS: dict[str, Builder] = {
     "drift": _images(drift),
     "alphabet": _alphabet,
     "domains": _domains,
+    "reconstruction": _reconstruction,
 }
 _BUILT_IN = frozenset(STREAMS)
 

@@ -166,6 +166,8 @@ def _stacks(members: list[Member], tasks: dict[int, Task]) -> list[list[Member]]
         try:
             if learner.watches or len(learner.optimizers) != 1:
                 raise Unstackable("it watches every step")
+            if hasattr(learner.model, "loss"):
+                raise Unstackable("it has a loss of its own")
             sizes = (task.length(learner.setting.batch), len(task.train), task.epochs is None)
             key: object = (signature(learner.model, learner.optimizers[0]), sizes)
         except Unstackable:

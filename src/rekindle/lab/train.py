@@ -19,7 +19,6 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
@@ -34,6 +33,7 @@ from rekindle.lab.evaluation import (
     health_numbers,
     log_probabilities,
     loss_of,
+    score,
 )
 from rekindle.lab.settings import Run, Setting, read_source
 from rekindle.lab.sources import Examples, Stream, Task, derive, generator, isolated
@@ -192,9 +192,9 @@ class Learner:
                     self.treat("event", [(x, y)])
                 if factor is not None:
                     set_rate(optimizers, factor(step))
-                logits = self._call(model, x) if self.watches else model(x)  # wiring is read off the first pass
-                loss = cross_entropy(logits.flatten(0, -2), y.flatten())
-                track.add((logits.detach().argmax(-1) == y).sum(), loss.detach(), y.numel())
+                # Wiring is read off the first pass.
+                _, loss, right = self._call(score, model, x, y) if self.watches else score(model, x, y)
+                track.add(right, loss.detach(), y.numel())
                 for optimizer in optimizers:
                     optimizer.zero_grad()
                 (loss if term is None else loss + self.timed(term, model)).backward()
@@ -237,8 +237,9 @@ class Learner:
         if treated and getattr(self.acts["event"], "batches", "any") == "all":
             batches = [(torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches]))]
         if treated:
-            before, old, sample = self.scores[-1], average(self.scores), self.earlier[-1].some(_DRIFT).x
-            answers = log_probabilities(model, sample)
+            before, old, sample = self.scores[-1], average(self.scores), self.earlier[-1].some(_DRIFT)
+            classes = not sample.y.is_floating_point()
+            answers = log_probabilities(model, sample.x) if classes else None
             try:
                 receipt, failed = self.treat("event", batches), None
             except Diverged as reason:
@@ -264,7 +265,7 @@ class Learner:
                 "old_accuracy_after": new[0],
                 "old_loss_before": old[1],
                 "old_loss_after": new[1],
-                "function_drift": drift_of(answers, log_probabilities(model, sample)),
+                "function_drift": None if answers is None else drift_of(answers, log_probabilities(model, sample.x)),
             }
         if setting.new_optimizer:
             self.optimizers = make_optimizers(model, setting, self.arm)

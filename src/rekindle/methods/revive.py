@@ -47,11 +47,10 @@ class Revive(Remedy):
       that they share its tokens.
     - ranks of an adapter start again: a new row in A, zeros in B, as at its start. With `merge` all of them do, and
       what they have learned goes into the base weight first (ReLoRA, Lialin et al., 2023).
-    - neurons are recycled by ReDo at `tau`; `tau=None` leaves them as they are.
+    - neurons are recycled by ReDo.
 
-    Units are found on the first batch (`rekindle.health` shows them); `units` names them by hand or leaves them out.
-    Batches are those of the call, or some that `observe` has seen while training. Where they are too few to tell dead
-    from rare, nothing is changed and the receipt says so.
+    Units are found on the first batch (`rekindle.health` shows them). Batches are those of the call, or some that
+    `observe` has seen. Where they are too few to tell dead from rare, nothing is changed and the receipt says so.
 
     >>> class Quantizer(nn.Module):
     ...     def __init__(self):
@@ -61,6 +60,12 @@ class Revive(Remedy):
     ...         return self.codes[torch.cdist(x, self.codes).argmin(-1)]
     >>> Revive()(Quantizer(), batches=[torch.randn(64, 2)]).totals()["counts"]["codes"]
     4
+
+    Args:
+        tau: ReDo's threshold for neurons; None leaves neurons as they are.
+        merge: All ranks of adapters start again, after they were merged into the base weight.
+        units: Kinds by hand, {"codebook.embed": "codes"}; None as the kind leaves a stack out.
+        seed: Of what is drawn where the call has no generator.
     """
 
     name = "revive"
@@ -325,15 +330,11 @@ def _latents(call: Call, stack: UnitStack, dead: Tensor, examples: _Examples, ch
 def _experts(call: Call, stack: UnitStack, dead: Tensor, examples: _Examples, changes: _Changes) -> str:
     """Copies of the experts that are most often the first choice, each for the tokens on its side of a random plane."""
     router = stack.holds["router"]
-    owner = router.tensor.rpartition(".")[0]
     weight = tensor_of(call.inner, router.tensor).detach().movedim(router.axis, 0)
-    corrections = {  # of the scores, one number for each expert
-        name: buffer
-        for name, buffer in call.inner.get_submodule(owner).named_buffers(owner, recurse=False)
-        if buffer.shape == (stack.size,) and buffer.is_floating_point()
-    }
+    biases = [member for role, member in stack.holds.items() if role.startswith("bias")]
+    added = {member: tensor_of(call.inner, member.tensor).detach().clone() for member in biases}
     rows = examples.of(stack).to(weight)
-    firsts = (rows @ weight.mT + sum(corrections.values())).argmax(-1)
+    firsts = (rows @ weight.mT + sum(added.values())).argmax(-1)
     load = call.total([torch.bincount(firsts, minlength=stack.size).double().cpu()])[0]
     source, shared = torch.empty_like(dead), torch.ones_like(load)
     for place in range(len(dead)):
@@ -348,17 +349,16 @@ def _experts(call: Call, stack: UnitStack, dead: Tensor, examples: _Examples, ch
     drawn = call.first({"router": weight[of] + planes})
     changes.add(router, moved, drawn["router"].movedim(0, router.axis))
     changes.count(router, experts=len(dead))
-    for name, buffer in corrections.items():
-        changes.add(Slices(name, 0), moved, buffer[of])
+    for member, value in added.items():
+        changes.add(member, moved, value[of])
     for role, member in stack.holds.items():
         if role == "modules":
             _modules(call, member, dead, source, changes)
-        elif role != "router":
+        elif role != "router" and member not in added:
             value = tensor_of(call.inner, member.tensor).detach()
             copies = value[source.to(value.device)]
-            changes.add(
-                member, dead, call.first({"rows": copies + _NOISE * value.std() * _noise(call, copies)})["rows"]
-            )
+            copies = copies + _NOISE * value.std() * _noise(call, copies)
+            changes.add(member, dead, call.first({"rows": copies})["rows"])
     return ""
 
 

@@ -36,6 +36,7 @@ _CHOICES = {"topk": 1, "argmax": 0, "argmin": 0, "max": 1, "min": 1, "sort": 1, 
 _LOOKUPS = {"gather": 0, "index": 0, "index_select": 0, "embedding": 0}
 # Operations that may give zeros.
 _GATES = {"relu", "relu6", "threshold", "topk", "sort", "kthvalue", "gt", "ge", "lt", "le", "clamp_min", "clamp"}
+_ADDED = {"add", "addmm", "linear"}
 _FEWEST = 8  # inputs of an autoencoder that only a rectifier tells
 _ROUNDED = "codes are made by rounding (FSQ): there is no table whose entries could die"
 
@@ -45,7 +46,7 @@ class UnitStack:
     """`size` units of one kind; of codes, in so many `books` of equal size.
 
     holds: the tensors that hold the members, by what they are: "codes"; "router" and the parameters of experts (or
-        "modules", the prefix of a ModuleList); "encoder", "decoder", "bias …" and "vector …", of one number each;
+        "modules", the prefix of a ModuleList); "encoder" and "decoder"; "bias …" and "vector …", of one number each;
         "down", "up" and "base", to which `factor` times their product is added.
     chosen: where numbers of members are chosen (indices). active: where their activity shows (zero: not used).
     inputs: what they are compared with; outputs: what is made of them.
@@ -155,7 +156,8 @@ class _Search:
         size, chosen = shape[-1], self.ancestry.sight(index, -1 - output)
         if size < 2:
             return
-        for source in self.ancestry.sources(operation.inputs[0])[0]:
+        products, _, leaves = self.ancestry.sources(operation.inputs[0])
+        for source in products:
             product = self.graph.operations[source]
             if self.graph.shapes[product.outputs[0]][-1:] != (size,):
                 continue
@@ -164,7 +166,7 @@ class _Search:
                 root = self.ancestry.root(product.inputs[table])
                 stack = self._codes(operation.outputs[output], root, size)
                 if stack is None and factors is not None:
-                    stack = self._experts(self.graph.weights.get(root), size)
+                    stack = self._experts(self.graph.weights.get(root), size, self._vectors(product, leaves, size))
                 if stack is not None:
                     self._add(replace(stack, chosen=(chosen,), inputs=self.ancestry.sight(source, data)))
                     return
@@ -190,8 +192,8 @@ class _Search:
         books = math.prod(shape[:axis])
         return UnitStack("codes", held, size * books, {"codes": Slices(held, axis)}, books=books)
 
-    def _experts(self, router: str | None, size: int) -> UnitStack | None:
-        """A router: the nearest module around it that holds `size` of something."""
+    def _experts(self, router: str | None, size: int, added: dict[str, Slices]) -> UnitStack | None:
+        """A router: the nearest module around it that holds `size` of something. `added` to its scores."""
         if router is None:
             return None
         shape = self.graph.parameters[router].shape
@@ -213,10 +215,11 @@ class _Search:
                     name: Slices(name, 0)
                     for name, parameter in self.graph.parameters.items()
                     if stacked and name.rpartition(".")[0] in {n.rpartition(".")[0] for n in stacked}
+                    and name not in {member.tensor for member in added.values()}
                     and parameter.ndim == 1 and len(parameter) == size
                 }  # fmt: skip
                 modules = {} if stacked else {"modules": Slices(lists[0], 0)}
-                holds = {"router": Slices(router, axis), **stacked, **biases, **modules}
+                holds = {"router": Slices(router, axis), **added, **stacked, **biases, **modules}
                 one = bool(modules) and len({*map(id, self.lists[lists[0]])}) < size
                 refusal = f"several experts of {lists[0]} are one module" if one else ""
                 return UnitStack("experts", prefix.rstrip(".") or router, size, holds, refusal=refusal)
@@ -253,17 +256,7 @@ class _Search:
         if not (sure or rectified):
             return
         holds = {"encoder": self.ancestry.member(encoder, first, factors[1], size, made=True)}
-        if first.name in ("addmm", "linear") and len(first.inputs) > 2:
-            leaves |= {first.inputs[0 if first.name == "addmm" else 2]}
-        for number in sorted(leaves):  # biases, thresholds: a number for each latent
-            own = self.ancestry.held(number)
-            if own in self.graph.parameters and self.graph.parameters[str(own)].shape == (size,):
-                added = {self.graph.operations[i].name for i in self.ancestry.readers.get(number, ())} & {
-                    "add",
-                    "addmm",
-                    "linear",
-                }
-                holds[f"{'bias' if added else 'vector'} {own}"] = Slices(str(own), 0)
+        holds |= self._vectors(first, leaves, size)
         tied = encoder == decoder
         if not tied:
             holds["decoder"] = self.ancestry.member(decoder, operation, place, size, made=False)
@@ -285,6 +278,18 @@ class _Search:
                 refusal=refusal,
             )
         )
+
+    def _vectors(self, product: Operation, leaves: set[int], size: int) -> dict[str, Slices]:
+        """Biases, thresholds: one number for each member, which enters between a product and what is made of it."""
+        if product.name in ("addmm", "linear") and len(product.inputs) > 2:
+            leaves = leaves | {product.inputs[0 if product.name == "addmm" else 2]}
+        found = {}
+        for number in sorted(leaves):
+            own = self.ancestry.held(number)
+            if own is not None and self.graph.shapes[self.ancestry.root(number)] == (size,):
+                readers = {self.graph.operations[i].name for i in self.ancestry.readers.get(number, ())}
+                found[f"{'bias' if readers & _ADDED else 'vector'} {own}"] = Slices(own, 0)
+        return found
 
     def _ranks(self, operation: Operation) -> None:
         """x·W + (x·A)·B: the inner numbers of the pair."""

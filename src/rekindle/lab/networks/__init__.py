@@ -1,11 +1,11 @@
-"""Networks that the laboratory studies, built by name: vision.py, transformers.py and dawn.py hold them.
+"""Networks that the laboratory studies, built by name: vision.py, transformers.py, stacks.py and dawn hold them.
 
     model = network("resnet18", shape=(3, 16, 16), classes=10, seed=0, width=8)
 
 A builder is called as `builder(shape, classes, **options)` and draws its weights from torch's global random state, as
 all torch modules do; `network` forks that state and seeds it, so that the seed alone decides the start. `shape` is one
-input's shape without the batch, `(context,)` for text. Every network returns logits (…, classes). `register` adds your
-own builder, a class or a function.
+input's shape without the batch, `(context,)` for text. Networks return logits (…, classes), or have a
+`loss(outputs, y)` of their own. `register` adds your own builder, a class or a function.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from rekindle import blocks
 from rekindle.blocks.layouts import Recipe
 from rekindle.isolation import forked_rng
 from rekindle.lab.dawn import DAWN, DAWNConfig, Router
+from rekindle.lab.networks.stacks import VQVAE, ExpertGPT, SparseAutoencoder, adapters
 from rekindle.lab.networks.transformers import GPT, ViT, context
 from rekindle.lab.networks.vision import CNN, MLP, VGG16, ResNet18, at_least_one
 
@@ -59,6 +60,10 @@ _BUILT_IN: Mapping[str, Builder] = {
     "vit": ViT,
     "gpt": GPT,
     "dawn": _dawn,
+    "autoencoder": SparseAutoencoder,
+    "vq-vae": VQVAE,
+    "expert-gpt": ExpertGPT,
+    "lora-gpt": adapters,
 }
 _own: dict[str, Builder] = {}
 
