@@ -16,6 +16,8 @@ from rekindle import health
 from rekindle.isolation import Batch
 from rekindle.lab.sources import Examples
 
+Numbers = dict[str, float | None]
+HealthNumbers = dict[str, float | dict[str, Numbers] | None]
 _AT_ONCE = 500  # rows per forward pass
 POINTS = 20  # of a curve
 PEAK = 20  # steps in which a spike is looked for
@@ -89,7 +91,7 @@ def drift_of(before: Tensor, after: Tensor) -> float | None:
     return None if not math.isfinite(moved) else max(0.0, moved)  # rounding may leave it just below zero
 
 
-def health_numbers(model: nn.Module, batch: Batch) -> dict[str, Any] | None:
+def health_numbers(model: nn.Module, batch: Batch) -> HealthNumbers | None:
     """The health numbers that a study follows: shares of units, ranks and deviation, and the norm of all weights.
 
     `dormant` is the share of units whose activity is at most 0.025 of their layer's mean, `effective_rank` the mean
@@ -101,7 +103,7 @@ def health_numbers(model: nn.Module, batch: Batch) -> dict[str, Any] | None:
         report = health(model, [batch])
     except (ValueError, RuntimeError, TypeError):  # a diverged network, or one that activity cannot read
         return None
-    units: dict[str, Any] = {}
+    units: dict[str, Numbers] = {}
     for name, numbers in sorted(report.stacks.items(), key=lambda item: item[1].get("dead", 0.0)):
         if (kind := report.about[name]["kind"]) != "rows":
             units[kind] = {key: _finite_or_none(value) for key, value in numbers.items()}

@@ -21,7 +21,7 @@ from rekindle.integrations import sb3
 from rekindle.isolation import random_states_kept
 from rekindle.lab.agents import AgentStream
 from rekindle.lab.agents.building import build, restore, state_of
-from rekindle.lab.evaluation import POINTS, finite, health_numbers
+from rekindle.lab.evaluation import POINTS, HealthNumbers, finite, health_numbers
 from rekindle.lab.settings import FirstTask, Run, read_source
 from rekindle.lab.sources import derive, generator
 from rekindle.lab.train import Refused
@@ -278,7 +278,7 @@ def curve(episodes: Sequence[tuple[int, float]], steps: int, points: int = POINT
     ]
 
 
-def agent_health(agent: object) -> dict[str, float | None] | None:
+def agent_health(agent: object) -> HealthNumbers | None:
     """The health of all trained networks on a batch of the agent's buffer; None where it holds nothing."""
     batches = sb3.observations(agent)  # of the critic: observations, and actions where there is one
     return None if batches is None else health_numbers(sb3.trained(agent)[0], batches["critic"])
