@@ -49,6 +49,14 @@ def after(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, action: Callab
     monkeypatch.setattr(owner, name, both)
 
 
+def refused(source: Path, folder: Path, place: Path, why: str) -> None:
+    """The job ends with this error, and what somebody else has written stays."""
+    with pytest.raises(CheckpointError, match=why):
+        fire_file(source, folder / "out", force=True)
+    assert place.read_bytes() == b"somebody else's"
+    assert leftovers(folder) == []
+
+
 def test_in_place_touches_only_the_files_in_which_a_weight_changes(tmp_path: Path) -> None:
     folder = tmp_path / "hf"
     folder.mkdir()
@@ -230,10 +238,7 @@ def test_an_old_output_that_changes_while_a_job_runs_is_not_replaced(
         make_folder(tmp_path / "out", shards=2)
         (source / "config.json").write_bytes(b'{"hidden": 17}')
     during(monkeypatch, lambda: place.write_bytes(b"somebody else's"))
-    with pytest.raises(CheckpointError, match="changed while the job ran"):
-        fire_file(source, tmp_path / "out", force=True)
-    assert place.read_bytes() == b"somebody else's"
-    assert leftovers(tmp_path) == []
+    refused(source, tmp_path, place, "changed while the job ran")
 
 
 @pytest.mark.parametrize("folder", [False, True])
@@ -248,10 +253,7 @@ def test_a_name_that_is_taken_at_the_last_moment_is_not_replaced(
         place.mkdir()
         place = place / "config.json"
     after(monkeypatch, Staging, "_check_output", lambda: place.write_bytes(b"somebody else's"))
-    with pytest.raises(CheckpointError, match="appeared while the job ran"):
-        fire_file(source, tmp_path / "out", force=True)
-    assert place.read_bytes() == b"somebody else's"
-    assert leftovers(tmp_path) == []
+    refused(source, tmp_path, place, "appeared while the job ran")
 
 
 @pytest.mark.parametrize("force", [False, True])

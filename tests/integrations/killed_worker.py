@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from integrations.trained import adam, batches, network
+from trained import adam, batches, network
 
 BOUNDARIES, CHECKPOINT, KILLED = (4, 15), 12, 18
 

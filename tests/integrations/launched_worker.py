@@ -20,9 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import rekindle
-from integrations.trained import batches, network
 from rekindle import methods
 from rekindle.triggers import DormancyAbove
+from trained import batches, network
 
 FOLDER = Path(sys.argv[1] if len(sys.argv) > 1 else ".")
 

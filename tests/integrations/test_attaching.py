@@ -12,10 +12,10 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import rekindle
-from integrations.trained import adam, batches, loop, network, same, train
 from rekindle import methods
 from rekindle.integrations import Application
 from rekindle.triggers import AllOf, AtBoundary, DormancyAbove, Every, Plateau, VerdictIs
+from trained import adam, batches, loop, network, same, train
 
 
 def test_at_and_every_are_what_a_plain_loop_with_fire_does() -> None:

@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import rekindle
-from integrations.trained import adam, batches, loop, network, same, train
 from rekindle import methods
 from rekindle.integrations import Application, attaching
 from rekindle.triggers import DormancyAbove, Plateau, RankBelow
+from trained import adam, batches, loop, network, same, train
 
 
 class ActorCritic(nn.Module):

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import rekindle
-from integrations.trained import adam, batches, keeper, kept, loop, network, same
 from rekindle import methods
 from rekindle.triggers import Plateau
+from trained import adam, batches, keeper, kept, loop, network, same
 
 pytest.importorskip("ignite")
 from ignite.engine import Engine, Events, create_supervised_trainer

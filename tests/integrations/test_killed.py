@@ -13,7 +13,7 @@ import pytest
 
 import rekindle
 from integrations import killed_worker
-from integrations.trained import adam, batches, loop, network, same
+from trained import adam, batches, loop, network, same
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs forked processes")

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import rekindle
-from integrations.trained import batches, loop, network
+from trained import batches, loop, network
 
 WORKER = Path(__file__).with_name("launched_worker.py")
 

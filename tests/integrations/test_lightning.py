@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 import rekindle
 from callbacks import Recording
-from integrations.trained import batches, keeper, kept, loop, network, penalized, same
 from rekindle import methods
 from rekindle.triggers import Every, VerdictIs
+from trained import batches, keeper, kept, loop, network, penalized, plain, same
 
 lightning = pytest.importorskip("lightning.pytorch")
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint  # noqa: E402
@@ -70,17 +70,6 @@ def trainer(folder: Path, *callbacks: Any, **options: Any) -> Any:
         default_root_dir=str(folder),
         **options,
     )
-
-
-def plain(fire_at: tuple[int, ...], epochs: int = 1, clip: float | None = None) -> nn.Module:
-    model = network()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-    def between(step: int) -> None:
-        if step in fire_at:
-            rekindle.fire(model, optimizer)
-
-    return loop(model, optimizer, batches(4) * epochs, between, clip)
 
 
 def test_it_is_the_plain_loop_with_the_same_order_of_operations(tmp_path: Path) -> None:

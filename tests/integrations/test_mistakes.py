@@ -13,10 +13,10 @@ from torch import nn
 
 import rekindle
 from integrations.test_attaching import train
-from integrations.trained import adam, batches, network
 from rekindle import methods
 from rekindle.integrations import Application
 from rekindle.triggers import Every, Plateau
+from trained import adam, batches, network
 
 
 def test_what_cannot_be_meant_is_refused() -> None:

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import rekindle
-from integrations.trained import adam, batches, network, penalized, same, train
 from rekindle import methods
+from trained import adam, batches, network, penalized, same, train
 
 
 def test_a_loss_term_is_added_once_per_step_unscaled_and_while_accumulating() -> None:

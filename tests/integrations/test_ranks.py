@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 import rekindle
-from integrations.trained import network
 from rekindle import methods
 from rekindle.integrations import arguments
 from rekindle.sharding import LayoutNotSupported
+from trained import network
 
 WORKER = Path(__file__).with_name("ranks_worker.py")
 

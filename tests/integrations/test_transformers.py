@@ -11,11 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import rekindle
 from callbacks import Recording
-from integrations.trained import batches, data, keeper, kept, loop, network, penalized, same
 from rekindle import methods
 from rekindle.triggers import Plateau, VerdictIs
+from trained import batches, data, keeper, kept, network, penalized, plain, same
 
 transformers = pytest.importorskip("transformers")
 from rekindle.integrations.transformers import RekindleCallback  # noqa: E402
@@ -72,17 +71,6 @@ def trainer(folder: Path, *callbacks: Any, size: int = 4, lr: float = 1e-2, **op
         model, arguments, train_dataset=items(), eval_dataset=items()[:8], optimizers=(optimizer, None),
         callbacks=list(callbacks),
     )  # fmt: skip
-
-
-def plain(fire_at: tuple[int, ...], epochs: int = 1, clip: float | None = None) -> nn.Module:
-    model = network()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-    def between(step: int) -> None:
-        if step in fire_at:
-            rekindle.fire(model, optimizer)
-
-    return loop(model, optimizer, batches(4) * epochs, between, clip)
 
 
 def test_it_is_the_plain_loop_with_the_same_order_of_operations(tmp_path: Path) -> None:

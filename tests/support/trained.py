@@ -52,6 +52,18 @@ def loop(
     return model
 
 
+def plain(fire_at: tuple[int, ...], epochs: int = 1, clip: float | None = None) -> nn.Module:
+    """The plain loop with `fire` before these steps."""
+    model = network()
+    optimizer = adam(model)
+
+    def between(step: int) -> None:
+        if step in fire_at:
+            rekindle.fire(model, optimizer)
+
+    return loop(model, optimizer, batches(4) * epochs, between, clip)
+
+
 def same(a: nn.Module, b: nn.Module) -> bool:
     """Equal bit for bit."""
     ours, theirs = a.state_dict(), b.state_dict()
