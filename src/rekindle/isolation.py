@@ -370,9 +370,7 @@ def isolated(
     """
     modules = list(model.modules())
     chosen = None if isinstance(training, bool) else {id(module) for module in training}
-    with undone() as stack:
-        stack.enter_context(random_states_kept())
-        stack.enter_context(gradients_kept(model))
+    with random_states_kept(), gradients_kept(model), undone() as stack:
         if "torch._dynamo" in sys.modules:
             # A graph compiled before the hooks were added, or in another mode, would run without them.
             stack.enter_context(torch.compiler.set_stance("force_eager"))
@@ -464,8 +462,7 @@ def random_states_kept() -> Iterator[None]:
     """
     numpy = sys.modules.get("numpy")
     devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
-    with undone() as stack:
-        stack.enter_context(torch.random.fork_rng(devices=devices))
+    with torch.random.fork_rng(devices=devices), undone() as stack:
         stack.callback(random.setstate, random.getstate())
         if numpy:
             stack.callback(numpy.random.set_state, numpy.random.get_state())

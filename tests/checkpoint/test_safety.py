@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import kills
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -307,3 +308,22 @@ def test_a_job_that_is_killed_at_its_end_and_resumed_is_noted_once(tmp_path: Pat
     assert in_child(killed) == -signal.SIGKILL
     fire_file(source, in_place=True, resume=True)
     assert open_checkpoint(source).metadata["rekindle"].count('"job"') == 1
+
+
+@pytest.mark.parametrize("kind", ["torch", "dcp"])
+def test_checksums_of_what_was_written_before_a_kill_are_refreshed_too(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(firing, "BATCH", 1)
+    monkeypatch.setattr(firing, "_SYNC_SECONDS", 0.0)
+    kills.SOURCES[kind](tmp_path / "in", 0)
+    fire_file(tmp_path / "in", tmp_path / "expected")
+
+    def stopped(done: int, total: int, name: str) -> None:
+        if done > 1:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fire_file(tmp_path / "in", tmp_path / "out", resume=True, progress=stopped)
+    fire_file(tmp_path / "in", tmp_path / "out", resume=True)
+    assert kills.digest(tmp_path / "out") == kills.digest(tmp_path / "expected")

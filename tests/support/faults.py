@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 
 import rekindle
+from rekindle.isolation import WATCHERS
+from rekindle.projection import transaction
 from rekindle.projection.method import MethodError
 from rekindle.projection.receipt import Receipt
 
 PACKAGE = str(Path(rekindle.__file__).parent)
-# A second error while the first is being handled is not what is tried here.
-HANDLERS = ("projection/transaction.py",)
 
 
 class Fault(Exception):
@@ -44,11 +44,12 @@ def _traced(call: Callable[[], Any], at: int | None, kind: type[BaseException]) 
 
     def line(frame: FrameType, event: str, _: Any) -> Any:
         nonlocal count
+        place = frame.f_code.co_filename, frame.f_lineno
         # Leaving a `with` block is a line too, and an error there would skip the exit: Python does not raise there.
         left = (id(frame), frame.f_lineno) in entered
-        if event == "line" and _is_with(frame.f_code.co_filename, frame.f_lineno):
+        if event == "line" and place[1] in _withs(place[0]):
             entered.add((id(frame), frame.f_lineno))
-        if event == "line" and not left:
+        if event == "line" and not left and place[1] not in _silent(place[0]):
             count += 1
             if count == at:
                 raise kind(f"at {Path(frame.f_code.co_filename).name}:{frame.f_lineno}")
@@ -56,7 +57,7 @@ def _traced(call: Callable[[], Any], at: int | None, kind: type[BaseException]) 
 
     def enter(frame: FrameType, event: str, _: Any) -> Any:
         name = frame.f_code.co_filename
-        return line if name.startswith(PACKAGE) and not name.endswith(HANDLERS) else None
+        return line if name.startswith(PACKAGE) else None
 
     before = sys.gettrace()
     sys.settrace(enter)
@@ -74,18 +75,25 @@ def _traced(call: Callable[[], Any], at: int | None, kind: type[BaseException]) 
 
 @cache
 def _withs(file: str) -> frozenset[int]:
-    tree = ast.parse(Path(file).read_text("utf-8"))
     return frozenset(
         line
-        for node in ast.walk(tree)
+        for node in _nodes(file)
         if isinstance(node, ast.With)
         for item in node.items
         for line in range(node.lineno, (item.context_expr.end_lineno or node.lineno) + 1)
     )
 
 
-def _is_with(file: str, number: int) -> bool:
-    return number in _withs(file)
+@cache
+def _silent(file: str) -> frozenset[int]:
+    """Lines on which nothing is called, so that nothing can be raised: `try:` and a bare `return`."""
+    nodes = _nodes(file)
+    return frozenset(n.lineno for n in nodes if isinstance(n, ast.Try) or (isinstance(n, ast.Return) and not n.value))
+
+
+@cache
+def _nodes(file: str) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(Path(file).read_text("utf-8"))))
 
 
 class Before:
@@ -126,6 +134,8 @@ class Before:
 
     def _surroundings(self) -> dict[str, Any]:
         held: dict[str, Any] = {"random": torch.get_rng_state(), "python": random.getstate()}
+        # Of a call that has ended nothing may be taken for what is around a later one.
+        held |= {"transaction": transaction._INNERMOST.get(), "watchers": len(WATCHERS.get())}
         for name, module in self.model.named_modules():
             hooks = [module._forward_hooks, module._forward_pre_hooks, module._backward_hooks]
             held[f"mode of {name}"] = module.training

@@ -58,8 +58,10 @@ def start(*arguments: object) -> int:
             for stream in (0, 1, 2):
                 os.dup2(null, stream)
             sys.argv = ["rekindle", *map(str, arguments)]
+            from rekindle.checkpoint import firing
             from rekindle.cli import main
 
+            firing.BATCH, firing._SYNC_SECONDS = 1, 0.0  # every weight is noted: a resumed job has something to skip
             main()
             code = 0
         except SystemExit as left:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import math
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
@@ -206,9 +206,10 @@ class DcpPart:
         for file in self.files():
             copy_file(file, target / file.name)
 
-    def finish(self, provenance: Mapping[str, Any], metadata: Mapping[str, str]) -> None:
-        """Checksums of the chunks that were written."""
-        for place in self._written:
+    def finish(self, provenance: Mapping[str, Any], metadata: Mapping[str, str], changed: Collection[str]) -> None:
+        """Checksums of the chunks that were written, by this job or by the one that it continues."""
+        earlier = (chunk.place for name in changed for chunk in self._tensors[self._keys[name]].chunks)
+        for place in dict.fromkeys((*self._written, *earlier)):
             with self._window(place) as window:
                 refresh_checksums(window)
 

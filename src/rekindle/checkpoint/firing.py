@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -105,7 +104,7 @@ def fire_file(
     )
     planning = {"targets": targets, "scale": scale, "heads": heads, "include": include, "exclude": exclude}
     planning |= {"conv": conv, "split_heads": split_heads}
-    with clearly(source, "fire"), ExitStack() as stack:
+    with clearly(source, "fire"):
         if not 0 < strength <= 1:
             raise CheckpointError(
                 f"strength={strength} is outside (0, 1]: 1 is the isometry, smaller keeps a share of W"
@@ -118,12 +117,12 @@ def fire_file(
         if not place_of(source).exists():
             raise CheckpointError(f"{source}: there is no such file or folder")
         goal = Path(target) if target is not None else place_of(source)
-        staging = stack.enter_context(Staging(goal).locked())
-        before = states_below(place_of(source))
-        checkpoint = stack.enter_context(open_checkpoint(source))
-        drafted = _planned(checkpoint, plan, config, planning)
-        matched = match_plan(drafted, checkpoint)
-        receipt = job.run(checkpoint, matched, staging, before)
+        with Staging(goal).locked() as staging:
+            before = states_below(place_of(source))
+            checkpoint = open_checkpoint(source)
+            drafted = _planned(checkpoint, plan, config, planning)
+            matched = match_plan(drafted, checkpoint)
+            receipt = job.run(checkpoint, matched, staging, before)
     notes = (*receipt.notes, checkpoint.config_note) if checkpoint.config_note else receipt.notes
     return replace(receipt, seconds=meter.seconds, memory=meter.memory, notes=notes)
 
@@ -216,7 +215,7 @@ class _Job:
                 provenance = _provenance(plan, receipt, work, settings)
                 for old, part in zip(source.parts, output.parts, strict=True):
                     if part is not old:
-                        part.finish(provenance, old.metadata)
+                        part.finish(provenance, old.metadata, changed & {*part.names})
                         part.sync()
             staging.publish(journal, lambda: _check_unchanged(source, before, origin))
         except BaseException:

@@ -7,7 +7,7 @@ says which file, what is wrong with it, and what to do.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -127,8 +127,8 @@ class FilePart(Protocol):
         """
         ...
 
-    def finish(self, provenance: Mapping[str, Any], metadata: Mapping[str, str]) -> None:
-        """Finish a staged part after all tensors were written: checksums, provenance after that in the source's."""
+    def finish(self, provenance: Mapping[str, Any], metadata: Mapping[str, str], changed: Collection[str]) -> None:
+        """Finish a staged part after the tensors `changed` were written: checksums, provenance after the source's."""
         ...
 
     def sync(self) -> None:

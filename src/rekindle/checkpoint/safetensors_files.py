@@ -7,7 +7,7 @@ other byte is read: the file is not trusted.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -234,7 +234,7 @@ class SafetensorsPart:
             for at, piece in self._file.pieces(self.header.begin + start, (stop - start) // old.itemsize, old):
                 output.put(len(head) + spans[name].start + at * new.itemsize, piece.to(new))
 
-    def finish(self, provenance: Mapping[str, Any], metadata: Mapping[str, str]) -> None:
+    def finish(self, provenance: Mapping[str, Any], metadata: Mapping[str, str], changed: Collection[str]) -> None:
         """Put the provenance into the header, after that of earlier runs.
 
         Those are in the source's `metadata`: a job that was killed here has been added to this file's already.

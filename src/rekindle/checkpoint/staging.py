@@ -50,24 +50,27 @@ class Staging:
             raise CheckpointError(f"{self.target}: give the output a name")
         if not self.target.parent.is_dir():
             raise CheckpointError(f"{self.target.parent}: there is no such folder to write to")
-        self.file = files.lock(self.journal, 0o600)
-        if self.file is None:
-            raise CheckpointError(f"{self.target}: another rekindle is writing this output right now")
         try:
+            self.file = files.lock(self.journal, 0o600)
+            if self.file is None:
+                raise CheckpointError(f"{self.target}: another rekindle is writing this output right now")
             if hasattr(os, "geteuid") and os.fstat(self.file.fileno()).st_uid != os.geteuid():
                 raise CheckpointError(f"{self.journal}: belongs to another user: remove it")
             self.undo()
             yield self
         finally:
-            self._release()
+            try:
+                self._release()
+            finally:
+                self._release()  # what an interrupt has left over
 
     def _release(self) -> None:
-        assert self.file is not None
+        if self.file is None or self.file.closed:
+            return
         over = not os.fstat(self.file.fileno()).st_size  # no job that could be resumed
         if over and os.name != "nt":
             self.journal.unlink(missing_ok=True)
         self.file.close()
-        self.file = None
         if over and os.name == "nt":  # where an open file cannot be removed, nor one that another has opened since
             with suppress(OSError):
                 self.journal.unlink()

@@ -8,7 +8,7 @@ were. Only a change of structure (another dtype, an integer step count) makes it
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +96,7 @@ class TorchPart:
         else:
             copy_file(self.path, target)
 
-    def finish(self, provenance: Mapping[str, Any], metadata: Mapping[str, str]) -> None:
+    def finish(self, provenance: Mapping[str, Any], metadata: Mapping[str, str], changed: Collection[str]) -> None:
         """Checksums of the records that changed. A pickle has no place for provenance that loaders would not see."""
         if self.tree.zipped:
             with self.file.opened() as file:

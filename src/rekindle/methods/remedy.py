@@ -98,21 +98,16 @@ class Remedy:
         meter = Meter(memory=self.moment == "event")
         self.admit(model)
         call = Call(model, optimizer, batches, loss, self._own, generator)
-        with knowing(call.model, batches, loss), self.transaction(call):
+        with knowing(call.model, batches, loss), self.transaction(call), full_precision():
             done = self.apply(call)
             if not done.settings and (done.records or self.moment == "event"):
                 object.__setattr__(done, "settings", self.settings())
             return meter.stop(done)
 
     def transaction(self, call: Call) -> AbstractContextManager[object]:
-        """What wraps a call: an error or Ctrl-C inside leaves a true receipt or everything as it was; no autocast."""
-        return self._transaction(call)
-
-    @contextmanager
-    def _transaction(self, call: Call) -> Iterator[None]:
+        """What wraps a call: an error or Ctrl-C inside leaves a true receipt or everything as it was."""
         restore = snapshot([call.model], call.optimizer, self) if self.atomic else None
-        with Transaction(self.name, [call.model], call.optimizer, restore=restore), full_precision():
-            yield
+        return Transaction(self.name, [call.model], call.optimizer, restore=restore)
 
     def admit(self, model: nn.Module) -> None:
         """Refuse a model that this method cannot change; looked at once, and again when a part was replaced.

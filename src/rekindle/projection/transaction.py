@@ -76,35 +76,56 @@ class Transaction:
         return receipt
 
     def __enter__(self) -> Self:
-        self._token = _INNERMOST.set(self)
-        if not self._part:
-            self._marks.__enter__()
-        return self
+        try:
+            if not self._part:
+                self._marks.__enter__()
+            _INNERMOST.set(self)
+            return self
+        except BaseException:  # nobody will call __exit__
+            self._leave()
+            raise
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        _INNERMOST.reset(self._token)
+        try:
+            told = self._ended(error)
+            if told is error:
+                return
+        except BaseException as late:  # Ctrl-C while this ends: nobody gets the receipt of what ended well
+            told = self._ended(error or late)
+            if told is None or told is late:
+                raise
+        assert told is not None
+        raise told from error
+
+    def _leave(self) -> None:
+        _INNERMOST.set(self._around)
+        if not self._part:
+            self._marks.__exit__()
+
+    def _ended(self, error: BaseException | None) -> BaseException | None:
+        """Put back or report; the error to raise, which is this one or says more. May be done twice."""
         restores = [*reversed(self._inside), *([] if self._restore is None else [self._restore])]
+        told = error
+        if error is not None and not self._part:
+            torch.set_grad_enabled(self._with_gradients)
+            written = bool(restores and self._marks.differences())
+            for restore in restores:
+                surely(restore)
+            report = self._report(error) if self._restore is None else None
+            half = written or (self._restore is not None and isinstance(error, MethodError))
+            if report is not None:
+                told = report
+            elif half and isinstance(error, Exception):
+                told = MethodError(f"{error}; everything was put back", Receipt(self._method))
+        self._leave()
         if self._around is not None and (error is None or self._part):
             self._around._inside.extend(reversed(restores))
-        if self._part:
-            return
-        if error is None:
-            self._marks.__exit__()
-            return
-        torch.set_grad_enabled(self._with_gradients)
-        written = bool(restores and self._marks.differences())
-        for restore in restores:
-            surely(restore)
-        self._marks.__exit__()
-        if (self._restore is None and self._report(error)) or not isinstance(error, Exception):
-            return
-        if written or (self._restore is not None and isinstance(error, MethodError)):
-            raise MethodError(f"{error}; everything was put back", Receipt(self._method)) from error
+        return told
 
-    def _report(self, error: BaseException) -> bool:
-        """Raise the error with a receipt of what differs, if anything does; whether there was anything to report."""
+    def _report(self, error: BaseException) -> BaseException | None:
+        """The error with a receipt of what differs; None if nothing does."""
         receipt = None
         if self._so_far is not None:
             with contextlib.suppress(Exception):  # the first error is the one to tell
@@ -113,19 +134,19 @@ class Transaction:
             receipt = receipt or error.receipt
         differs = self._marks.differences()
         if not differs and receipt is None:
-            return False
+            return None
         receipt = _completed(receipt or Receipt(self._method), differs, self._marks.parameters())
         if isinstance(error, MethodError):
             error.receipt = receipt  # a transaction inside this one has told the rest
-            return True
+            return error
         named = ", ".join(differs[:_MOST_NAMED]) + (", …" if len(differs) > _MOST_NAMED else "")
         said = f"{self._method} stopped: {str(error) or type(error).__name__}; it had changed {named}"
         if isinstance(error, KeyboardInterrupt):
-            raise MethodInterrupt(said, receipt) from error
+            return MethodInterrupt(said, receipt)
         if not isinstance(error, Exception):  # a process that ends must end
             error.add_note(said)
-            return True
-        raise MethodError(said, receipt) from error
+            return error
+        return MethodError(said, receipt)
 
 
 _INNERMOST: ContextVar[Transaction | None] = ContextVar("transaction", default=None)
@@ -171,11 +192,11 @@ class Marks:
         return all(id(each) in marked for each in (*models, *optimizers))
 
     def __enter__(self) -> Marks:
-        self._token = WATCHERS.set((*WATCHERS.get(), self._put_back))
+        WATCHERS.set((*WATCHERS.get(), self._put_back))
         return self
 
     def __exit__(self, *error: object) -> None:
-        WATCHERS.reset(self._token)
+        WATCHERS.set(tuple(watcher for watcher in WATCHERS.get() if watcher != self._put_back))
 
     def _put_back(self, tensor: Tensor, version: int | None) -> None:
         if self._versions.get(id(tensor)) == version:
