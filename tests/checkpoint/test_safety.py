@@ -11,11 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import kills
 import pytest
 import torch
 from safetensors.torch import save_file
 
+import kills
 from checkpoints import digest, in_child, leftovers, save_dcp, save_sharded, small_model, stepped
 from rekindle.checkpoint import CheckpointError, assembling, fire_file, firing, open_checkpoint, staging, training_state
 from rekindle.checkpoint.journal import Journal

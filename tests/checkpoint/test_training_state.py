@@ -232,3 +232,12 @@ def test_a_zero_weight_is_skipped_and_keeps_its_state(tmp_path: Path) -> None:
     assert "min_norm" in receipt.skipped["0.weight"]
     assert torch.equal(state[0]["exp_avg"], optimizer.state_dict()["state"][0]["exp_avg"])
     assert not state[2]["exp_avg"].any()
+
+
+@pytest.mark.parametrize("kind", ["torch", "dcp"])
+def test_what_is_left_as_it_was_is_named(kind: str, tmp_path: Path) -> None:
+    model = small_model()
+    tree = {"model": model.state_dict(), "ema": small_model(1).state_dict(), "epoch": 3}
+    (save_dcp if kind == "dcp" else torch.save)(tree, tmp_path / "in")
+    (note,) = fire_file(tmp_path / "in", tmp_path / "out").notes
+    assert note == "left as it was: ['ema'], neither this model's weights nor a torch optimizer's state"

@@ -1,12 +1,12 @@
 """`fire` on a file: read a checkpoint tensor by tensor, and project its weights without loading it whole.
 
 From top to bottom: `opening` finds out what a path holds (`folders`: which files of a folder); `safetensors_files`,
-`torch_files` and `dcp_files` know one format each, `parts` is what they have in common, `byte_files` a file as ranges,
-`archives` a zip of records, `trees` what torch pickles in it, `byte_map` which bytes belong to which tensor;
-`firing` makes or matches the plan and hands a store that reads one file and writes another to `projection.execute`;
-`training_state` resets optimizer states in the file; `assembling` says what an output consists of and may replace;
-`staging` and `journal` make sure that a crash loses nothing. May
-import everything up to `projection`. Start reading at `firing.fire_file`.
+`torch_files` and `dcp_files` (`dcp_metadata`: its table) know one format each, `parts` is what they have in common,
+`byte_files` a file as ranges, `archives` a zip of records, `trees` what torch pickles in it, `byte_map` which bytes
+belong to which tensor; `firing` makes or matches the plan and hands a store that reads one file and writes another to
+`projection.execute`; `training_state` resets optimizer states in the file; `assembling` says what an output consists
+of and may replace; `staging` and `journal` make sure that a crash loses nothing. May import everything up to
+`projection`. Start reading at `firing.fire_file`.
 
 >>> import tempfile, torch
 >>> from pathlib import Path

@@ -86,15 +86,13 @@ def refresh_checksums(file: IO[bytes]) -> int:
         if crc == record.crc:
             continue
         fresh += 1
-        stamp = struct.pack("<I", crc)
-        places = [record.central + 16]
+        old, stamp = struct.pack("<I", record.crc), struct.pack("<I", crc)
+        beside = record.header + 14
         if record.descriptor:
             after = record.start + record.size
-            places.append(after + 4 if _at(file, after, 4) == _DESCRIPTOR else after)
-        else:
-            places.append(record.header + 14)
-        for place in places:
-            if _at(file, place, 4) != struct.pack("<I", record.crc):  # a damaged flag would lead into another record
+            beside = after + 4 if _at(file, after, 4) == _DESCRIPTOR else after
+        for place in (beside, record.central + 16):  # last the one by which a resumed job sees what is left to do
+            if _at(file, place, 4) not in (old, stamp):  # a damaged flag would lead into another record
                 raise CheckpointError(f"the checksum of record {record.name[:200]!r} is not where it should be")
             file.seek(place)
             file.write(stamp)

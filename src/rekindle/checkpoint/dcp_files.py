@@ -1,121 +1,27 @@
 """torch.distributed.checkpoint folders, read and written without a process group.
 
 A folder holds `.metadata` (a pickle that says where each chunk of each tensor is) and `.distcp` files in which
-every chunk is a small torch file of its own. The pickle is read by an unpickler that knows the classes of this format
-and no others; chunks are overwritten in place.
+every chunk is a small torch file of its own, which is overwritten in place.
 """
 
 from __future__ import annotations
 
 import io
-import math
-import pickle
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from itertools import pairwise
 from pathlib import Path
-from typing import IO, Any, NamedTuple, cast
+from typing import IO, Any, cast
 
 import torch
 from torch import Tensor
 
 from rekindle.checkpoint.archives import refresh_checksums
 from rekindle.checkpoint.byte_files import ByteFile, Window, copy_file
-from rekindle.checkpoint.parts import CheckpointError, NeedsCodeError, TensorMeta, clearly
+from rekindle.checkpoint.dcp_metadata import Chunk, Place, Stored, read_table
+from rekindle.checkpoint.parts import CheckpointError, NeedsCodeError, TensorMeta
 from rekindle.checkpoint.trees import TorchTree
 
-LARGEST_METADATA = 1 << 30
-_CELLS = 64  # of the grid per chunk, where chunks of ranks form it: 1
 _CONTAINERS = ("model", "state_dict", "model_state_dict", "module", "net", "app")
-
-
-class _Fields:
-    """What a class of the format is read into: its fields, and nothing that runs."""
-
-    def __setstate__(self, state: Any) -> None:
-        self.__dict__.update(state)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return None  # as the defaults of these classes are
-
-
-class _TensorProperties(_Fields):
-    """The properties of a tensor, which torch stores as a tuple."""
-
-    def __setstate__(self, state: Any) -> None:
-        self.dtype, _, _, memory_format, _ = state
-        if not isinstance(memory_format, _MemoryFormat):
-            raise CheckpointError(f".metadata: {memory_format!r:.100} is no memory format")
-
-
-class _MemoryFormat:
-    """One of torch's memory formats, by its number; nothing depends on it."""
-
-    def __init__(self, number: int) -> None:
-        if number not in range(3):
-            raise CheckpointError(f".metadata: {number!r:.100} is no memory format")
-
-
-def _parts(*values: Any) -> Any:
-    """A value that is not needed: a path."""
-    return values
-
-
-def _layout(name: str) -> str:
-    if name not in ("torch.strided", "torch.sparse_coo"):
-        raise CheckpointError(f".metadata: {name!r:.100} is no layout of this format")
-    return name
-
-
-_RECORDS = ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata")
-_PATHS = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath", "Path")
-_CLASSES: dict[tuple[str, str], Any] = {
-    **{
-        ("torch.distributed.checkpoint.metadata", name): type(name, (_Fields,), {})
-        for name in (*_RECORDS, "MetadataIndex", "StorageMeta")
-    },
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): type("_StorageInfo", (_Fields,), {}),
-    ("torch.distributed.checkpoint.metadata", "TensorProperties"): _TensorProperties,
-    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"): _MemoryFormat,
-    ("torch.serialization", "_get_layout"): _layout,
-    ("torch", "Size"): lambda sides=(): tuple(sides),
-    ("collections", "OrderedDict"): dict,
-    **{(module, name): _parts for module in ("pathlib", "pathlib._local") for name in _PATHS},
-}
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    """Reads each class of the format as a stand-in, so that no code but this module's runs; any other is refused."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        value = getattr(torch, name, None) if module == "torch" else None
-        if isinstance(value, torch.dtype | torch.layout):
-            return value
-        if (module, name) in _CLASSES:
-            return _CLASSES[module, name]
-        raise CheckpointError(f".metadata asks for {module}.{name}, which is not part of the format: refused")
-
-
-class _Place(NamedTuple):
-    """Where a chunk or an object is stored: a range of a file that holds a torch file."""
-
-    file: str
-    offset: int
-    length: int
-
-
-class _Chunk(NamedTuple):
-    start: tuple[int, ...]
-    shape: tuple[int, ...]
-    place: _Place
-
-
-class _Stored(NamedTuple):
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    chunks: tuple[_Chunk, ...]
 
 
 class DcpPart:
@@ -126,15 +32,12 @@ class DcpPart:
         self.metadata: Mapping[str, str] = {}
         self.shared: Mapping[str, str] = {}
         self.tied: Mapping[str, str] = {}
-        self._tensors: dict[str, _Stored] = {}
-        self._objects: dict[str, _Place] = {}
         self._files: dict[str, ByteFile] = {}
-        self._written: dict[_Place, None] = {}
-        with clearly(folder / ".metadata", "reading it"):
-            paths = self._read_metadata(folder / ".metadata")
-        self._keys = _weights(folder, self._tensors, paths)
+        self._written: dict[Place, None] = {}
+        self._tensors, self._objects, self._paths = read_table(folder)
+        self._keys = _weights(folder, self._tensors, self._paths)
         self.names = tuple(self._keys)
-        self._states = _state_keys(paths, {*self._tensors, *self._objects})
+        self._states = _state_keys(self._paths, {*self._tensors, *self._objects})
 
     def meta(self, name: str) -> TensorMeta:
         """Shape, dtype, bytes, and the file of the first chunk."""
@@ -188,6 +91,14 @@ class DcpPart:
         """The optimizer states of the folder."""
         return [DcpStates(self, name, *found) for name, found in self._states.items()]
 
+    def others(self) -> list[str]:
+        """Where else numbers are: a second network, an average of the weights, the state of an unknown optimizer."""
+        states = {key for slots, _ in self._states.values() for table in slots.values() for key in table.values()}
+        own = {*self._keys.values(), *states}
+        rest = (key for key, stored in self._tensors.items() if key not in own and stored.dtype.is_floating_point)
+        places = (self._paths[key][0] for key in rest)
+        return [f"[{place!r}]" for place in dict.fromkeys(places)]
+
     def staged_size(self, dtype: torch.dtype | None) -> int:
         """Bytes that `stage` will write."""
         return sum(path.stat().st_size for path in self.files())
@@ -218,7 +129,7 @@ class DcpPart:
         for file in self._files.values():
             file.sync()
 
-    def _used(self) -> list[_Place]:
+    def _used(self) -> list[Place]:
         return [chunk.place for stored in self._tensors.values() for chunk in stored.chunks] + [*self._objects.values()]
 
     def _file(self, name: str) -> ByteFile:
@@ -227,11 +138,11 @@ class DcpPart:
         return self._files[name]
 
     @contextmanager
-    def _window(self, place: _Place) -> Iterator[IO[bytes]]:
+    def _window(self, place: Place) -> Iterator[IO[bytes]]:
         with self._file(place.file).opened() as file:
             yield cast("IO[bytes]", Window(file, place.offset, place.length))
 
-    def _open_chunk(self, key: str, chunk: _Chunk, dtype: torch.dtype) -> tuple[ByteFile, TorchTree]:
+    def _open_chunk(self, key: str, chunk: Chunk, dtype: torch.dtype) -> tuple[ByteFile, TorchTree]:
         """The file of a chunk, and the tensor in it."""
         where = f"{self.path}: {key!r}"
         with self._window(chunk.place) as window:
@@ -242,33 +153,6 @@ class DcpPart:
         if tree.place(value) is None or value.is_quantized:
             raise CheckpointError(f"{where}: a chunk is not stored as one plain tensor")
         return self._file(chunk.place.file), tree
-
-    def _read_metadata(self, path: Path) -> dict[str, tuple[Any, ...]]:
-        if path.stat().st_size > LARGEST_METADATA:
-            raise CheckpointError(f"{path}: too large")
-        with path.open("rb") as file:
-            found = _MetadataUnpickler(file).load()
-        table, storage = found.state_dict_metadata, found.storage_data
-        if type(found).__name__ != "Metadata" or not isinstance(table, dict) or not isinstance(storage, dict):
-            raise CheckpointError(f"{path}: no table of tensors")
-        places: dict[tuple[str, tuple[int, ...] | None], _Place] = {}
-        for index, info in storage.items():
-            offset = None if index.offset is None else tuple(index.offset)
-            places[index.fqn, offset] = _place(self.path, info)
-        for key, entry in table.items():
-            if not isinstance(key, str):
-                raise CheckpointError(f"{path}: a key is not a text")
-            if type(entry).__name__ == "BytesStorageMetadata":
-                if (key, None) in places:
-                    self._objects[key] = places.pop((key, None))
-                continue
-            self._tensors[key] = _stored(path, key, entry, places)
-        _check_apart(path, self._used())
-        listed = found.planner_data if isinstance(found.planner_data, dict) else {}
-        paths = {key: tuple(listed[key]) if key in listed else (key,) for key in table}
-        if any(".".join(map(str, parts)) != key for key, parts in paths.items()):
-            raise CheckpointError(f"{path}: a key is not the path to its value")
-        return paths
 
 
 class DcpStates:
@@ -306,51 +190,7 @@ class DcpStates:
                 self._part.write_key(full, slots[slot])
 
 
-def _place(folder: Path, info: Any) -> _Place:
-    name, offset, length = info.relative_path, info.offset, info.length
-    if not isinstance(name, str) or not name or set(name) & {"/", "\\", "\0", ":"} or name in (".", ".."):
-        raise CheckpointError(f"{folder}/.metadata: {name!r:.200} is not a plain file name")
-    if getattr(info, "transform_descriptors", None):
-        raise CheckpointError(f"{folder}/.metadata: {name} is compressed or transformed, which is not supported")
-    file = folder / name
-    if not file.is_file():
-        raise CheckpointError(f"{folder}: {name} is missing")
-    if type(offset) is not int or type(length) is not int or min(offset, length) < 0:
-        raise CheckpointError(f"{folder}/.metadata: an offset is not a number")
-    if offset + length > file.stat().st_size:
-        raise CheckpointError(f"{file}: truncated: .metadata lists bytes up to {offset + length}")
-    return _Place(name, offset, length)
-
-
-def _stored(path: Path, key: str, entry: Any, places: dict[tuple[str, Any], _Place]) -> _Stored:
-    shape, dtype = tuple(entry.size), entry.properties.dtype
-    if not isinstance(dtype, torch.dtype) or not all(type(side) is int and side >= 0 for side in shape):
-        raise CheckpointError(f"{path}: {key!r} has no valid shape and dtype")
-    chunks = []
-    for chunk in entry.chunks:
-        start, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
-        fits = len(start) == len(sizes) == len(shape)
-        if not fits or any(a < 0 or n < 0 or a + n > side for a, n, side in zip(start, sizes, shape, strict=True)):
-            raise CheckpointError(f"{path}: a chunk of {key!r} lies outside the tensor")
-        place = places.pop((key, start), None)  # one chunk each
-        if place is None:
-            raise CheckpointError(f"{path}: a chunk of {key!r} is stored nowhere")
-        chunks.append(_Chunk(start, sizes, place))
-    if sum(torch.Size(chunk.shape).numel() for chunk in chunks) != torch.Size(shape).numel():
-        raise CheckpointError(f"{path}: the chunks of {key!r} do not make up the tensor")
-    _check_grid(f"{path}: the chunks of {key!r}", shape, [c for c in chunks if torch.Size(c.shape).numel()])
-    return _Stored(shape, dtype, tuple(chunks))
-
-
-def _check_apart(path: Path, places: Sequence[_Place]) -> None:
-    """No byte of a data file belongs to two chunks."""
-    ordered = sorted(place for place in places if place.length)
-    for one, other in pairwise(ordered):
-        if one.file == other.file and one.offset + one.length > other.offset:
-            raise CheckpointError(f"{path}: two chunks overlap in {one.file} at byte {other.offset}")
-
-
-def _weights(folder: Path, tensors: Mapping[str, _Stored], paths: Mapping[str, tuple[Any, ...]]) -> dict[str, str]:
+def _weights(folder: Path, tensors: Mapping[str, Stored], paths: Mapping[str, tuple[Any, ...]]) -> dict[str, str]:
     """Name of a weight → its full key: the tensors of the model, or of a folder that is one state dict."""
     for container in _CONTAINERS:
         inside = {
@@ -383,24 +223,7 @@ def _state_keys(
     return {name: tables for name, tables in found.items() if tables[0]}
 
 
-def _check_grid(what: str, shape: tuple[int, ...], chunks: Sequence[_Chunk]) -> None:
-    """Chunks cut a tensor along the lines of a grid; no cell of it may belong to two of them."""
-    lines = []
-    for axis, side in enumerate(shape):
-        cuts = {0, side, *(c.start[axis] for c in chunks), *(c.start[axis] + c.shape[axis] for c in chunks)}
-        lines.append({cut: number for number, cut in enumerate(sorted(cuts))})
-    if math.prod(max(1, len(cuts) - 1) for cuts in lines) > _CELLS * (len(chunks) + 1):
-        raise CheckpointError(f"{what} do not form a grid")
-    taken = torch.zeros([max(1, len(cuts) - 1) for cuts in lines], dtype=torch.bool)
-    for chunk in chunks:
-        ranges = zip(chunk.start, chunk.shape, lines, strict=True)
-        cells = taken[tuple(slice(cuts[start], cuts[start + size]) for start, size, cuts in ranges)]
-        if cells.any():
-            raise CheckpointError(f"{what} overlap")
-        cells.fill_(True)
-
-
-def _where(chunk: _Chunk) -> tuple[slice, ...]:
+def _where(chunk: Chunk) -> tuple[slice, ...]:
     return tuple(slice(start, start + size) for start, size in zip(chunk.start, chunk.shape, strict=True))
 
 

@@ -19,12 +19,12 @@ from torch import Tensor
 from rekindle.blocks.finding import Block
 from rekindle.checkpoint import training_state
 from rekindle.checkpoint.assembling import OutputFiles, check_target
-from rekindle.checkpoint.journal import Journal, identify
+from rekindle.checkpoint.journal import Journal, check_unchanged, identify, states_below
 from rekindle.checkpoint.opening import Checkpoint, match_plan, open_checkpoint, place_of
 from rekindle.checkpoint.parts import CheckpointError, clearly, stored_as
 from rekindle.checkpoint.staging import Staging, allocated, check_space
 from rekindle.engine.solving import Solver, solve
-from rekindle.files import State, kind_of, state_of
+from rekindle.files import State, kind_of
 from rekindle.optimizers import StateReset
 from rekindle.projection.biases import bias_entries, bias_names
 from rekindle.projection.entries import PlanEntry
@@ -174,8 +174,7 @@ class _Job:
         biases = _biases(source, plan.selected) if self.biases == "zero" else {}
         touched = planned | {key for key, _ in biases.values()}
         output_files = OutputFiles(source, touched, self.policy != "none", self.dtype, self.in_place)
-        settings = {"strength": self.strength, **self.solving, "dtype": _name(self.dtype)}
-        settings |= {"biases": self.biases, "optimizer_state": self.policy}
+        settings = self._settings()
         work = identify([], plan.to_dict(), settings, _version(), torch.get_num_threads())
         origin, goal = identify(source.files()), staging.target
         assert staging.file is not None
@@ -217,7 +216,7 @@ class _Job:
                     if part is not old:
                         part.finish(provenance, old.metadata, changed & {*part.names})
                         part.sync()
-            staging.publish(journal, lambda: _check_unchanged(source, before, origin))
+            staging.publish(journal, lambda: check_unchanged(source, before, origin))
         except BaseException:
             if not self.resume:
                 staging.discard()
@@ -250,6 +249,10 @@ class _Job:
                     journal.add(index, receipt)
                 pending, synced = {}, time.monotonic()
 
+    def _settings(self) -> dict[str, Any]:
+        own = {"dtype": _name(self.dtype), "biases": self.biases, "optimizer_state": self.policy}
+        return {"strength": self.strength, **self.solving, **own}
+
     def _receipt(
         self, plan: Plan, journal: Journal, source: Checkpoint, state: StateReset | None, biases: Biases
     ) -> Receipt:
@@ -262,38 +265,17 @@ class _Job:
         skipped = {name: why for name, why in skipped.items() if keys.get(name) not in zeroed}
         notes = [note for part in parts for note in part.notes]
         notes += [source.config_note] if source.config_note else []
+        others = [place for part in source.parts for place in part.others()]
+        if others:
+            named = ", ".join(others[:8]) + (", …" if len(others) > 8 else "")
+            notes.append(f"left as it was: {named}, neither this model's weights nor a torch optimizer's state")
         left = source.companions().stale if not self.in_place else []
         if left:
             notes.append(f"other weight files were not copied, they would be stale: {', '.join(left)}")
-        settings: Mapping[str, Any] = {
-            "targets": plan.targets,
-            "scale": str(plan.scale),
-            "strength": self.strength,
-            **self.solving,
-            "dtype": _name(self.dtype),
-            "biases": self.biases,
-            "optimizer_state": self.policy,
-        }
+        settings = {"targets": plan.targets, "scale": str(plan.scale), **self._settings()}
         records = tuple(record for part in parts for record in part.records)
         told = tuple(dict.fromkeys(notes))
         return Receipt("fire", records, skipped, settings, optimizer=state, biases_zeroed=len(zeroed), notes=told)
-
-
-def states_below(path: Path) -> dict[Path, State | None]:
-    """The states of a file, or of what is directly in a folder, links followed."""
-    inside = [*path.iterdir()] if path.is_dir() else [path]
-    return {file: state_of(file.resolve()) for file in inside}
-
-
-def _check_unchanged(source: Checkpoint, before: Mapping[Path, State | None], origin: str) -> None:
-    """Refuse to publish what was made of files that are no longer what they were when the job began to read them."""
-    listing = source.weights.listing if source.weights is not None else None
-    beside = [path for path in (listing, source.path / "config.json") if path is not None and path in before]
-    for path in (*source.files(), *beside):
-        if state_of(path.resolve()) != before.get(path):
-            raise CheckpointError(f"{path}: changed while it was read; nothing was written: try again")
-    if identify(source.files()) != origin:
-        raise CheckpointError(f"{source.path}: changed while it was read; nothing was written: try again")
 
 
 def _biases(source: Checkpoint, entries: Iterable[PlanEntry]) -> Biases:

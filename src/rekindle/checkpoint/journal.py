@@ -14,7 +14,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from rekindle.files import state_of
+from rekindle.checkpoint.opening import Checkpoint
+from rekindle.checkpoint.parts import CheckpointError
+from rekindle.files import State, state_of
 from rekindle.projection.receipt import BlockRecord, Receipt
 
 _SAMPLE = 1 << 16
@@ -114,6 +116,23 @@ def identify(files: Iterable[Path], *parts: Any) -> str:
             digest.update(file.read(_SAMPLE))
     digest.update(json.dumps(parts, sort_keys=True, default=str).encode())
     return digest.hexdigest()
+
+
+def states_below(path: Path) -> dict[Path, State | None]:
+    """The states of a file, or of what is directly in a folder, links followed."""
+    inside = [*path.iterdir()] if path.is_dir() else [path]
+    return {file: state_of(file.resolve()) for file in inside}
+
+
+def check_unchanged(source: Checkpoint, before: Mapping[Path, State | None], origin: str) -> None:
+    """Refuse to publish what was made of files that are no longer what they were when the job began to read them."""
+    listing = source.weights.listing if source.weights is not None else None
+    beside = [path for path in (listing, source.path / "config.json") if path is not None and path in before]
+    for path in (*source.files(), *beside):
+        if state_of(path.resolve()) != before.get(path):
+            raise CheckpointError(f"{path}: changed while it was read; nothing was written: try again")
+    if identify(source.files()) != origin:
+        raise CheckpointError(f"{source.path}: changed while it was read; nothing was written: try again")
 
 
 def lines(file: BinaryIO) -> Iterator[dict[str, Any]]:

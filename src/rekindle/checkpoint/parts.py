@@ -116,6 +116,10 @@ class FilePart(Protocol):
         """The optimizer state dicts inside."""
         ...
 
+    def others(self) -> list[str]:
+        """Where else it holds floating-point numbers, which stay as they are."""
+        ...
+
     def staged_size(self, dtype: torch.dtype | None) -> int:
         """Bytes that `stage` will write."""
         ...

@@ -211,6 +211,10 @@ class SafetensorsPart:
         """None: safetensors files hold weights."""
         return []
 
+    def others(self) -> list[str]:
+        """Nothing."""
+        return []
+
     def staged_size(self, dtype: torch.dtype | None) -> int:
         """Bytes that `stage` will write."""
         spans = self._spans_as(dtype)

@@ -84,6 +84,14 @@ class TorchPart:
         found = _optimizers(self.tree.value)
         return [TreeStates(self, f"{self.path.name}{place}", table) for place, table in found]
 
+    def others(self) -> list[str]:
+        """Where else numbers are: a second network, an average of the weights, the state of an unknown optimizer."""
+        tree, weights = self.tree, {self.tree.view(tensor) for tensor in self._tensors.values()}
+        states = {id(tensor) for _, table in _optimizers(tree.value) for _, tensor in tensors_in(table)}
+        floating = ((place, t) for place, t in tensors_in(tree.value) if t.is_floating_point() and id(t) not in states)
+        places = [place for place, t in floating if tree.storage(t) is None or tree.view(t) not in weights]
+        return list(dict.fromkeys(place.partition("][")[0].removesuffix("]") + "]" for place in places))
+
     def staged_size(self, dtype: torch.dtype | None) -> int:
         """Bytes that `stage` will write."""
         more = sum(t.numel() * (stored_as(t.dtype, dtype).itemsize - t.itemsize) for t in self._tensors.values())
