@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rekindle.checkpoint import CheckpointError, fire_file, open_checkpoint
-from rekindle.checkpoint.dcp_metadata import Chunk, Place, _check_grid
+from rekindle.checkpoint.dcp_metadata import Chunk, Range, _check_grid
 
 
 def rewritten(source: Path, target: Path, name: str, change: Any) -> None:
@@ -135,7 +135,7 @@ def test_a_duplicate_at_the_end_of_many_keys_is_found_at_once(tmp_path: Path) ->
 
 
 def chunks(*boxes: tuple[tuple[int, ...], tuple[int, ...]]) -> list[Chunk]:
-    return [Chunk(start, shape, Place("a", 0, 0)) for start, shape in boxes]
+    return [Chunk(start, shape, Range("a", 0, 0)) for start, shape in boxes]
 
 
 def test_chunks_of_a_grid_are_accepted_and_overlapping_ones_refused() -> None:

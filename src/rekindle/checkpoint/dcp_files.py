@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rekindle.checkpoint.archives import refresh_checksums
 from rekindle.checkpoint.byte_files import ByteFile, Window, copy_file
-from rekindle.checkpoint.dcp_metadata import Chunk, Place, Stored, read_table
+from rekindle.checkpoint.dcp_metadata import Chunk, Range, Stored, read_table
 from rekindle.checkpoint.parts import CheckpointError, NeedsCodeError, TensorMeta
 from rekindle.checkpoint.trees import TorchTree
 
@@ -33,7 +33,7 @@ class DcpPart:
         self.shared: Mapping[str, str] = {}
         self.tied: Mapping[str, str] = {}
         self._files: dict[str, ByteFile] = {}
-        self._written: dict[Place, None] = {}
+        self._written: dict[Range, None] = {}
         self._tensors, self._objects, self._paths = read_table(folder)
         self._keys = _weights(folder, self._tensors, self._paths)
         self.names = tuple(self._keys)
@@ -129,7 +129,7 @@ class DcpPart:
         for file in self._files.values():
             file.sync()
 
-    def _used(self) -> list[Place]:
+    def _used(self) -> list[Range]:
         return [chunk.place for stored in self._tensors.values() for chunk in stored.chunks] + [*self._objects.values()]
 
     def _file(self, name: str) -> ByteFile:
@@ -138,7 +138,7 @@ class DcpPart:
         return self._files[name]
 
     @contextmanager
-    def _window(self, place: Place) -> Iterator[IO[bytes]]:
+    def _window(self, place: Range) -> Iterator[IO[bytes]]:
         with self._file(place.file).opened() as file:
             yield cast("IO[bytes]", Window(file, place.offset, place.length))
 

@@ -89,7 +89,7 @@ class _MetadataUnpickler(pickle.Unpickler):
         raise CheckpointError(f".metadata asks for {module}.{name}, which is not part of the format: refused")
 
 
-class Place(NamedTuple):
+class Range(NamedTuple):
     """Where a chunk or an object is stored: a range of a file that holds a torch file."""
 
     file: str
@@ -102,7 +102,7 @@ class Chunk(NamedTuple):
 
     start: tuple[int, ...]
     shape: tuple[int, ...]
-    place: Place
+    place: Range
 
 
 class Stored(NamedTuple):
@@ -117,7 +117,7 @@ class Table(NamedTuple):
     """What a folder holds by full key: tensors, other objects, and the path of each key."""
 
     tensors: dict[str, Stored]
-    objects: dict[str, Place]
+    objects: dict[str, Range]
     paths: dict[str, tuple[Any, ...]]
 
 
@@ -132,12 +132,12 @@ def read_table(folder: Path) -> Table:
         table, storage = found.state_dict_metadata, found.storage_data
         if type(found).__name__ != "Metadata" or not isinstance(table, dict) or not isinstance(storage, dict):
             raise CheckpointError(f"{path}: no table of tensors")
-        places: dict[tuple[str, tuple[int, ...] | None], Place] = {}
+        places: dict[tuple[str, tuple[int, ...] | None], Range] = {}
         for index, info in storage.items():
             offset = None if index.offset is None else tuple(index.offset)
             places[index.fqn, offset] = _place(folder, info)
         tensors: dict[str, Stored] = {}
-        objects: dict[str, Place] = {}
+        objects: dict[str, Range] = {}
         for key, entry in table.items():
             if not isinstance(key, str):
                 raise CheckpointError(f"{path}: a key is not a text")
@@ -155,7 +155,7 @@ def read_table(folder: Path) -> Table:
         return Table(tensors, objects, paths)
 
 
-def _place(folder: Path, info: Any) -> Place:
+def _place(folder: Path, info: Any) -> Range:
     name, offset, length = info.relative_path, info.offset, info.length
     if not isinstance(name, str) or not name or set(name) & {"/", "\\", "\0", ":"} or name in (".", ".."):
         raise CheckpointError(f"{folder}/.metadata: {name!r:.200} is not a plain file name")
@@ -168,10 +168,10 @@ def _place(folder: Path, info: Any) -> Place:
         raise CheckpointError(f"{folder}/.metadata: an offset is not a number")
     if offset + length > file.stat().st_size:
         raise CheckpointError(f"{file}: truncated: .metadata lists bytes up to {offset + length}")
-    return Place(name, offset, length)
+    return Range(name, offset, length)
 
 
-def _stored(path: Path, key: str, entry: Any, places: dict[tuple[str, Any], Place]) -> Stored:
+def _stored(path: Path, key: str, entry: Any, places: dict[tuple[str, Any], Range]) -> Stored:
     shape, dtype = tuple(entry.size), entry.properties.dtype
     if not isinstance(dtype, torch.dtype) or not all(type(side) is int and side >= 0 for side in shape):
         raise CheckpointError(f"{path}: {key!r} has no valid shape and dtype")
@@ -191,7 +191,7 @@ def _stored(path: Path, key: str, entry: Any, places: dict[tuple[str, Any], Plac
     return Stored(shape, dtype, tuple(chunks))
 
 
-def _check_apart(path: Path, places: Sequence[Place]) -> None:
+def _check_apart(path: Path, places: Sequence[Range]) -> None:
     """No byte of a data file belongs to two chunks."""
     ordered = sorted(place for place in places if place.length)
     for one, other in pairwise(ordered):

@@ -98,7 +98,7 @@ class Remedy:
         meter = Meter(memory=self.moment == "event")
         self.admit(model)
         call = Call(model, optimizer, batches, loss, self._own, generator)
-        with knowing(call.model, batches, loss), self.transaction(call), full_precision():
+        with self.transaction(call), knowing(call.model, batches, loss), full_precision():
             done = self.apply(call)
             if not done.settings and (done.records or self.moment == "event"):
                 object.__setattr__(done, "settings", self.settings())
