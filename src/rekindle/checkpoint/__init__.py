@@ -13,11 +13,11 @@ of and may replace; `staging` and `journal` make sure that a crash loses nothing
 >>> from safetensors.torch import save_file
 >>> with tempfile.TemporaryDirectory() as folder:
 ...     old, new = Path(folder, "old.safetensors"), Path(folder, "new.safetensors")
-...     save_file({"layers.0.weight": torch.randn(4, 4), "lm_head.weight": torch.randn(8, 4)}, old)
+...     save_file({f"layers.{i}.weight": torch.randn(4, 4) for i in range(3)}, old)
 ...     receipt = fire_file(old, new)
 ...     with open_checkpoint(new) as checkpoint:
 ...         receipt.changed, checkpoint.names
-(('layers.0.weight',), ('layers.0.weight', 'lm_head.weight'))
+(('layers.0.weight', 'layers.1.weight'), ('layers.0.weight', 'layers.1.weight', 'layers.2.weight'))
 """
 
 from rekindle.checkpoint.firing import fire_file

@@ -86,9 +86,9 @@ def fire_file(
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     file = Path(folder, "model.pt")
-    ...     torch.save({"layers.0.weight": torch.randn(4, 4), "lm_head.weight": torch.randn(8, 4)}, file)
+    ...     torch.save({f"layers.{i}.weight": torch.randn(4, 4) for i in range(3)}, file)
     ...     fire_file(file, in_place=True).changed
-    ('layers.0.weight',)
+    ('layers.0.weight', 'layers.1.weight')
     """
     meter = Meter()
     job = _Job(
