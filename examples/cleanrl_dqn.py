@@ -89,7 +89,7 @@ def learn(options: Options) -> list[float]:
     found = []
     for index in range(options.tasks):
         if index and options.remedy == "fire":
-            receipt = rekindle.fire(online, optimizer)  # hidden layers; the output layer stays
+            receipt = rekindle.fire(online, optimizer)  # all layers; targets="auto" keeps the output layer
             target.load_state_dict(online.state_dict())
             print(f"task {index}: {len(receipt.changed)} matrices projected")
         found.append(one_task(Task(index, options.seed), online, target, optimizer, numbers, options))

@@ -20,21 +20,17 @@ import tarfile
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
 
-from torch import nn
-
-from rekindle.blocks.normalization import normalizes
 from rekindle.lab.execution.store import pack, unpacked
 from rekindle.lab.networks import network
 from rekindle.lab.results import PlannedComparison, Results, planned, values
 from rekindle.lab.results.statistics import t_interval
 from rekindle.lab.results.wording import Measure, measure
-from rekindle.lab.settings import Setting
 from rekindle.lab.study import Study
 from rekindle.lab.views.atlas import Atlas
 from rekindle.lab.views.page import learning as curves_of
 from rekindle.lab.views.svg import Picture
+from rekindle.projection.planning import plan
 
 HOME = Path(__file__).resolve().parents[1]
 PAGES = HOME / "docs" / "evidence"
@@ -155,9 +151,7 @@ def rule(*settings: str) -> str:
     for each in settings:
         store, name = each.split(":")
         found = results(store).comparisons[name]
-        start = next(e.record.rows[0] for e in results(store).entries if e.setting.name == name)
-        normal = not found.setting.agents and normalizes(_network(found.setting, start["stream"]))
-        mine = "nearest-paper-heads" if normal else "nearest-he-heads"
+        normal, mine = default_cell(store, name)
         first, second = found.ranked[:2]
         unit, shown = found.headline, []
         for other in (second if first == mine else first, "he-reset", "nothing"):
@@ -168,9 +162,19 @@ def rule(*settings: str) -> str:
     return _rows(*lines)
 
 
-def _network(setting: Setting, about: dict[str, Any]) -> nn.Module:
+@cache
+def default_cell(store: str, setting: str) -> tuple[bool, str]:
+    """Whether a setting's network normalizes, and the arm whose plan is that of `fire` with its defaults."""
+    entries = [each for each in results(store).entries if each.setting.name == setting]
+    about, chosen = entries[0].record.rows[0]["stream"], entries[0].setting
+    if chosen.agents:  # plain linear layers
+        return False, "nearest-he-heads"
     shape = tuple(about["shape"])
-    return network(setting.network, shape=shape, classes=about["classes"], seed=0, **setting.network_options)
+    model = network(chosen.network, shape=shape, classes=about["classes"], seed=0, **chosen.network_options)
+    wanted = plan(model, measure="none")
+    cells = {e.arm.name: e.arm.options for e in entries if e.arm.method == "FIRE"}
+    same = [name for name, options in cells.items() if plan(model, measure="none", **options).entries == wanted.entries]
+    return wanted.scale.rule == "paper", same[0]
 
 
 def advice(*names: str) -> str:

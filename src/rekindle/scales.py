@@ -1,5 +1,5 @@
-"""The public name of `rekindle.projection.targets`."""
+"""The public name of `rekindle.projection.scales`."""
 
-from rekindle.projection.targets import Scale
+from rekindle.projection.scales import Scale
 
 __all__ = ["Scale"]

@@ -120,7 +120,7 @@ def test_heads_of_stable_baselines_policies_are_not_projected() -> None:
     targets = {f"critic_target.qf{i}.4" for i in (0, 1)}
     assert set(heads(sac.policy)) == {"actor.mu", "actor.log_std", "critic.qf0.4", "critic.qf1.4"} | targets
     before = sac.actor.mu.weight.detach().clone()
-    rekindle.fire(sac.policy)
+    rekindle.fire(sac.policy, targets="auto")
     assert torch.equal(sac.actor.mu.weight, before)
 
 

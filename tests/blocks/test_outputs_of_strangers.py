@@ -384,7 +384,7 @@ NETS: dict[str, tuple[Callable[[], nn.Module], str, dict[str, str]]] = {
 @pytest.mark.parametrize("name", NETS)
 def test_what_leaves_is_cut_or_chooses_is_not_projected(name: str) -> None:
     make, projected, skipped = NETS[name]
-    plan = rekindle.plan(make(), measure="none")
+    plan = rekindle.plan(make(), measure="none", targets="auto")
     reasons = {entry.name.removesuffix(".weight"): entry.reason or "" for entry in plan.skipped}
     for layer, reason in skipped.items():
         assert reasons.get(layer, "projected").startswith(reason), layer

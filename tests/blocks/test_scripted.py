@@ -35,7 +35,7 @@ def test_scripted_and_traced_modules_are_skipped_with_the_reason(make, way):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("wrap", [lambda net: torch.compile(net, backend="eager"), nn.DataParallel])
 def test_wrapped_modules_are_planned_as_what_they_hold(wrap, way):
-    plan = rekindle.plan(wrap(Net()), **WAYS[way])
+    plan = rekindle.plan(wrap(Net()), targets="auto", **WAYS[way])
     assert [entry.name for entry in plan.selected] == ["a.weight"]
     assert plan.reasons()["head.weight"] == "output head"
 

@@ -236,7 +236,7 @@ NETS: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
 @pytest.mark.parametrize("name", NETS)
 def test_outputs_that_leave_are_heads_and_the_others_are_projected(name: str) -> None:
     make, projected, heads = NETS[name]
-    plan = rekindle.plan(make(), measure="none")
+    plan = rekindle.plan(make(), measure="none", targets="auto")
     found = [e.name.removesuffix(".weight") for e in plan.skipped if e.reason == "output head"]
     chosen = [e.name.removesuffix(".weight") for e in plan.selected]
     assert sorted(set(heads.split()) - set(found)) == []

@@ -62,7 +62,9 @@ class TestStateDict:
         model = build("gpt2")
         model.config.architectures = [type(model).__name__]  # type: ignore[union-attr]
         tensors = {k: v for k, v in model.state_dict().items() if k != "transformer.wte.weight"}
-        entry = next(e for e in plan(tensors, config=model.config).entries if e.name == "lm_head.weight")
+        entry = next(
+            e for e in plan(tensors, config=model.config, targets="auto").entries if e.name == "lm_head.weight"
+        )
         assert entry.reason == "embedding, tied to the output head"
         assert entry.blocks
 
@@ -94,7 +96,7 @@ class TestStateDict:
             "bn.num_batches_tracked": torch.tensor(3),
             "last.weight": torch.randn(4, 4),
         }
-        entries = {e.name: e for e in plan(tensors).entries}
+        entries = {e.name: e for e in plan(tensors, targets="auto").entries}
         chosen = {k: (e.blocks[0].out, e.blocks[0].in_) for k, e in entries.items() if e.reason is None}
         assert chosen == {
             "square.weight": (8, 8),
@@ -112,22 +114,24 @@ class TestStateDict:
             "last.weight": "possibly the output head",
         }.items():
             assert word in str(entries[key].reason), key
-        chosen = {e.name: (e.blocks[0].out, e.blocks[0].in_) for e in plan(tensors, heads="last").selected}
+        chosen = {
+            e.name: (e.blocks[0].out, e.blocks[0].in_) for e in plan(tensors, heads="last", targets="auto").selected
+        }
         assert (chosen["a.weight"], chosen["turned.weight"]) == ((16, 8), (16, 8))
 
     def test_a_convolution_is_read_with_one_group_and_projected_where_it_is_asked_for(self) -> None:
         net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ConvTranspose2d(8, 4, 3), nn.Conv1d(4, 6, 5), nn.Linear(6, 6))
         tensors = dict(net.state_dict())
         with pytest.raises(ValueError, match="groups of a convolution"):
-            plan(tensors)
-        live = {e.name: e for e in plan(net, heads=()).entries}
+            plan(tensors, targets="auto")
+        live = {e.name: e for e in plan(net, heads=(), targets="auto").entries}
         for name in ("0.weight", "1.weight", "2.weight"):
             for asked in ({"include": name}, {"targets": name}, {"targets": "conv"}):
                 entry = next(e for e in plan(tensors, **asked).selected if e.name == name)
                 assert (entry.blocks, entry.role) == (live[name].blocks, "conv")
         assert all(e.name != "0.weight" for e in plan(tensors, targets="*", include="2.weight").selected)
-        flat = plan(tensors, include="0.weight", conv="flat").selected[0].blocks
-        assert flat == next(e for e in plan(net, conv="flat").entries if e.name == "0.weight").blocks
+        flat = plan(tensors, include="0.weight", conv="flat", targets="auto").selected[0].blocks
+        assert flat == next(e for e in plan(net, conv="flat", targets="auto").entries if e.name == "0.weight").blocks
 
     @pytest.mark.parametrize(
         ("module", "shape", "bias"),

@@ -72,7 +72,7 @@ def test_a_weight_that_overlaps_itself_is_skipped(tmp_path: Path) -> None:
 def test_neighboring_views_of_one_storage_are_separate_weights(tmp_path: Path) -> None:
     base = torch.randn(24, 8)
     torch.save({"a.weight": base[:8], "b.weight": base[8:16], "c.weight": base[16:]}, tmp_path / "in.pt")
-    receipt = fire_file(tmp_path / "in.pt", tmp_path / "out.pt", heads="[cz]")
+    receipt = fire_file(tmp_path / "in.pt", tmp_path / "out.pt", heads="[cz]", targets="auto")
     after = torch.load(tmp_path / "out.pt", weights_only=True)
     assert receipt.changed == ("a.weight", "b.weight")
     assert torch.equal(after["c.weight"], base[16:])

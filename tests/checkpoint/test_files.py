@@ -48,7 +48,7 @@ def test_projects_what_fire_projects_and_leaves_every_other_byte(kind: str, dtyp
     state = {name: value.to(dtype) for name, value in small_model().state_dict().items()}
     state["steps"] = torch.tensor([3, 4])
     source = write(state, kind, tmp_path)
-    receipt = fire_file(source, tmp_path / "out")
+    receipt = fire_file(source, tmp_path / "out", targets="auto", scale="paper")
     assert receipt.changed == CHANGED
     tolerance = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float64: 1e-4}[dtype]  # bf16: 2⁻⁸ of entries up to 2
     with open_checkpoint(source) as old, open_checkpoint(tmp_path / "out") as new:
@@ -82,10 +82,10 @@ def test_equals_fire_on_the_live_model_with_its_plan(tmp_path: Path) -> None:
 
 def test_a_plan_sees_through_one_prefix_on_either_side(tmp_path: Path) -> None:
     model = small_model()
-    plan = rekindle.plan(model)
+    plan = rekindle.plan(model, targets="auto")
     torch.save({"state_dict": {f"net.{k}": v for k, v in model.state_dict().items()}}, tmp_path / "a.ckpt")
     assert len(fire_file(tmp_path / "a.ckpt", tmp_path / "b.ckpt", plan=plan).changed) == 2
-    other = rekindle.plan(nn.ModuleDict({"net": model}))
+    other = rekindle.plan(nn.ModuleDict({"net": model}), targets="auto")
     torch.save(model.state_dict(), tmp_path / "c.pt")
     assert len(fire_file(tmp_path / "c.pt", tmp_path / "d.pt", plan=other).changed) == 2
     torch.save({"x.weight": torch.randn(3, 3)}, tmp_path / "e.pt")
@@ -154,7 +154,7 @@ def test_provenance_goes_into_the_metadata_and_earlier_runs_stay(tmp_path: Path)
 def test_another_dtype_is_given_to_every_floating_tensor(kind: str, dtype: str, tmp_path: Path) -> None:
     state = {**small_model().state_dict(), "steps": torch.tensor([3, 4]), "mask": torch.tensor([True])}
     source = write(state, kind, tmp_path)
-    fire_file(source, tmp_path / "out", dtype=dtype)
+    fire_file(source, tmp_path / "out", dtype=dtype, targets="auto", scale="paper")
     with open_checkpoint(tmp_path / "out") as new:
         assert list(new.names) == list(open_checkpoint(source).names)
         for name, value in state.items():
@@ -176,9 +176,9 @@ def test_ties_survive_and_are_treated_once(tmp_path: Path) -> None:
     torch.save({"a.weight": shared, "b.weight": shared, "c.weight": torch.randn(8, 8)}, tmp_path / "in.pt")
     with open_checkpoint(tmp_path / "in.pt") as checkpoint:
         assert checkpoint.tied == {"b.weight": "a.weight"}
-        plan = checkpoint.plan(heads="c")
+        plan = checkpoint.plan(heads="c", targets="auto", scale="paper")
     assert {e.name: e.reason for e in plan.entries}["b.weight"] == "tied to a.weight, treated there"
-    fire_file(tmp_path / "in.pt", tmp_path / "out.pt", heads="c")
+    fire_file(tmp_path / "in.pt", tmp_path / "out.pt", heads="c", targets="auto", scale="paper")
     new = torch.load(tmp_path / "out.pt", weights_only=True)
     assert new["a.weight"].data_ptr() == new["b.weight"].data_ptr()
     assert torch.allclose(new["a.weight"].double(), isometry(shared), atol=1e-4)
@@ -193,7 +193,7 @@ def test_a_torch_file_keeps_strides_order_and_everything_that_is_no_weight(tmp_p
     turned = torch.randn(8, 8).T
     tree = {"model": {"z.weight": turned, "a.weight": torch.randn(8, 8), "extra": {"x": 1}}, "rng": [1, (2, "three")]}
     torch.save(tree, tmp_path / "in.pth")
-    fire_file(tmp_path / "in.pth", tmp_path / "out.pth", heads="a")
+    fire_file(tmp_path / "in.pth", tmp_path / "out.pth", heads="a", targets="auto", scale="paper")
     new = torch.load(tmp_path / "out.pth", weights_only=True)
     assert new["rng"] == tree["rng"]
     assert list(new["model"]) == ["z.weight", "a.weight", "extra"]
@@ -228,7 +228,7 @@ def test_a_dcp_folder_written_by_shards_is_put_together_and_taken_apart(tmp_path
     path.write_bytes(pickle.dumps(metadata))
     with open_checkpoint(tmp_path / "in") as checkpoint:
         assert torch.equal(checkpoint.read("0.weight"), whole)
-    fire_file(tmp_path / "in", tmp_path / "out")
+    fire_file(tmp_path / "in", tmp_path / "out", targets="auto", scale="paper")
     loaded = {"model": {name: torch.zeros_like(value) for name, value in state.items()}}
     dcp.load(loaded, checkpoint_id=tmp_path / "out", no_dist=True)
     assert torch.allclose(loaded["model"]["0.weight"].double(), isometry(whole), atol=1e-4)
@@ -262,10 +262,10 @@ def test_meta_tensors_have_no_bytes_and_progress_counts_up(tmp_path: Path) -> No
         assert list(meta) == list(checkpoint.names)
         assert checkpoint.optimizer is None
         assert checkpoint.meta("0.weight") == ((32, 16), torch.float32, 2048, "in.safetensors")
-        measured = checkpoint.plan(measure="cheap").selected[0]
+        measured = checkpoint.plan(measure="cheap", targets="auto").selected[0]
         assert measured.dfi_now is not None
     calls: list[tuple[int, int, str]] = []
-    fire_file(tmp_path / "in.safetensors", tmp_path / "out", progress=lambda *call: calls.append(call))
+    fire_file(tmp_path / "in.safetensors", tmp_path / "out", progress=lambda *call: calls.append(call), targets="auto")
     assert calls[0] == (0, 2, "")
     assert calls[-1] == (2, 2, "2.weight")
 

@@ -25,7 +25,7 @@ def test_a_state_dict_inside_a_model_entry(tmp_path: Path, dtype: str | None) ->
     state = OrderedDict(net().state_dict())
     tree = {"model": {"model_args": {"dim": 8}, "state_dict": state}, "training_history": {"e": {"train": [0.5]}}}
     torch.save(tree, tmp_path / "in.pth.tar")
-    receipt = fire_file(tmp_path / "in.pth.tar", tmp_path / "out.pth.tar", dtype=dtype)
+    receipt = fire_file(tmp_path / "in.pth.tar", tmp_path / "out.pth.tar", dtype=dtype, targets="auto", scale="paper")
     assert receipt.changed == ("0.weight", "2.weight")
     out = torch.load(tmp_path / "out.pth.tar", weights_only=True)
     assert out["model"]["model_args"] == {"dim": 8}
@@ -50,7 +50,7 @@ class TestPlansOfParametrizedModels:
     def test_originals_in_a_file_are_not_taken_for_the_weight(self, tmp_path: Path, wrap: Any) -> None:
         model = net()
         wrap(model[0])
-        drawn = plan(model, scale=1.0)
+        drawn = plan(model, scale=1.0, targets="auto")
         assert "0.weight" in [entry.name for entry in drawn.selected]
         drawn.save(tmp_path / "plan.json")
         torch.save(model.state_dict(), tmp_path / "in.pt")
@@ -63,7 +63,7 @@ class TestPlansOfParametrizedModels:
     def test_a_file_with_the_plain_weights_is_projected(self, tmp_path: Path) -> None:
         model = net()
         nn.utils.parametrizations.weight_norm(model[0])
-        drawn = Plan.from_dict(plan(model).to_dict())
+        drawn = Plan.from_dict(plan(model, targets="auto").to_dict())
         torch.save({f"model.{k}": v for k, v in net().state_dict().items()}, tmp_path / "in.pt")
         assert fire_file(tmp_path / "in.pt", tmp_path / "out.pt", plan=drawn).changed == ("0.weight", "2.weight")
 

@@ -24,7 +24,7 @@ def test_the_stored_residual_is_that_of_the_new_file(tmp_path: Path, dtype: str)
     old, new = tmp_path / "old.safetensors", tmp_path / "new.safetensors"
     torch.manual_seed(0)
     save_file({"a.weight": torch.randn(64, 64), "b.weight": torch.randn(4, 64)}, old)
-    receipt = fire_file(old, new, dtype=dtype, heads=())
+    receipt = fire_file(old, new, dtype=dtype, heads=(), targets="auto", scale="paper")
     (record,) = receipt.records
     true = dfi_reference(stored(new, "a.weight"), 1.0) / 64
     assert record.residual_stored == pytest.approx(true, rel=0.05, abs=1e-10)
@@ -36,7 +36,7 @@ def test_the_second_block_of_a_fused_weight_is_solved_from_the_old_file(tmp_path
     model = nn.ModuleDict({"attn": nn.MultiheadAttention(16, 2), "head": nn.Linear(16, 4)})
     w = model["attn"].in_proj_weight.detach().clone()
     save_file(dict(model.state_dict()), old)
-    receipt = fire_file(old, new, plan=plan(model, targets="attn.in_proj_weight"), dtype="bfloat16")
+    receipt = fire_file(old, new, plan=plan(model, targets="attn.in_proj_weight", scale="paper"), dtype="bfloat16")
     assert len(receipt.records) == 3
     found = stored(new, "attn.in_proj_weight")
     for i, record in enumerate(receipt.records):

@@ -60,7 +60,7 @@ def test_an_integer_step_count_is_reset_too(tmp_path: Path) -> None:
     for slots in state["state"].values():
         slots["step"] = int(slots["step"])  # as torch before 1.12 wrote it
     torch.save({"model": model.state_dict(), "optimizer": state}, tmp_path / "in.pt")
-    fire_file(tmp_path / "in.pt", tmp_path / "out.pt")
+    fire_file(tmp_path / "in.pt", tmp_path / "out.pt", targets="auto")
     new = torch.load(tmp_path / "out.pt", weights_only=True)["optimizer"]["state"]
     assert [slots["step"] for slots in new.values()] == [0, 2, 0, 2, 2, 2]
     assert not new[0]["exp_avg"].any()
@@ -101,7 +101,7 @@ def test_param_names_beat_the_order_and_groups(tmp_path: Path) -> None:
             "slots": 18,
             "matched_by": "param_names",
         }
-    fire_file(tmp_path / "in.ckpt", tmp_path / "out.ckpt")
+    fire_file(tmp_path / "in.ckpt", tmp_path / "out.ckpt", targets="auto")
     new = torch.load(tmp_path / "out.ckpt", weights_only=True)["optimizer_states"][0]
     names = [name for group in new["param_groups"] for name in group["param_names"]]
     fresh = {names[key] for key, slots in new["state"].items() if not slots["exp_avg"].any()}
@@ -159,7 +159,7 @@ def test_dcp_states_are_reset_by_name(tmp_path: Path) -> None:
     optimizer = stepped(model, torch.optim.AdamW(model.parameters()))
     weights, states = get_state_dict(model, optimizer)
     save_dcp({"model": weights, "optimizer": states}, tmp_path / "in")
-    receipt = fire_file(tmp_path / "in", tmp_path / "out")
+    receipt = fire_file(tmp_path / "in", tmp_path / "out", targets="auto")
     assert receipt.optimizer is not None
     assert receipt.optimizer.reset == 6
     before = copy.deepcopy(states)
@@ -181,7 +181,7 @@ def test_the_optimizer_file_of_a_trainer_folder_is_treated_too(tmp_path: Path) -
     optimizer = stepped(model, torch.optim.AdamW(model.named_parameters()))
     torch.save(optimizer.state_dict(), folder / "optimizer.pt")
     (folder / "trainer_state.json").write_text("{}", "utf-8")
-    receipt = fire_file(folder, tmp_path / "out")
+    receipt = fire_file(folder, tmp_path / "out", targets="auto")
     assert receipt.optimizer is not None
     assert receipt.optimizer.reset == 6
     assert float(torch.load(tmp_path / "out" / "optimizer.pt", weights_only=True)["state"][0]["step"]) == 0
@@ -189,7 +189,7 @@ def test_the_optimizer_file_of_a_trainer_folder_is_treated_too(tmp_path: Path) -
     # safetensors sorts names, so that without param_names nothing tells which state is whose.
     torch.save(stepped(model, torch.optim.AdamW(model.parameters())).state_dict(), folder / "optimizer.pt")
     with pytest.raises(CheckpointError, match="not in the model's order"):
-        fire_file(folder, tmp_path / "out2")
+        fire_file(folder, tmp_path / "out2", targets="auto")
 
 
 def test_a_real_lightning_checkpoint_goes_through_and_trains_on(tmp_path: Path) -> None:
@@ -211,7 +211,7 @@ def test_a_real_lightning_checkpoint_goes_through_and_trains_on(tmp_path: Path) 
     trainer = lightning.Trainer(max_epochs=1, default_root_dir=tmp_path, enable_checkpointing=False, **quiet)
     trainer.fit(Task(), data)
     trainer.save_checkpoint(tmp_path / "in.ckpt")
-    receipt = fire_file(tmp_path / "in.ckpt", tmp_path / "out.ckpt")
+    receipt = fire_file(tmp_path / "in.ckpt", tmp_path / "out.ckpt", targets="auto")
     assert receipt.changed == ("net.0.weight", "net.2.weight")
     assert receipt.optimizer is not None
     assert receipt.optimizer.reset == 6
@@ -226,7 +226,7 @@ def test_a_zero_weight_is_skipped_and_keeps_its_state(tmp_path: Path) -> None:
     with torch.no_grad():
         model[0].weight.zero_()
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "in.pt")
-    receipt = fire_file(tmp_path / "in.pt", tmp_path / "out.pt")
+    receipt = fire_file(tmp_path / "in.pt", tmp_path / "out.pt", targets="auto")
     state = torch.load(tmp_path / "out.pt")["optimizer"]["state"]
     assert receipt.changed == ("2.weight",)
     assert "min_norm" in receipt.skipped["0.weight"]

@@ -32,7 +32,7 @@ def test_demo_compares_eight_remedies(tmp_path: Path) -> None:
         "redo",
         "l2-init",
         "fire",
-        "fire-init-heads",
+        "fire-paper",
     ):
         assert arm in text
     assert "Doing nothing went from" in text

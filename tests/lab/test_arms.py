@@ -56,14 +56,14 @@ def test_names_groups_and_own_arms_mix_without_repetition() -> None:
         arms("fir")
 
 
-def test_fire_is_the_librarys_fire_and_heads_take_the_output_layer_along() -> None:
+def test_fire_is_the_librarys_fire_and_a_body_keeps_its_output_layer() -> None:
     for name in ("fire", "random-isometry", "rescale", "fresh-at-norm"):
         assert "targets" not in ARMS[name].within(PLAIN).options
-        (heads,) = arms(f"{name}-heads")
-        assert heads.within(PLAIN).options["targets"] == ["auto", "head"]
+        (body,) = arms(f"{name}-body")
+        assert body.within(PLAIN).options["targets"] == "auto"
     assert ARMS["fire"].build().settings() == FIRE().settings()
-    with pytest.raises(ValueError, match="has no fire-qk-heads"):
-        arms("fire-qk-heads")
+    with pytest.raises(ValueError, match="has no fire-qk-body"):
+        arms("fire-qk-body")
 
 
 def test_an_own_arm_that_returns_fire_is_the_built_in_one() -> None:
@@ -228,7 +228,8 @@ def test_the_papers_coefficients() -> None:
     assert (paper.batch, paper.lr, paper.clip, paper.warmup, paper.optimizer) == (256, 1e-3, 0.5, 0.1, "adam")
     assert paper.stream_options["chunks"] == 10 and paper.stream_options["epochs"] == 100
     assert ARMS["rescale"].within(SETTINGS["paper/warm-start-vit"]).options["targets"] == ["attention.qk"]
-    assert ARMS["fire"].within(paper).options["targets"] == ["auto", "head"]
+    assert ARMS["fire"].within(paper).options == {"targets": ["auto", "head"], "scale": "paper"}
+    assert ARMS["fire-nearest"].within(paper).options["scale"] == "nearest"
 
 
 @pytest.mark.parametrize(

@@ -303,15 +303,15 @@ def test_nearness_is_judged_against_a_random_isometry() -> None:
 
 
 def test_like_is_compared_with_like() -> None:
-    """An arm that touches the output layer is held against the random isometry that does, no other."""
-    ends = {"nothing": 0.1, "fire": 0.5, "fire-heads": 0.6, "random-isometry-heads": 0.3}
+    """An arm that leaves the output layer is compared with the random isometry that does, no other."""
+    ends = {"nothing": 0.1, "fire": 0.5, "fire-body": 0.6, "random-isometry-body": 0.3}
     nearest = [each for each in sentences(compared(ends=ends)[0]) if "nearest isometry" in each]
     assert [each.partition(" made +30.")[0] for each in nearest] == [
-        "Being the nearest isometry rather than a random one, both with the output layer,"
+        "Being the nearest isometry rather than a random one, both without the output layer,"
     ]
     lines = {row["arm"]: row for row in results(ends=ends).table()}
     assert lines["fire"]["random_isometry"] is None
-    assert lines["fire-heads"]["random_isometry"] == pytest.approx(0.3)
+    assert lines["fire-body"]["random_isometry"] == pytest.approx(0.3)
 
 
 def test_losses_are_better_when_lower() -> None:

@@ -46,6 +46,14 @@ def test_a_page_has_a_question_an_answer_a_picture_and_a_command(name: str) -> N
     assert answer.count(". ") <= 1, "two sentences"
 
 
+def test_the_default_of_fire_is_a_cell_of_the_factorial_on_every_stream(evidence: ModuleType) -> None:
+    """Its plan is that cell's, so that the cell's runs are the default's."""
+    cells = {name: evidence.default_cell("factorial", name)[1] for name in evidence.results("factorial").comparisons}
+    plain = dict.fromkeys(("mlp", "cnn"), "nearest-he-heads")
+    normal = ("mlp-layernorm", "cnn-batchnorm", "warm-start", "class-incremental", "text")
+    assert cells == plain | dict.fromkeys(normal, "nearest-paper-heads")
+
+
 def test_an_archive_holds_the_runs_of_its_study_and_the_same_bytes(tmp_path: Path) -> None:
     made = Study("s", [TINY], [ARMS["nothing"], ARMS["fire"]], [0, 1, 2], tmp_path / "s")
     here = made.run(Inline(TARGET))

@@ -123,7 +123,7 @@ def test_what_changes_one_module_changes_the_stack() -> None:
 
 
 def test_all_arms_give_what_they_give_alone() -> None:
-    names = ("nothing", "full-reset", "shrink-perturb", "fire-heads", "redo", "l2-init", "weight-decay", "weight-clip")
+    names = ("nothing", "full-reset", "shrink-perturb", "fire-body", "redo", "l2-init", "weight-decay", "weight-clip")
     arms = [*(ARMS[name] for name in names), replace(ARMS["fire"], lr=3.0), ARMS["upgd"], ARMS["continual-backprop"]]
     arms += [ARMS["rate-raised"], ARMS["rate-rewarm"], ARMS["he-reset"], ARMS["hyperball"]]
     arms += [ARMS["soft-rescaling"], ARMS["weight-reset"], ARMS["normalize-project"]]

@@ -84,7 +84,7 @@ def test_rescaling_to_a_part_of_the_old_norm_leaves_directions_alone() -> None:
     before = model[0].weight.detach().clone()
     x = torch.randn(8, 3, 3, 3)
     was = model(x)
-    Rescale(scale="norm:0.1")(model)
+    Rescale(scale="norm:0.1", targets="auto")(model)
     torch.testing.assert_close(model[0].weight.detach(), before * 0.1)
     torch.testing.assert_close(model(x), was, atol=5e-3, rtol=0)
 

@@ -134,7 +134,7 @@ def test_a_gradient_that_cannot_be_put_back_does_not_keep_the_others_from_it() -
 
 def test_a_tiny_matrix_that_stays_is_skipped_and_not_changed() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2))
-    plan = rekindle.plan(model)
+    plan = rekindle.plan(model, targets="auto")
     model[1].weight.data.fill_(1e-42)
     receipt = rekindle.fire(model, plan=plan)
     assert receipt.changed == ("0.weight",) and "min_norm" in receipt.skipped["1.weight"]

@@ -266,7 +266,7 @@ def test_compose_applies_in_order_and_joins_everything():
     model = net()
     adam = torch.optim.Adam(model.parameters())
     fit(model, adam)
-    both = Compose([Rescale(2.0), HeadReset(), L2Init(0.1), Parseval(0.2)])
+    both = Compose([Rescale(2.0, targets="auto"), HeadReset(), L2Init(0.1), Parseval(0.2)])
     both.remember(model)
     alone = L2Init(0.1)
     alone.remember(model)
@@ -274,7 +274,7 @@ def test_compose_applies_in_order_and_joins_everything():
         model[0].weight.add_(0.5)
     expected = alone.loss_term(model) + Parseval(0.2).loss_term(model)
     torch.testing.assert_close(both.loss_term(model), expected)
-    receipt = Compose([Rescale(2.0), HeadReset()])(model, adam)
+    receipt = Compose([Rescale(2.0, targets="auto"), HeadReset()])(model, adam)
     assert receipt.method == "compose(rescale, head-reset)"
     assert receipt.changed == ("0.weight", "3.weight", "3.bias")
     assert receipt.optimizer.reset == 9
@@ -295,7 +295,7 @@ def test_compose_applies_in_order_and_joins_everything():
 def test_compose_of_different_moments_gives_each_moment_its_part():
     model = net()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    joined = Compose([Rescale(2.0), Parseval(0.2), WeightClip(0.5), UPGD(), AdamRel()])
+    joined = Compose([Rescale(2.0, targets="auto"), Parseval(0.2), WeightClip(0.5), UPGD(), AdamRel()])
     assert {moment for moment in ("event", "loss", "step", "backward") if joined.at(moment)} == {
         "event",
         "loss",
@@ -309,7 +309,7 @@ def test_compose_of_different_moments_gives_each_moment_its_part():
     with pytest.raises(ValueError, match='at\\("backward"\\)'):
         joined(model, sgd)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    fired = Compose([Rescale(2.0), IsometryLoss(1.0)])
+    fired = Compose([Rescale(2.0, targets="auto"), IsometryLoss(1.0)])
     receipt = fired(model, sgd)
     assert receipt.changed == ("0.weight",)
     assert "isometry-loss acts through loss_term(model)" in receipt.notes

@@ -90,7 +90,7 @@ class TestCheckedBeforeTheFirstWrite:
     def test_a_sparse_parameter_of_equal_size_is_no_tie(self) -> None:
         model = mlp()
         model.register_parameter("mask", nn.Parameter(torch.eye(16, 20).to_sparse()))
-        assert fire(model).changed == ("0.weight", "2.weight", "4.weight")
+        assert fire(model, targets="auto").changed == ("0.weight", "2.weight", "4.weight")
 
 
 class TestMessages:
@@ -109,7 +109,7 @@ class TestMessages:
 
 class TestReceipt:
     def test_zeroed_biases_are_not_said_to_be_skipped(self) -> None:
-        receipt = fire(mlp(), biases="zero")
+        receipt = fire(mlp(), biases="zero", targets="auto")
         assert receipt.biases_zeroed == 3
         assert [name for name in receipt.skipped if name.endswith("bias")] == ["6.bias"]
         assert "1 × bias" in str(receipt)
@@ -140,7 +140,7 @@ def test_a_parametrized_weight_is_solved_once(monkeypatch: pytest.MonkeyPatch) -
     model = mlp()
     nn.utils.parametrizations.weight_norm(model[2])
     w = model[2].weight.detach().clone()
-    receipt = fire(model)
+    receipt = fire(model, targets="auto")
     assert receipt.changed == ("0.weight", "2.weight", "4.weight")
     assert sum(sizes) == 3
     torch.testing.assert_close(model[2].weight.double(), (16 / 20) ** 0.5 * polar_reference(w), rtol=1e-3, atol=1e-3)

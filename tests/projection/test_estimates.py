@@ -50,15 +50,17 @@ def test_what_is_not_finite_or_zero() -> None:
 
 def test_a_plan_marks_its_estimates_and_can_do_without(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 2))
-    exact = rekindle.plan(model)
+    exact = rekindle.plan(model, targets="auto")
     assert not any(entry.estimated for entry in exact.entries)
     monkeypatch.setattr(measuring, "_EXACT", 1e3)
     monkeypatch.setattr(measuring, "_LARGE", 64)
-    rough = rekindle.plan(model)
+    rough = rekindle.plan(model, targets="auto")
     assert [entry.estimated for entry in rough.selected] == [True, True]
     assert "≈" in str(rough)
-    assert "≈" not in str(rekindle.plan(model, measure="full"))
-    assert [e.dfi for e in rekindle.plan(model, measure="full").entries] == [e.dfi for e in exact.entries]
+    assert "≈" not in str(rekindle.plan(model, measure="full", targets="auto"))
+    assert [e.dfi for e in rekindle.plan(model, measure="full", targets="auto").entries] == [
+        e.dfi for e in exact.entries
+    ]
     for near, true in zip(rough.selected, exact.selected, strict=True):
         assert near.dfi_now == pytest.approx(true.dfi_now, rel=0.3)
 

@@ -331,7 +331,7 @@ def test_every_parameter_is_projected_or_skipped_for_the_right_reason(name: str)
             parameter.add_(0.02 * torch.randn_like(parameter))  # some configs start at zero
     before = {key: value.detach().clone() for key, value in model.named_parameters(remove_duplicate=False)}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    receipt = fire(model, optimizer)
+    receipt = fire(model, optimizer, targets="auto", scale="paper")
     for key, value in model.named_parameters(remove_duplicate=False):
         meaning = expectation(case, key)
         if isinstance(meaning, str):

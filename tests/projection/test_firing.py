@@ -86,14 +86,14 @@ def test_zero_matrices_are_left_alone() -> None:
         model[0].weight[:, :, 1, 1] = 0
         model[2].weight.zero_()
     w = model[0].weight.detach().clone()
-    receipt = fire(model)
+    receipt = fire(model, targets="auto", scale="paper")
     assert model[0].weight[:, :, 1, 1].abs().sum() == 0
     assert model[2].weight.abs().sum() == 0
     assert "min_norm" in receipt.skipped["2.weight"]
     assert any("1 matrices of 0.weight are zero" in note for note in receipt.notes)
     record = receipt.records[0]
     assert record.sfe == pytest.approx(float((w - model[0].weight).double().square().sum().detach()), rel=1e-3)
-    fire(model, min_norm=0.0)
+    fire(model, min_norm=0.0, targets="auto", scale="paper")
     assert dfi_reference(model[2].weight, 1.0) < 1e-4
 
 
@@ -141,7 +141,7 @@ def test_a_failure_midway_is_not_hidden_by_a_second_check_of_the_optimizer(monke
     optimizer.step()
     monkeypatch.setattr(execution, "solve", broken_solve(2))
     with pytest.raises(MethodError, match="it had changed") as caught:
-        fire(model, optimizer)
+        fire(model, optimizer, targets="auto")
     changed = caught.value.receipt.changed
     states = {f"{i}.weight": float(optimizer.state[model[i].weight]["exp_avg"].sum()) for i in (0, 2, 4)}
     assert [name for name, total in states.items() if total == 0] == sorted(changed)
@@ -193,7 +193,7 @@ def test_what_misses_its_tolerance_is_solved_by_svd(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(execution, "solve", poor)
     model = mlp()
     w = model[2].weight.detach().clone()
-    receipt = fire(model)
+    receipt = fire(model, targets="auto", scale="paper")
     assert [record.fallback for record in receipt.records] == [1, 1, 1]
     assert all(record.converged for record in receipt.records)
     wanted = math.sqrt(16 / 20) * polar_reference(w)
@@ -206,7 +206,7 @@ def test_what_misses_its_tolerance_is_solved_by_svd(monkeypatch: pytest.MonkeyPa
     model = mlp()
     before = state_of(model)
     with pytest.raises(torch.linalg.LinAlgError):
-        fire(model)
+        fire(model, targets="auto", scale="paper")
     assert same(before, state_of(model))
 
 
@@ -247,8 +247,8 @@ def test_any_store_with_read_and_write_will_do() -> None:
 
     model = mlp()
     store = Tensors(state_of(model))
-    receipt = execute(plan(model), store)
-    fire(model)
+    receipt = execute(plan(model, targets="auto"), store)
+    fire(model, targets="auto")
     assert receipt.changed == ("0.weight", "2.weight", "4.weight")
     assert same(store.tensors, state_of(model))
 
@@ -279,8 +279,8 @@ def test_it_warns_where_norms_change_much_and_no_normalization_follows(norm: boo
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(10.0)
-    said = [note for note in fire(model).notes if "no normalization follows" in note]
+    said = [note for note in fire(model, targets="auto").notes if "no normalization follows" in note]
     assert bool(said) == (not norm)
     if said:
         assert "0.weight" in said[0] or "2.weight" in said[0]
-    assert not any("no normalization" in note for note in fire(_cnn(norm=norm), scale="norm").notes)
+    assert not any("no normalization" in note for note in fire(_cnn(norm=norm), scale="norm", targets="auto").notes)

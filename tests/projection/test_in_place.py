@@ -51,7 +51,7 @@ def test_channels_last_and_non_contiguous_weights_stay_so() -> None:
     model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.Conv2d(8, 4, 3)).to(memory_format=torch.channels_last)
     w = model[0].weight.detach().clone()
     stride = model[0].weight.stride()
-    fire(model, heads=())
+    fire(model, heads=(), targets="auto", scale="paper")
     assert model[0].weight.stride() == stride
     tap = model[0].weight.detach()[:, :, 1, 2].double()
     torch.testing.assert_close(tap, math.sqrt(2) / 9 * polar_reference(w[:, :, 1, 2]), rtol=1e-3, atol=1e-4)
@@ -78,7 +78,7 @@ def test_ddp_hooks_still_reduce(tmp_path: Any) -> None:
         optimizer = torch.optim.Adam(wrapped.parameters())
         wrapped(torch.ones(2, 12)).sum().backward()
         optimizer.step()
-        assert fire(wrapped, optimizer).changed == ("0.weight", "2.weight", "4.weight")
+        assert fire(wrapped, optimizer, targets="auto").changed == ("0.weight", "2.weight", "4.weight")
         seen = sum(calls)
         optimizer.zero_grad()
         wrapped(torch.ones(2, 12)).sum().backward()
@@ -103,7 +103,7 @@ def test_a_compiled_forward_is_not_compiled_again() -> None:
         optimizer.zero_grad()
     before = counters["stats"]["unique_graphs"]
     with dynamo.config.patch(error_on_recompile=True):
-        receipt = fire(compiled, optimizer)
+        receipt = fire(compiled, optimizer, targets="auto")
         after = compiled(inputs)
         after.sum().backward()
     assert receipt.changed == ("0.weight", "2.weight", "4.weight")
@@ -119,11 +119,11 @@ def test_no_global_state_is_touched_and_the_result_is_deterministic() -> None:
             model[2].weight[3] = 0
             model[2].weight[5] = model[2].weight[4]
     rng = torch.get_rng_state()
-    receipt = fire(first)
+    receipt = fire(first, targets="auto", scale="paper")
     assert torch.equal(torch.get_rng_state(), rng)
     assert (torch.get_num_threads(), torch.get_default_dtype()) == (threads, dtype)
     torch.rand(3)
-    fire(second)
+    fire(second, targets="auto", scale="paper")
     assert same(state_of(first), state_of(second))
     assert receipt.records[1].completed == 2
     assert dfi_reference(first[2].weight, math.sqrt(16 / 20)) < 1e-4
@@ -138,6 +138,6 @@ def test_a_square_matrix_that_lies_transposed_in_memory() -> None:
 
     model = Turned()
     w, stride = model.first.weight.detach().clone(), model.first.weight.stride()
-    fire(model)
+    fire(model, targets="auto", scale="paper")
     assert model.first.weight.stride() == stride == (1, 20)
     torch.testing.assert_close(model.first.weight.detach().double(), polar_reference(w), rtol=1e-3, atol=1e-3)

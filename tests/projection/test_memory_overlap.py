@@ -33,7 +33,7 @@ def test_two_weights_partly_in_the_same_memory() -> None:
 
 def test_two_weights_side_by_side_in_one_memory_are_fine() -> None:
     memory = torch.randn(2, 8, 8)
-    assert len(rekindle.fire(_net(memory[0], memory[1])).records) == 2
+    assert len(rekindle.fire(_net(memory[0], memory[1]), targets="auto").records) == 2
 
 
 def test_a_plan_from_elsewhere_meets_a_weight_without_numbers() -> None:

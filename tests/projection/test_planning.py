@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import rekindle
 from rekindle.projection.entries import PlanEntry
 from rekindle.projection.planning import Plan, plan
-from rekindle.projection.targets import Scale
+from rekindle.projection.scales import Scale
 from zoo_models import NAMES, build
 
 
@@ -35,7 +35,7 @@ def slow_dfi(matrices: Tensor, scale: float | None) -> float:
 @pytest.mark.parametrize("name", NAMES)
 def test_the_plan_of_every_model_measures_what_is_there(name: str) -> None:
     model = build(name)
-    drawn = plan(model)
+    drawn = plan(model, targets="auto", scale="paper")
     assert [e.key for e in drawn.entries] == [k for k, _ in model.named_parameters(remove_duplicate=False)]
     assert drawn.selected
     assert len(drawn.selected) + len(drawn.skipped) == len(drawn.entries)
@@ -230,7 +230,7 @@ def test_weights_before_a_normalization_are_counted() -> None:
     model = nn.Sequential(
         nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.Flatten(), nn.Linear(4, 2)
     )
-    found = plan(model)
+    found = plan(model, targets="auto")
     assert {e.name: e.norm for e in found.selected} == {"0.weight": "1", "3.weight": ""}
     assert "1 of the 2 have a normalization right behind them" in " ".join(str(found).split())
     assert Plan.from_dict(found.to_dict()) == found
@@ -238,4 +238,4 @@ def test_weights_before_a_normalization_are_counted() -> None:
     for entry in old["entries"]:
         del entry["norm"]  # a plan that was saved before
     assert Plan.from_dict(old).selected[0].norm == ""
-    assert "normalization right behind" not in str(plan(model, measure="none"))
+    assert "normalization right behind" not in str(plan(model, measure="none", targets="auto"))

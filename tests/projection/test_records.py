@@ -27,7 +27,7 @@ SCALES: dict[Any, Any] = {
 def test_weights_and_receipt_agree_with_the_float64_reference(scale: Any, strength: float, dtype: torch.dtype) -> None:
     model = mlp(dtype)
     before = state_of(model)
-    receipt = fire(model, scale=scale, strength=strength)
+    receipt = fire(model, scale=scale, strength=strength, targets="auto")
     assert receipt.changed == ("0.weight", "2.weight", "4.weight")
     tolerance = {torch.float32: 2e-3, torch.float64: 2e-3, torch.bfloat16: 2e-2}[dtype]
     for record in receipt.records:
@@ -85,7 +85,7 @@ def test_a_convolution_is_measured_over_all_its_taps() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(6, 10, 3), nn.Conv2d(10, 4, 3), nn.Flatten(), nn.Linear(4, 2))
     w = model[0].weight.detach().clone()
-    record = fire(model).records[0]
+    record = fire(model, targets="auto", scale="paper").records[0]
     s = math.sqrt(10 / 6) / 9
     taps = [w[:, :, i, j] for i in range(3) for j in range(3)]
     assert (record.count, record.out, record.in_) == (9, 10, 6)

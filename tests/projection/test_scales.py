@@ -12,7 +12,8 @@ from torch import nn
 
 from rekindle.blocks.finding import find
 from rekindle.blocks.layouts import Block, convolution, matrices
-from rekindle.projection.targets import Scale
+from rekindle.projection.planning import plan
+from rekindle.projection.scales import Scale, settled
 
 SIDE = st.integers(1, 40)
 
@@ -195,3 +196,58 @@ def test_a_factor_multiplies_the_rule(rule: str) -> None:
     }
     plain, tenth = (Scale.parse(spec).values(block, **given) for spec in (rule, f"{rule}:0.1"))
     torch.testing.assert_close(tenth, plain / 10)
+
+
+class _Unsure(nn.Module):
+    """May divide by a size of its own making."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        return self.last(x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6))
+
+
+_BARE = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+_NORMED = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 2))
+AUTO = Scale.parse("auto")
+
+
+@pytest.mark.parametrize(
+    ("model", "rule", "why"),
+    [
+        (_BARE, "init:kaiming", "no activation"),
+        (_NORMED, "paper", "normalizes"),
+        (_Unsure(), "init:kaiming", "the source does not show"),
+        (_NORMED.state_dict(), "paper", "normalizes"),
+        (_BARE.state_dict(), "init:kaiming", "a state dict does not show"),
+    ],
+)
+def test_the_default_scale_is_hes_norm_unless_activations_are_normalized(model: object, rule: str, why: str) -> None:
+    found, said = settled(AUTO, model)  # type: ignore[arg-type]
+    assert str(found) == rule and why in said
+    made = plan(model)  # type: ignore[arg-type]
+    assert str(made.scale) == rule and f"scale {rule} ({said})" in " ".join(made.table(width=400).split())
+
+
+def test_an_example_and_a_config_settle_what_source_and_keys_leave_open() -> None:
+    assert str(plan(_Unsure(), example=torch.randn(3, 4)).scale) == "paper"
+    with torch.device("meta"):
+        shape = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8, elementwise_affine=False), nn.Linear(8, 2))
+    keys = nn.Sequential(nn.Linear(4, 8), nn.Identity(), nn.Linear(8, 2)).state_dict()
+    assert str(plan(keys).scale) == "init:kaiming"
+    assert str(plan(keys, config=shape).scale) == "paper"
+
+
+def test_what_is_asked_for_is_what_is_taken() -> None:
+    assert str(plan(_BARE, scale="paper").scale) == "paper" and plan(_BARE, scale="paper").why == ""
+    assert str(plan(_BARE, targets="paper-cnn").scale) == "paper"
+    made = plan(_NORMED)
+    assert type(made).from_dict(made.to_dict()) == made
+    for wrong in ("auto:0.3", "auto/depth(2)"):
+        with pytest.raises(ValueError, match="auto takes no factor"):
+            Scale.parse(wrong)
+    with pytest.raises(ValueError, match="depends on the model"):
+        AUTO.known(linear(2, 2))

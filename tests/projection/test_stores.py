@@ -16,7 +16,7 @@ from small_networks import mlp, polar_reference, same, state_of, stepped
 def test_slots_of_changed_parameters_start_over_and_are_counted() -> None:
     model = mlp()
     optimizer = stepped(model)
-    receipt = fire(model, optimizer)
+    receipt = fire(model, optimizer, targets="auto")
     assert receipt.optimizer is not None
     assert (receipt.optimizer.parameters, receipt.optimizer.matched, receipt.optimizer.reset) == (3, 9, 9)
     for name, parameter in model.named_parameters():
@@ -27,7 +27,7 @@ def test_slots_of_changed_parameters_start_over_and_are_counted() -> None:
 def test_stale_gradients_are_cleared_and_counted() -> None:
     model = mlp()
     stepped(model)
-    receipt = fire(model)
+    receipt = fire(model, targets="auto")
     assert receipt.gradients_cleared == 3
     for name, parameter in model.named_parameters():
         assert (parameter.grad is None) == (name in receipt.changed)
@@ -39,7 +39,7 @@ def test_a_master_copy_gets_the_new_weight() -> None:
     optimizer = stepped(model)
     for parameter, state in optimizer.state.items():
         state["master_param"] = parameter.detach().float()
-    receipt = fire(model, optimizer)
+    receipt = fire(model, optimizer, targets="auto")
     assert receipt.optimizer is not None
     assert receipt.optimizer.masters == 3
     assert torch.equal(optimizer.state[model[0].weight]["master_param"], model[0].weight.detach().float())
@@ -48,7 +48,7 @@ def test_a_master_copy_gets_the_new_weight() -> None:
 def test_biases_are_zeroed_only_when_asked_and_only_beside_changed_weights() -> None:
     model, mirror = mlp(), mlp(seed=1).requires_grad_(False)
     optimizer = stepped(model)
-    receipt = fire(model, optimizer, biases="zero", mirrors=mirror)
+    receipt = fire(model, optimizer, biases="zero", mirrors=mirror, targets="auto")
     assert receipt.biases_zeroed == 3
     for i in (0, 2, 4):
         assert model[i].bias.abs().sum() == 0
@@ -58,7 +58,7 @@ def test_biases_are_zeroed_only_when_asked_and_only_beside_changed_weights() -> 
     assert optimizer.state[model[6].bias]["step"] == 3
     kept = mlp()
     before = state_of(kept)
-    fire(kept)
+    fire(kept, targets="auto")
     assert all(torch.equal(kept[i].bias, before[f"{i}.bias"]) for i in (0, 2, 4, 6))
 
 
@@ -89,7 +89,7 @@ def test_mirrors_get_the_same_weights() -> None:
     target, average = mlp(seed=1), torch.optim.swa_utils.AveragedModel(mlp(seed=2))
     half = mlp(seed=3).bfloat16()
     kept = state_of(target)
-    receipt = fire(model, mirrors=[target, average, half])
+    receipt = fire(model, mirrors=[target, average, half], targets="auto")
     assert receipt.mirrors == 3
     for name in receipt.changed:
         now = model.state_dict()[name]
@@ -116,7 +116,7 @@ def test_a_tied_weight_is_treated_once() -> None:
     model.add_module("again", nn.Linear(12, 20))
     model.again.weight = model[0].weight  # type: ignore[union-attr]
     w = model[0].weight.detach().clone()
-    receipt = fire(model, heads="6.*")
+    receipt = fire(model, heads="6.*", targets="auto", scale="paper")
     assert receipt.changed.count("0.weight") == 1
     assert "tied" in receipt.skipped["again.weight"]
     wanted = math.sqrt(20 / 12) * polar_reference(w)
@@ -130,7 +130,7 @@ def test_two_parameters_in_one_memory_are_treated_once_and_both_start_over() -> 
     model(torch.ones(2, 6)).sum().backward()
     optimizer.step()
     w = model[0].weight.detach().clone()
-    receipt = fire(model, optimizer)
+    receipt = fire(model, optimizer, targets="auto", scale="paper")
     assert receipt.changed == ("0.weight",)
     assert "shares its memory with 0.weight" in receipt.skipped["2.weight"]
     torch.testing.assert_close(model[2].weight.detach().double(), polar_reference(w), rtol=1e-3, atol=1e-3)
@@ -147,7 +147,7 @@ def test_weight_norm_is_written_through_and_others_are_refused() -> None:
     optimizer = stepped(model)
     model(torch.ones(1, 12))  # an old-style hook computes its weight in the forward pass
     w = [model[0].weight.detach().clone(), model[2].weight.detach().clone()]
-    receipt = fire(model, optimizer)
+    receipt = fire(model, optimizer, targets="auto")
     assert set(receipt.changed) == {"0.weight", "2.weight"}
     assert "_SpectralNorm" in receipt.skipped["4.weight"]
     for i, value in zip((0, 2), w, strict=True):
@@ -159,4 +159,4 @@ def test_weight_norm_is_written_through_and_others_are_refused() -> None:
     assert receipt.optimizer.parameters == 4
     alone = nn.Sequential(parametrizations.orthogonal(nn.Linear(4, 8)), nn.Linear(8, 2))
     with pytest.raises(ValueError, match="_Orthogonal"):
-        fire(alone, scale=3.0)
+        fire(alone, scale=3.0, targets="auto")

@@ -28,7 +28,7 @@ class TestPresets:
 
     def test_auto(self) -> None:
         expected = ["stem.weight", "pointwise.weight", "grouped.weight"]
-        assert names(plan(build("mobilenet"))) == expected
+        assert names(plan(build("mobilenet"), targets="auto")) == expected
 
     def test_all_takes_embeddings_heads_and_depthwise_kernels(self) -> None:
         model = build("mobilenet")
@@ -89,12 +89,14 @@ class TestTargets:
         assert names(plan(build("resnet"), targets=["fc", "conv1"])) == ["conv1.weight", "fc.weight"]
 
     def test_a_wildcard_does_not_drag_in_what_is_left_alone(self) -> None:
-        assert names(plan(build("mobilenet"), targets="*")) == names(plan(build("mobilenet")))
+        assert names(plan(build("mobilenet"), targets="*")) == names(plan(build("mobilenet"), targets="auto"))
 
     def test_module_types(self) -> None:
         assert names(plan(build("unet"), targets=nn.ConvTranspose2d)) == ["up.weight", "up_grouped.weight"]
         assert names(plan(build("lstm"), targets=nn.Embedding)) == ["embedding.weight"]
-        assert names(plan(build("resnet"), targets=(nn.Conv2d, nn.Linear))) == names(plan(build("resnet")))
+        assert names(plan(build("resnet"), targets=(nn.Conv2d, nn.Linear))) == names(
+            plan(build("resnet"), targets="auto")
+        )
 
     def test_a_predicate(self) -> None:
         def wide(found: Found) -> bool:
@@ -106,17 +108,17 @@ class TestTargets:
     def test_include_and_exclude(self) -> None:
         model = build("mobilenet")
         expected = ["stem.weight", "depthwise.weight", "pointwise.weight", "grouped.weight"]
-        assert names(plan(model, include="depthwise")) == expected
-        assert names(plan(model, exclude=["stem", "group*"])) == ["pointwise.weight"]
-        excluded = plan(model, exclude="stem")
+        assert names(plan(model, include="depthwise", targets="auto")) == expected
+        assert names(plan(model, exclude=["stem", "group*"], targets="auto")) == ["pointwise.weight"]
+        excluded = plan(model, exclude="stem", targets="auto")
         assert next(e for e in excluded.entries if e.name == "stem.weight").reason == "excluded"
         assert excluded.targets == "auto − stem"
 
     def test_include_overrules_frozen(self) -> None:
         model = build("mlp").requires_grad_(False)
         with pytest.raises(ValueError, match="2 × frozen"):
-            plan(model)
-        assert names(plan(model, include="layers.0")) == ["layers.0.weight"]
+            plan(model, targets="auto")
+        assert names(plan(model, include="layers.0", targets="auto")) == ["layers.0.weight"]
 
     def test_a_head_tied_to_an_embedding_needs_both(self) -> None:
         with pytest.raises(ValueError, match="leaves nothing to project"):
@@ -152,8 +154,8 @@ class TestTargets:
 
     def test_heads_can_be_told(self) -> None:
         model = build("mlp")
-        assert names(plan(model, heads=())) == ["layers.0.weight", "layers.2.weight", "layers.4.weight"]
-        assert names(plan(model, heads="layers.0")) == ["layers.2.weight", "layers.4.weight"]
+        assert names(plan(model, heads=(), targets="auto")) == ["layers.0.weight", "layers.2.weight", "layers.4.weight"]
+        assert names(plan(model, heads="layers.0", targets="auto")) == ["layers.2.weight", "layers.4.weight"]
 
 
 def test_a_preset_that_matches_nothing_is_not_proposed_again_and_what_was_not_read_is_said() -> None:

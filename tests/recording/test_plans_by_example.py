@@ -82,7 +82,7 @@ class Modulated(Net):
 
 @pytest.mark.parametrize("kind", [Masked, Helped, Held, Listed, Split, Reshaped, Modulated])
 def test_a_cut_output_is_two_matrices_however_it_is_cut(kind: type[Net]) -> None:
-    plan = rekindle.plan(kind(), example=torch.randn(5, 6))
+    plan = rekindle.plan(kind(), example=torch.randn(5, 6), targets="auto")
     (entry,) = plan.selected
     assert entry.name == "c.weight"
     assert entry.evidence == "recorded"
@@ -100,7 +100,7 @@ class Rotated(Net):
 
 
 def test_a_rotation_is_no_cut() -> None:
-    (entry,) = rekindle.plan(Rotated(8, 8), example=torch.randn(5, 6)).selected
+    (entry,) = rekindle.plan(Rotated(8, 8), example=torch.randn(5, 6), targets="auto").selected
     assert [block.count for block in entry.blocks] == [1]
 
 
@@ -119,7 +119,7 @@ class Attention(nn.Module):
 
 def test_queries_keys_and_values_of_an_unknown_class() -> None:
     model = Attention()
-    plan = rekindle.plan(model, example=torch.randn(2, 5, 8))
+    plan = rekindle.plan(model, example=torch.randn(2, 5, 8), targets="auto")
     roles = {entry.name: [block.role for block in entry.blocks] for entry in plan.selected}
     assert roles["c_attn.weight"] == ["query", "key", "value"]
     assert plan.reasons()["last.weight"] == "output head"
@@ -141,7 +141,7 @@ class Written(nn.Module):
 
 
 def test_attention_that_is_written_out_keeps_the_roles_of_its_names() -> None:
-    plan = rekindle.plan(Written(), example=torch.randn(2, 5, 8))
+    plan = rekindle.plan(Written(), example=torch.randn(2, 5, 8), targets="auto")
     assert [entry.role for entry in plan.selected] == ["query", "key", "value"]
 
 
@@ -160,7 +160,7 @@ class Mixture(nn.Module):
 
 
 def test_what_chooses_among_stacked_experts_is_a_router() -> None:
-    plan = rekindle.plan(Mixture(), example=torch.randn(7, 6))
+    plan = rekindle.plan(Mixture(), example=torch.randn(7, 6), targets="auto")
     assert plan.reasons()["pick.weight"] == "router"
     assert {e.name: (e.blocks[0].count, e.blocks[0].out, e.blocks[0].in_) for e in plan.selected} == {
         "w1": (4, 5, 6),
@@ -190,7 +190,7 @@ class Entering(nn.Module):
     ],
 )
 def test_orientation_is_how_the_weight_enters(use: Any, shape: tuple[int, ...], size: tuple[int, int, int]) -> None:
-    (entry,) = rekindle.plan(Entering(use, shape), example=torch.randn(4, 6)).selected
+    (entry,) = rekindle.plan(Entering(use, shape), example=torch.randn(4, 6), targets="auto").selected
     assert (entry.blocks[0].count, entry.blocks[0].out, entry.blocks[0].in_) == size
 
 
@@ -231,7 +231,7 @@ class Both(nn.Module):
 
 @pytest.mark.parametrize(("model", "heads"), [(Tied(), {"enc.weight"}), (Both(), {"value.weight", "advantage.weight"})])
 def test_every_summand_of_an_output_is_a_head(model: nn.Module, heads: set[str]) -> None:
-    reasons = rekindle.plan(model, example=torch.randn(4, 6)).reasons()
+    reasons = rekindle.plan(model, example=torch.randn(4, 6), targets="auto").reasons()
     assert {name for name, reason in reasons.items() if reason == "output head"} == heads
 
 
@@ -264,7 +264,7 @@ class TestWithoutSource:
         assert "example=batch" in plan.reasons()["wi.weight"]
 
     def test_an_example_shows_everything(self) -> None:
-        plan = rekindle.plan(self.made(), example=torch.randn(3, 6))
+        plan = rekindle.plan(self.made(), example=torch.randn(3, 6), targets="auto")
         assert {e.name: e.count for e in plan.selected} == {"wi.weight": 2, "value.weight": 1}
         assert plan.reasons()["value2.weight"] == "output head"
 

@@ -133,14 +133,14 @@ def candidates_for(model: nn.Module, batches: Sequence[Batch] = ()) -> list[Cand
 
     >>> net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4, 2))
     >>> " ".join(candidate.name for candidate in candidates_for(net))
-    'nothing lr:0.33 lr:3 rewarm fire fire-start he-reset shrink-perturb fire-zero-biases redo'
+    'nothing lr:0.33 lr:3 rewarm fire he-reset shrink-perturb fire-zero-biases redo'
     """
     names = ["lr:0.33", "lr:3", "rewarm"]
     try:
         projected = any(entry.reason is None for entry in plan(model, measure="none").entries)
     except ValueError:
         projected = False  # nothing that FIRE could project
-    names += ["fire", "fire-start"] * projected + ["he-reset"]
+    names += ["fire"] * projected + ["he-reset"]
     found = [Candidate(NOTHING), *(Candidate(name, named(name)) for name in names)]
     found.append(Candidate("shrink-perturb", ShrinkPerturb(0.8, "fresh")))
     if any(isinstance(module, _NORMS) for module in model.modules()):

@@ -47,8 +47,8 @@ def fire_file(
     target: str | Path | None = None,
     *,
     plan: Plan | str | Path | None = None,
-    targets: Any = "auto",
-    scale: str | float = "paper",
+    targets: Any = "layers",
+    scale: str | float = "auto",
     strength: float = 1.0,
     solver: Solver = "auto",
     tol: float = 1e-6,
@@ -315,7 +315,7 @@ def batches(entries: Iterable[PlanEntry]) -> list[tuple[PlanEntry, ...]]:
 def _planned(checkpoint: Checkpoint, plan: Plan | str | Path | None, config: Any, options: dict[str, Any]) -> Plan:
     if plan is None:
         return checkpoint.plan(config=config, **options)
-    if options["targets"] != "auto" or options["scale"] != "paper" or options["include"] or options["exclude"]:
+    if options["targets"] != "layers" or options["scale"] != "auto" or options["include"] or options["exclude"]:
         raise CheckpointError("a plan already holds targets, scale and the like: give either the plan or those")
     if isinstance(plan, Plan):
         return plan

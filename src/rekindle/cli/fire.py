@@ -41,7 +41,7 @@ _SAFETENSORS, _TORCH = (".safetensors",), (".pt", ".pth", ".bin", ".ckpt")
 def plan(
     path: options.Source,
     targets: options.Targets = None,
-    scale: options.ScaleRule = "paper",
+    scale: options.ScaleRule = "auto",
     include: options.Include = None,
     exclude: options.Exclude = None,
     heads: options.Heads = None,
@@ -142,7 +142,7 @@ def fire(
         typer.Option("--output", "-o", metavar="OUT", help="The new checkpoint, same format.", show_default=False),
     ] = None,
     targets: options.Targets = None,
-    scale: options.ScaleRule = "paper",
+    scale: options.ScaleRule = "auto",
     strength: Annotated[float, typer.Option(help="t in (0, 1]: W ← (1 − t)·W + t·s·Q.")] = 1.0,
     include: options.Include = None,
     exclude: options.Exclude = None,

@@ -24,10 +24,13 @@ if TYPE_CHECKING:
     from rekindle.projection.planning import Plan
 
 TARGETS = (
-    *("auto", "all", "layers", "attention", "attention.qk", "mlp", "conv", "paper-cnn", "paper-vit", "paper-gpt"),
+    *("layers", "auto", "all", "attention", "attention.qk", "mlp", "conv", "paper-cnn", "paper-vit", "paper-gpt"),
     *("query", "key", "value", "attention-output", "mlp-in", "mlp-gate", "mlp-out", "depthwise", "head", "embedding"),
 )
-SCALES = ("paper", "nearest", "norm", "fan_in", "init:kaiming", "init:xavier", "init:lecun", "init:normal(0.02)")
+SCALES = (
+    *("auto", "paper", "nearest", "norm", "fan_in", "init:kaiming", "init:xavier", "init:lecun"),
+    "init:normal(0.02)",
+)
 LOSSES = ("cross_entropy", "mse", "model")
 
 
@@ -92,8 +95,8 @@ Targets = Annotated[
     typer.Option(
         "--targets",
         "-t",
-        help="What to project: auto, all, attention, attention.qk, mlp, conv, paper-cnn, paper-vit, paper-gpt, a role, "
-        "a name or a glob. Repeat for several.  [default: auto]",
+        help="What to project: layers, auto (the output layers stay), all, attention, attention.qk, mlp, conv, "
+        "paper-cnn, paper-vit, paper-gpt, a role, a name or a glob. Repeat for several.  [default: layers]",
         show_default=False,
         autocompletion=completing(TARGETS),
     ),
@@ -114,7 +117,8 @@ ScaleRule = Annotated[
     typer.Option(
         "--scale",
         "-s",
-        help="paper, nearest, norm, fan_in, init:kaiming, init:normal(0.02), … or a number.",
+        help="auto (He's norm; the paper's scale where activations are normalized), paper, nearest, norm, fan_in, "
+        "init:kaiming, init:normal(0.02), … or a number.",
         autocompletion=completing(SCALES),
     ),
 ]
@@ -279,7 +283,7 @@ def planning(
     ('mlp',)
     """
     return {
-        "targets": tuple(targets) if targets and len(targets) > 1 else targets[0] if targets else "auto",
+        "targets": tuple(targets) if targets and len(targets) > 1 else targets[0] if targets else "layers",
         "include": tuple(include or ()),
         "exclude": tuple(exclude or ()),
         "heads": tuple(heads) if heads else None,

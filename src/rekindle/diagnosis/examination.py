@@ -34,7 +34,7 @@ from rekindle.engine.devices import full_precision, learning
 from rekindle.isolation import Batch, Loss, check_loss
 from rekindle.measures.matrices import Measures, Mode, measure
 from rekindle.measures.spectra import NoSpectrum, side_by_side, workers_for
-from rekindle.projection.targets import Scale
+from rekindle.projection.scales import Scale
 from rekindle.recording.first_batch import knowing
 from rekindle.recording.invariance import norms_behind
 from rekindle.sharding.assembly import Assembly, Item

@@ -18,9 +18,8 @@ from rekindle import methods
 Factory = Callable[..., Any]
 F = TypeVar("F", bound=Factory)
 
-# What changes weight matrices block by block: these skip the output layer unless targets say otherwise.
+# What changes weight matrices block by block: these change the output layer too unless targets say otherwise.
 _MATRIX = ("FIRE", "RandomIsometry", "Gaussian", "Rescale", "FreshAtNorm", "SingularClip")
-_HEADS = ["auto", "head"]
 
 
 class Tuned(Protocol):
@@ -85,15 +84,15 @@ class Arm:
         """The arm with the options that the setting has for it; the arm's own options win."""
         return replace(self, options={**setting.coefficients.get(self.name, {}), **self.options})
 
-    def with_heads(self) -> Arm:
-        """The same with the output layer among the targets, named `NAME-heads`.
+    def of_the_body(self) -> Arm:
+        """The same with the output layer left as it is, named `NAME-body`.
 
-        >>> ARMS["random-isometry"].with_heads().options
-        {'targets': ['auto', 'head']}
+        >>> ARMS["random-isometry"].of_the_body().options
+        {'targets': 'auto'}
         """
         if self.method not in _MATRIX or "targets" in self.options:
-            raise ValueError(f"arm {self.name!r} has no {self.name}-heads: only matrix methods without targets have")
-        return replace(self, name=f"{self.name}-heads", options={**self.options, "targets": _HEADS})
+            raise ValueError(f"arm {self.name!r} has no {self.name}-body: only matrix methods without targets have")
+        return replace(self, name=f"{self.name}-body", options={**self.options, "targets": "auto"})
 
     def build(self) -> Any:
         """The method, new; None for an arm that does nothing."""
@@ -186,7 +185,7 @@ def register(name: str, **fields: Any) -> Callable[[F], F]:
 
 
 def arms(names: str | Arm | Iterable[str | Arm]) -> list[Arm]:
-    """The arms that these names mean, groups expanded, each once; NAME-heads includes the output layer.
+    """The arms that these names mean, groups expanded, each once; NAME-body leaves the output layer as it is.
 
     >>> [arm.name for arm in arms(["nothing", "solvers"])]
     ['nothing', 'fire', 'fire-10', 'fire-5']
@@ -198,8 +197,8 @@ def arms(names: str | Arm | Iterable[str | Arm]) -> list[Arm]:
             continue
         inside = list(ARMS) if name == "all" else GROUPS.get(name, [name])
         for each in inside:
-            if each not in ARMS and each.endswith("-heads") and each.removesuffix("-heads") in ARMS:
-                found.setdefault(each, ARMS[each.removesuffix("-heads")].with_heads())
+            if each not in ARMS and each.endswith("-body") and each.removesuffix("-body") in ARMS:
+                found.setdefault(each, ARMS[each.removesuffix("-body")].of_the_body())
                 continue
             if each not in ARMS:
                 close = difflib.get_close_matches(each, [*ARMS, *GROUPS, "all"], 1)
@@ -284,7 +283,7 @@ ARMS: dict[str, Arm] = {
         Arm(
             "fire-paper-cnn",
             "Compose",
-            {"methods": [["FIRE", {"targets": "conv"}], ["LayerReset", {"kind": "Linear"}]]},
+            {"methods": [["FIRE", {"targets": "conv", "scale": "paper"}], ["LayerReset", {"kind": "Linear"}]]},
             about="the paper's DQN: convolutions projected, linear layers drawn anew",
         ),
         Arm(
@@ -333,6 +332,13 @@ ARMS: dict[str, Arm] = {
         Arm("head-reset", "HeadReset", about="only the output layer is drawn anew"),
         Arm("fire-10", "FIRE", {"solver": {"solver": "paper", "steps": 10}}, about="the released solver, 10 steps"),
         Arm("fire-5", "FIRE", {"solver": {"solver": "paper", "steps": 5}}, about="the released solver, 5 steps"),
+        Arm(
+            "fire-paper",
+            "FIRE",
+            {"scale": "paper", "targets": "auto"},
+            tuning=(_HALF, *_options("scale", "paper:0.3", "paper:3")),
+            about="the paper's scale, the output layer stays",
+        ),
         Arm("fire-nearest", "FIRE", {"scale": "nearest"}),
         Arm("fire-norm", "FIRE", {"scale": "norm"}),
         Arm(
@@ -353,18 +359,18 @@ ARMS: dict[str, Arm] = {
     )
 }
 
-ARMS["fire-heads"] = replace(ARMS["fire"].with_heads(), about="the output layer too")
+ARMS["fire-body"] = replace(ARMS["fire"].of_the_body(), about="the output layer stays")
 
 GROUPS: dict[str, list[str]] = {
     "main": [
         *("nothing", "full-reset", "he-reset", "shrink-perturb", "dash", "redo", "l2-init", "fire"),
-        "fire-init-heads",
+        "fire-paper",
     ],
     "controls": ["optimizer-reset", "rescale", "random-isometry", "fresh-at-norm", "head-reset"],
     "norms": ["nothing", "shrink", "full-reset-shrink", "fire-shrink", "random-isometry-shrink", "dash-shrink"],
     "solvers": ["fire", "fire-10", "fire-5"],
-    "scales": ["fire", "fire-nearest", "fire-norm", "fire-init"],
-    "targets": ["fire", "fire-heads", "fire-qk", "fire-attention", "fire-mlp", "fire-all"],
+    "scales": ["fire", "fire-paper", "fire-init", "fire-nearest", "fire-norm"],
+    "targets": ["fire", "fire-body", "fire-qk", "fire-attention", "fire-mlp", "fire-all"],
     "states": ["fire-state-fresh", "fire-state-moments", "fire-state-step", "fire-state-none"],
     "continuous": [
         "l2-init",

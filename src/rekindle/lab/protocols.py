@@ -54,8 +54,9 @@ def coefficients(stream: str, network: str) -> dict[str, dict[str, Any]]:
 
 
 def touching(targets: list[str]) -> dict[str, dict[str, Any]]:
-    """Coefficients with which FIRE and its controls all change the same matrices."""
-    return {name: {"targets": targets} for name in _MATRIX_ARMS}
+    """Coefficients with which FIRE and its controls all change the same matrices, at the paper's scale."""
+    norms = {name: {} if name == "fresh-at-norm" else {"scale": "paper"} for name in _MATRIX_ARMS}
+    return {name: {"targets": targets, **norm} for name, norm in norms.items()}
 
 
 def _vision(stream: str, network: str) -> Fields:

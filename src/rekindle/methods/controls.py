@@ -19,7 +19,8 @@ from rekindle.methods.remedy import FromStart, Remedy
 from rekindle.methods.selection import chosen_weights
 from rekindle.methods.writing import isometry_scale, rewrite
 from rekindle.projection.receipt import Receipt
-from rekindle.projection.targets import Scale, Targets
+from rekindle.projection.scales import Scale, settled
+from rekindle.projection.targets import Targets
 
 
 class MatrixOptions(TypedDict, total=False):
@@ -35,9 +36,9 @@ class MatrixRemedy(Remedy):
 
     def __init__(
         self,
-        scale: str | float = "paper",
+        scale: str | float = "auto",
         *,
-        targets: Targets = "auto",
+        targets: Targets = "layers",
         optimizer_state: str = "fresh",
         seed: int = 0,
     ) -> None:
@@ -45,19 +46,18 @@ class MatrixRemedy(Remedy):
         self._scale = Scale.parse(scale)
         self.scale, self.targets, self.optimizer_state = str(scale), targets, optimizer_state
 
-    def change(self, call: Call, block: Block, old: Tensor) -> Tensor:
-        """The matrices (count, out, in) that replace `old`."""
+    def change(self, call: Call, block: Block, old: Tensor, scale: Tensor) -> Tensor:
+        """The matrices (count, out, in) that replace `old`; scale: what FIRE would multiply its isometries by."""
         raise NotImplementedError
 
     def apply(self, call: Call) -> Receipt:
         """Change every targeted matrix."""
-        return rewrite(
-            self.name,
-            call,
-            lambda name, block, old: self.change(call, block, old),
-            targets=self.targets,
-            policy=self.optimizer_state,
-        )
+        rule, _ = settled(self._scale, call.model)
+
+        def change(name: str, block: Block, old: Tensor) -> Tensor:
+            return self.change(call, block, old, isometry_scale(rule, block, old))
+
+        return rewrite(self.name, call, change, targets=self.targets, policy=self.optimizer_state)
 
 
 class RandomIsometry(MatrixRemedy):
@@ -67,7 +67,7 @@ class RandomIsometry(MatrixRemedy):
     skipped, as by FIRE.
 
     >>> model = nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 2))
-    >>> _ = RandomIsometry()(model)
+    >>> _ = RandomIsometry("paper")(model)
     >>> w = model[0].weight
     >>> torch.allclose(w @ w.T, 4 / 6 * torch.eye(4), atol=1e-5)
     True
@@ -75,9 +75,9 @@ class RandomIsometry(MatrixRemedy):
 
     name = "random-isometry"
 
-    def change(self, call: Call, block: Block, old: Tensor) -> Tensor:
+    def change(self, call: Call, block: Block, old: Tensor, scale: Tensor) -> Tensor:
         """A drawn isometry at FIRE's scale."""
-        new = orthogonal_(torch.empty_like(old), generator=call.generator) * isometry_scale(self._scale, block, old)
+        new = orthogonal_(torch.empty_like(old), generator=call.generator) * scale
         return torch.where(old.any(-1).any(-1)[:, None, None], new, old)
 
 
@@ -95,10 +95,10 @@ class Gaussian(MatrixRemedy):
 
     name = "gaussian"
 
-    def change(self, call: Call, block: Block, old: Tensor) -> Tensor:
+    def change(self, call: Call, block: Block, old: Tensor, scale: Tensor) -> Tensor:
         """Drawn entries at FIRE's norm."""
         drawn = torch.randn(old.shape, generator=call.generator, device=call.generator.device).to(old)
-        new = drawn * (isometry_scale(self._scale, block, old) / max(block.out, block.in_) ** 0.5)
+        new = drawn * (scale / max(block.out, block.in_) ** 0.5)
         return torch.where(old.any(-1).any(-1)[:, None, None], new, old)
 
 
@@ -115,10 +115,10 @@ class Rescale(MatrixRemedy):
 
     name = "rescale"
 
-    def change(self, call: Call, block: Block, old: Tensor) -> Tensor:
+    def change(self, call: Call, block: Block, old: Tensor, scale: Tensor) -> Tensor:
         """The old matrices with FIRE's norm."""
         norm = torch.linalg.matrix_norm(old)[:, None, None]
-        wanted = isometry_scale(self._scale, block, old) * block.smaller**0.5
+        wanted = scale * block.smaller**0.5
         return torch.where(norm > 0, old * (wanted / norm.clamp_min(torch.finfo(old.dtype).tiny)), old)
 
 
@@ -148,10 +148,10 @@ class SingularClip(MatrixRemedy):
         super().__init__(scale, **options)
         self.low, self.high = low, high
 
-    def change(self, call: Call, block: Block, old: Tensor) -> Tensor:
+    def change(self, call: Call, block: Block, old: Tensor, scale: Tensor) -> Tensor:
         """The same singular vectors with clipped values."""
         u, values, v = (part.to(old.device) for part in torch.linalg.svd(for_lapack(old), full_matrices=False))
-        s = isometry_scale(self._scale, block, old)[:, :, 0]
+        s = scale[:, :, 0]
         clipped = values.clamp(self.low * s, self.high * s)
         # A matrix inside the bounds keeps its bits.
         inside = (clipped == values).all(-1)[:, None, None]
@@ -175,7 +175,7 @@ class FreshAtNorm(FromStart):
     def __init__(
         self,
         *,
-        targets: Targets = "auto",
+        targets: Targets = "layers",
         fresh: Callable[[], nn.Module] | None = None,
         optimizer_state: str = "fresh",
         seed: int = 0,

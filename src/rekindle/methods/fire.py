@@ -30,7 +30,7 @@ class FIRE(Remedy):
     >>> from torch import nn
     >>> model = nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 2))
     >>> FIRE(scale="nearest")(model).changed
-    ('0.weight',)
+    ('0.weight', '2.weight')
     """
 
     name = "fire"

@@ -11,7 +11,7 @@ from rekindle.projection.method import Method
 _SPECIAL: dict[str, Callable[[], Method]] = {
     "he-reset": lambda: methods.FullReset("he"),
     "orthogonal-reset": lambda: methods.FullReset("orthogonal"),
-    "fire-start": lambda: methods.FIRE(targets=["auto", "head"], scale="init:kaiming"),
+    "fire-body": lambda: methods.FIRE(targets="auto"),
     "fire-zero-biases": lambda: methods.FIRE(biases="zero"),
 }
 
@@ -19,8 +19,8 @@ _SPECIAL: dict[str, Callable[[], Method]] = {
 def named(name: str) -> Method:
     """A method by its name, with its default options.
 
-    Beside the methods' own names: "lr:3" (the learning rate times 3), "he-reset", "orthogonal-reset", "fire-start"
-    (FIRE with the output layer, at the scale of a Kaiming start), "fire-zero-biases".
+    Beside the methods' own names: "lr:3" (the learning rate times 3), "he-reset", "orthogonal-reset", "fire-body"
+    (FIRE without the output layer), "fire-zero-biases".
 
     >>> named("fire"), named("lr:0.5")
     (FIRE(), LearningRate(factor=0.5))

@@ -28,8 +28,9 @@ from rekindle.methods.writing import isometry_scale
 from rekindle.optimizers import StateReset
 from rekindle.optimizers import resetting as optimizers
 from rekindle.projection.receipt import BlockRecord, Receipt
+from rekindle.projection.scales import Scale
 from rekindle.projection.stores import LiveWeight
-from rekindle.projection.targets import Scale, Targets
+from rekindle.projection.targets import Targets
 from rekindle.sharding.team import refuse_shards
 
 

@@ -19,8 +19,9 @@ from rekindle.methods.selection import chosen_weights
 from rekindle.optimizers import StateReset
 from rekindle.optimizers import resetting as optimizers
 from rekindle.projection.receipt import BlockRecord, Receipt
+from rekindle.projection.scales import Scale
 from rekindle.projection.stores import LiveWeight
-from rekindle.projection.targets import Scale, Targets
+from rekindle.projection.targets import Targets
 
 # New matrices (count, out, in) from the old ones; the name and block tell which they are.
 Change = Callable[[str, Block, Tensor], Tensor]

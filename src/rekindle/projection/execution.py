@@ -35,7 +35,7 @@ def execute(plan: Plan, store: Store, **options: Unpack[ExecutionOptions]) -> Re
     >>> from rekindle.projection.planning import plan
     >>> from rekindle.projection.stores import LiveStore
     >>> model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
-    >>> dry = plan(model)
+    >>> dry = plan(model, exclude="1")
     >>> execute(dry, LiveStore(model, dry.selected)).changed
     ('0.weight',)
     """

@@ -77,13 +77,17 @@ def fire(
     >>> model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4), nn.ReLU(), nn.Linear(4, 2))
     >>> receipt = fire(model, torch.optim.Adam(model.parameters()))
     >>> receipt.changed
-    ('0.weight', '2.weight')
-    >>> w = model[0].weight
-    >>> torch.allclose(w.T @ w, 16 / 8 * torch.eye(8), atol=1e-3)
+    ('0.weight', '2.weight', '4.weight')
+    >>> w = model[0].weight  # nothing is normalized: variance 2/8, as of a He start
+    >>> torch.allclose(w.T @ w, 16 * 2 / 8 * torch.eye(8), atol=1e-3)
     True
 
     Everything that can be checked is checked before the first write. A failure or Ctrl-C after it raises `MethodError`,
     whose `receipt` names what had been changed; with `guard=` or `atomic=True` everything is put back first.
+
+    The defaults are the best single choice of the factorial (docs/evidence/fitting.md): the output layer included, at
+    He's norm, and at the paper's scale in a model that normalizes its activations. `targets="auto"` leaves the output
+    layer as it is, `scale="paper"` is the paper's. The function that the network computes changes either way.
 
     Args:
         model: any module; its parameters keep their objects and their memory.
@@ -154,7 +158,7 @@ def fire(
     with watch, full_precision():
         receipt = execution.run()
         receipt = _finished(receipt, plan, store, checked, optimizer, optimizer_state)
-        receipt = replace(receipt, notes=(*receipt.notes, *_changed_sizes(model, receipt)))
+        receipt = replace(receipt, notes=(*receipt.notes, *_changed_sizes(model, receipt, plan)))
         if recalibrate is not None:
             receipt = recalibrated(model, recalibrate, receipt, team)
         if answers is not None:
@@ -164,7 +168,7 @@ def fire(
         return watch.settle(receipt)
 
 
-def _changed_sizes(model: nn.Module, receipt: Receipt) -> list[str]:
+def _changed_sizes(model: nn.Module, receipt: Receipt, plan: Plan) -> list[str]:
     """A warning where weights became more than twice or less than half as large and no normalization follows them.
 
     A CNN without normalization learns no better than with no remedy then (docs/evidence/fitting.md).
@@ -182,9 +186,10 @@ def _changed_sizes(model: nn.Module, receipt: Receipt) -> list[str]:
         return []
     name = max(far, key=lambda each: abs(math.log(far[each])))
     others = f", and {len(far) - 1} more weights changed by more than a factor of 2" if len(far) > 1 else ""
+    start = "these are" if str(plan.scale) == "init:kaiming" else 'scale="init:kaiming" gives'
     return [
         f"the norm of {name} became {far[name]:.2g} times what it was{others}: no normalization follows, so signals "
-        'change as much. scale="init:kaiming" gives the norms of a He start, scale="norm" keeps those that are there'
+        f'change as much. {start} the norms of a He start, scale="norm" keeps those that were there'
     ]
 
 

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from rekindle.blocks.finding import Conv
 from rekindle.blocks.layouts import Recipe
 from rekindle.projection.receipt import Measuring
-from rekindle.projection.targets import Scale, Targets
+from rekindle.projection.scales import Scale
+from rekindle.projection.targets import Targets
 
 
 class Planning(TypedDict, total=False):

@@ -20,7 +20,7 @@ from rekindle.measures.matrices import deviation_from_isometry, measure, squared
 from rekindle.measures.spectra import gram, spectral_norm_estimate
 from rekindle.projection.entries import PlanEntry
 from rekindle.projection.receipt import finite_mean, finite_sum
-from rekindle.projection.targets import Scale
+from rekindle.projection.scales import Scale
 from rekindle.sharding.assembly import Assembly, Item, inside
 from rekindle.sharding.spread import Spread
 from rekindle.sharding.team import Team

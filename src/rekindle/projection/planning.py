@@ -31,7 +31,8 @@ from rekindle.projection.keywords import Planning, PlanOptions
 from rekindle.projection.measuring import Look, Reader, look, looks, references_of, too_many
 from rekindle.projection.reading import by_name, reader_of, tried
 from rekindle.projection.receipt import Measuring
-from rekindle.projection.targets import Scale, Targets, choose, describe, preset_layouts, terms
+from rekindle.projection.scales import Scale, settled
+from rekindle.projection.targets import Targets, choose, describe, preset_layouts, terms
 from rekindle.recording import facts_of, record
 from rekindle.recording.invariance import norms_behind
 from rekindle.sharding.spread import Spread
@@ -50,14 +51,15 @@ class Plan:
 
     >>> p = plan(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), measure="none")
     >>> [entry.name for entry in p.selected]
-    ['0.weight']
+    ['0.weight', '2.weight']
     """
 
     entries: tuple[PlanEntry, ...]
     scale: Scale
-    targets: str = "auto"
+    targets: str = "layers"
     min_norm: float = MIN_NORM
     conv: str = "taps"
+    why: str = ""  # the reason for a scale that the model settled
 
     @cached_property
     def selected(self) -> tuple[PlanEntry, ...]:
@@ -97,14 +99,15 @@ class Plan:
 
     def table(self, width: int | None = None, worded: Callable[[str], str] = str) -> str:
         """One line per parameter, at most `width` columns wide; `worded` rewrites hints for the command line."""
-        return plan_text.table(self.entries, f"scale {self.scale}, targets {self.targets}", width, worded)
+        why = f" ({self.why})" if self.why else ""
+        return plan_text.table(self.entries, f"scale {self.scale}{why}, targets {self.targets}", width, worded)
 
     def scale_values(
         self, entry: PlanEntry, block: Block, norm: Tensor | None = None, nuclear: Tensor | None = None
     ) -> Tensor:
         """The scale of each matrix of one of the entry's blocks, given what its rule looks at.
 
-        >>> p = plan(nn.Sequential(nn.Linear(4, 16), nn.Linear(16, 2)))
+        >>> p = plan(nn.Sequential(nn.Linear(4, 16), nn.Linear(16, 2)), scale="paper")
         >>> p.scale_values(p.selected[0], p.selected[0].blocks[0])
         tensor([2.])
         """
@@ -120,6 +123,7 @@ class Plan:
         return {
             "rekindle_plan": _VERSION,
             "scale": str(self.scale),
+            "why": self.why,
             "targets": self.targets,
             "min_norm": self.min_norm,
             "conv": self.conv,
@@ -132,7 +136,8 @@ class Plan:
         if data.get("rekindle_plan") != _VERSION:
             raise ValueError(f"not a rekindle plan of version {_VERSION}: {data.get('rekindle_plan')!r}")
         entries = tuple(PlanEntry.from_dict(e) for e in data["entries"])
-        return cls(entries, Scale.parse(data["scale"]), data["targets"], float(data["min_norm"]), data["conv"])
+        scale, targets, least = Scale.parse(data["scale"]), data["targets"], float(data["min_norm"])
+        return cls(entries, scale, targets, least, data["conv"], data.get("why", ""))
 
     def to_frame(self) -> pandas.DataFrame:
         """A DataFrame with one row per block, or one per parameter that is skipped."""
@@ -165,22 +170,25 @@ class Plan:
 def plan(model: nn.Module | Mapping[str, Tensor], **options: Unpack[PlanOptions]) -> Plan:
     """Decide, without changing anything, what becomes of every parameter of a model or state dict.
 
-    >>> print(plan(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), measure="none").table(width=90))
+    >>> print(plan(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), measure="none").table(width=80))
     parameter  role   shape  matrices  scale  DfI now  evidence  action
     0.weight   other  8×4    1 × 8×4   1.41   -        class     project
     0.bias     other  8      skipped: bias
-    2.weight   head   2×8    skipped: output head
+    2.weight   head   2×8    1 × 2×8   1.41   -        class     project
     2.bias     other  2      skipped: bias
-    1 of 4 parameters to project: 1 matrices, 32 of 58 numbers; scale paper, targets auto
+    2 of 4 parameters to project: 2 matrices, 48 of 58 numbers; scale init:kaiming
+    (no activation is normalized), targets layers
 
     Args:
         model: a module, or a state dict. On a model with DTensor parameters every process must make the call.
-        targets: presets ("auto", "all", "attention", "attention.qk", "mlp", "conv", "paper-cnn", "paper-vit",
+        targets: presets ("layers": all that is no embedding or the like, the output layers included; "auto": the same
+            without the output layers; "all", "attention", "attention.qk", "mlp", "conv", "paper-cnn", "paper-vit",
             "paper-gpt"), roles, names, globs, module types or a predicate on `Found`.
         include: what to add, also of what is skipped by default.
         exclude: what to remove.
         heads: the names of the output layers, where they are not those that would be taken.
-        scale: what the isometry is multiplied by, see `rekindle.scales`.
+        scale: what the isometry is multiplied by, see `rekindle.scales`. "auto" is He's norm, "init:kaiming", and
+            "paper" in a model that normalizes its activations.
         split_heads: one matrix per attention head.
         conv: "taps", or "flat": one matrix (out, in·taps) of a convolution, at the scale √(out/(in·taps)).
         min_norm: matrices with a smaller norm stay (0 asks for them).
@@ -208,11 +216,11 @@ def draft(model: nn.Module, *, sharded: bool = True, **planning: Unpack[Planning
 def _plan(
     model: nn.Module | Mapping[str, Tensor],
     *,
-    targets: Targets = "auto",
+    targets: Targets = "layers",
     include: Targets = (),
     exclude: Targets = (),
     heads: Iterable[str] | str | None = None,
-    scale: str | float | Scale = "paper",
+    scale: str | float | Scale = "auto",
     split_heads: bool = False,
     conv: Conv = "taps",
     min_norm: float = MIN_NORM,
@@ -252,6 +260,8 @@ def _plan(
         if stated:
             options["layouts"] = {**stated, **options["layouts"]}
             found = _find(model, config, options, sharded)
+        preset = next((t for t in terms(targets) if isinstance(t, str) and t.startswith("paper-")), None)
+        rule, why = settled(rule, model, preset=preset, facts=options.get("facts"), config=config)
         chosen = choose(found, targets, include=include, exclude=exclude, allow_empty=allow_empty)
     read = reader_of(model)
     seen: dict[tuple[str, int], Look] = {}
@@ -267,7 +277,7 @@ def _plan(
     entries = tuple(_planned(f, rule, initial, min_norm, seen) for f in chosen)
     if rough:
         entries = tuple(replace(e, estimated=e.name in rough and e.dfi_now is not None) for e in entries)
-    drafted = Plan(entries, rule, describe(targets, include, exclude), min_norm, conv)
+    drafted = Plan(entries, rule, describe(targets, include, exclude), min_norm, conv, why)
     if isinstance(model, nn.Module) and trial:
         entries = tuple(tried(e, f, model, drafted.scale_values) for e, f in zip(entries, found, strict=True))
     if not allow_empty and all(e.refusal is not None for e in entries):

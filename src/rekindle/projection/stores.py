@@ -127,7 +127,7 @@ class LiveStore:
     >>> model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
     >>> store = LiveStore(model, plan(model).selected)
     >>> list(store.parameters())
-    ['0.weight']
+    ['0.weight', '1.weight']
     """
 
     def __init__(

@@ -20,13 +20,13 @@ from rekindle.lab.settings import Setting
 T = TypeVar("T")
 
 FIRE, NOTHING, FRESH, TUNED = "fire", "nothing", "full-reset", " (tuned)"
-RANDOM, HEADS = "random-isometry", "-heads"
+RANDOM, BODY = "random-isometry", "-body"
 UNEQUAL = "the tasks are not equally hard: what was lost is what a fresh start gains"
 
 
 def references(arm: str) -> tuple[str, str, str]:
-    """What an arm is compared with: the random isometry is the one that touches the output layer if the arm does."""
-    return NOTHING, FRESH, RANDOM + (HEADS if arm.removesuffix(TUNED).endswith(HEADS) else "")
+    """What an arm is compared with: the random isometry is the one that leaves the output layer if the arm does."""
+    return NOTHING, FRESH, RANDOM + (BODY if arm.removesuffix(TUNED).endswith(BODY) else "")
 
 
 @dataclass(frozen=True)

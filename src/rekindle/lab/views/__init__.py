@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rekindle.lab.arms import Arm
-from rekindle.lab.results.comparison import FIRE, FRESH, HEADS, NOTHING, ArmComparison, references
+from rekindle.lab.results.comparison import BODY, FIRE, FRESH, NOTHING, ArmComparison, references
 from rekindle.lab.results.statistics import SEEDS_FOR_INTERVAL, Difference, Interval, holm
 from rekindle.lab.results.wording import Measure, chance, duration, measure, ordinal
 from rekindle.lab.settings import Setting
@@ -51,7 +51,7 @@ def _sentences(found: ArmComparison) -> Iterator[str]:
     for arm, reference, start in (
         (FIRE, FRESH, "FIRE instead of a full reset made"),
         (FIRE, references(FIRE)[-1], f"{nearest} made"),
-        (FIRE + HEADS, references(FIRE + HEADS)[-1], f"{nearest}, both with the output layer, made"),
+        (FIRE + BODY, references(FIRE + BODY)[-1], f"{nearest}, both without the output layer, made"),
     ):
         difference = found.against(arm, reference)
         if difference is not None:
