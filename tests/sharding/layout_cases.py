@@ -172,9 +172,9 @@ def case_fsdp1_is_refused_and_works_when_summoned() -> None:
         optimizer.step()
     with pytest.raises(ValueError, match=r"wrapped by FSDP1.*summon_full_params"):
         rekindle.fire(wrapped, optimizers[0])
-    rekindle.fire(alone, optimizers[1])
+    rekindle.fire(alone, optimizers[1], targets="auto")
     with FullyShardedDataParallel.summon_full_params(wrapped, writeback=True):
-        receipt = rekindle.fire(wrapped.module, optimizers[0])
+        receipt = rekindle.fire(wrapped.module, optimizers[0], targets="auto")
     assert receipt.changed == ("0.weight", "2.weight")
     with FullyShardedDataParallel.summon_full_params(wrapped):
         for a, b in zip(wrapped.parameters(), alone.parameters(), strict=True):

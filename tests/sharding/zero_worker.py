@@ -142,8 +142,8 @@ def checks(stage: int, dtype: str) -> dict[str, Callable[[], None]]:
     def fires() -> None:
         before = run.whole()
         alone.load_state_dict(before)
-        expected = rekindle.fire(alone)
-        receipt = rekindle.fire(engine, optimizer, optimizer_state="moments")
+        expected = rekindle.fire(alone, targets="auto")
+        receipt = rekindle.fire(engine, optimizer, optimizer_state="moments", targets="auto")
         assert receipt.changed == expected.changed == ("0.weight", "2.weight", "4.weight")
         assert receipt.optimizer is not None and receipt.optimizer.reset == 6
         for name, value in run.whole().items():
@@ -205,7 +205,7 @@ def checks(stage: int, dtype: str) -> dict[str, Callable[[], None]]:
             )
 
         other = Trained(stage, dtype, groups)
-        receipt = rekindle.fire(other.engine, other.optimizer)
+        receipt = rekindle.fire(other.engine, other.optimizer, targets="auto")
         assert receipt.changed == fired and receipt.optimizer is not None and receipt.optimizer.reset == 6
         assert not any(bool(value.any()) for name, value in other.slot("exp_avg").items() if name in fired)
         assert sorted({float(s["step"]) for s in other.optimizer.optimizer.state.values() if s}) == [0.0, 3.0]
@@ -235,7 +235,7 @@ def checks(stage: int, dtype: str) -> dict[str, Callable[[], None]]:
                 deepspeed.utils.safe_set_full_fp32_param(parameter, torch.full(parameter.shape, float("nan")))
         before = other.whole()
         with pytest.raises(ValueError, match=r"holds \d+ NaN or Inf of \d+: nothing was changed") as caught:
-            rekindle.fire(other.engine, other.optimizer, optimizer_state="moments")
+            rekindle.fire(other.engine, other.optimizer, optimizer_state="moments", targets="auto")
         assert same_everywhere(str(caught.value))
         after = other.whole()
         assert all(torch.equal(before[name].nan_to_num(), after[name].nan_to_num()) for name in before)
@@ -257,7 +257,7 @@ def checks(stage: int, dtype: str) -> dict[str, Callable[[], None]]:
         execution.solve = fails
         try:
             with pytest.raises(MethodError, match="fire stopped: rank 1: the solver broke") as caught:
-                rekindle.fire(engine, optimizer, optimizer_state="moments")
+                rekindle.fire(engine, optimizer, optimizer_state="moments", targets="auto")
         finally:
             execution.solve = solve
         after, kept = run.whole(), run.slot("exp_avg")
@@ -286,7 +286,7 @@ def checks(stage: int, dtype: str) -> dict[str, Callable[[], None]]:
         for name, function in kept.items():
             setattr(zero.Partition, name, watched(function))
         try:
-            rekindle.fire(engine, optimizer, optimizer_state="moments")
+            rekindle.fire(engine, optimizer, optimizer_state="moments", targets="auto")
         finally:
             execution.solve = solve
             for name, function in kept.items():

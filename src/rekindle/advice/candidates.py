@@ -171,8 +171,8 @@ def layer_groups(model: nn.Module) -> list[Candidate]:
         if len(alone) < len(entries) and (kind in _GROUPS or alone):
             named.append(Candidate(f"fire-{kind}", FIRE(targets=kind if kind in _GROUPS else alone)))
     names = [entry.name for entry in entries]
-    third = -(-len(names) // 3)
-    parts = {"first": names[:third], "middle": names[third : 2 * third], "last": names[2 * third :]}
+    ends = [-(-len(names) * part // 3) for part in range(4)]
+    parts = {part: names[ends[i] : ends[i + 1]] for i, part in enumerate(("first", "middle", "last"))}
     return named + [Candidate(f"fire-{part}-third", FIRE(targets=chosen)) for part, chosen in parts.items() if chosen]
 
 

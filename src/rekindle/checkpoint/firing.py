@@ -88,7 +88,7 @@ def fire_file(
     ...     file = Path(folder, "model.pt")
     ...     torch.save({f"layers.{i}.weight": torch.randn(4, 4) for i in range(3)}, file)
     ...     fire_file(file, in_place=True).changed
-    ('layers.0.weight', 'layers.1.weight')
+    ('layers.0.weight', 'layers.1.weight', 'layers.2.weight')
     """
     meter = Meter()
     job = _Job(

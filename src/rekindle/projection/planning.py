@@ -172,7 +172,7 @@ def plan(model: nn.Module | Mapping[str, Tensor], **options: Unpack[PlanOptions]
 
     >>> print(plan(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), measure="none").table(width=80))
     parameter  role   shape  matrices  scale  DfI now  evidence  action
-    0.weight   other  8×4    1 × 8×4   1.41   -        class     project
+    0.weight   other  8×4    1 × 8×4   2      -        class     project
     0.bias     other  8      skipped: bias
     2.weight   head   2×8    1 × 2×8   1.41   -        class     project
     2.bias     other  2      skipped: bias
