@@ -273,7 +273,7 @@ def test_several_optimizers_under_manual_optimization(tmp_path: Path) -> None:
 
 def test_an_average_of_weights_follows(tmp_path: Path) -> None:
     averaging = EMAWeightAveraging(decay=0.5)
-    callback = RekindleCallback("fire", at=11, mirrors=(lambda: averaging._average_model.module,))
+    callback = RekindleCallback("fire-body", at=11, mirrors=(lambda: averaging._average_model.module,))
     seen = {}
 
     class Look(lightning.Callback):

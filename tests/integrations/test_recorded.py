@@ -40,7 +40,7 @@ def made(name):
 
 def trained(model, loss):
     optimizer = torch.optim.Adam(model.parameters())
-    with rekindle.attach(model, optimizer, "fire", at=2) as remedy:
+    with rekindle.attach(model, optimizer, "fire-body", at=2) as remedy:
         for _ in range(4):
             optimizer.zero_grad()
             loss(model, torch.randn(5, 6)).backward()
@@ -66,7 +66,7 @@ def test_networks_that_are_called_one_by_one_are_one_recording():
 
 def test_what_did_not_run_may_be_excluded_by_its_name():
     model = made("Cut")
-    fire = rekindle.methods.FIRE(exclude="unused*")
+    fire = rekindle.methods.FIRE(exclude="unused*", targets="auto")
     optimizer = torch.optim.Adam(model.parameters())
     with rekindle.attach(model, optimizer, fire, at=1) as remedy:
         for _ in range(3):

@@ -72,7 +72,7 @@ def heads(made: Any) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("kind", SIZES)
 @pytest.mark.parametrize("when", [{"at": 64}, {"at": 0.5}, {"every": 40}, {"when": lambda: Every(2, most=1)}])
 def test_every_agent_acts_at_every_moment(kind: str, when: dict[str, Any]) -> None:
-    callback = RekindleCallback("fire", **{key: value() if callable(value) else value for key, value in when.items()})
+    callback = RekindleCallback("fire-body", **{key: value() if callable(value) else value for key, value in when.items()})
     made = agent(kind).learn(128, callback=callback)
     assert callback.receipts and all(receipt.records for receipt in callback.receipts)
     assert all(torch.isfinite(p).all() for p in made.policy.parameters())
@@ -84,7 +84,7 @@ def test_heads_stay_and_hidden_layers_become_isometries(kind: str) -> None:
     made.learn(40)
     module, optimizers = trained(made)
     before = {name: weight.clone() for name, weight in heads(made).items()}
-    receipt = FIRE()(module, optimizers)
+    receipt = FIRE(targets="auto")(module, optimizers)
     assert all(torch.equal(weight, before[name]) for name, weight in heads(made).items())
     changed = {name for name in receipt.changed if name.endswith("weight")}
     expected = {"DQN": 2, "SAC": 6, "TD3": 6, "PPO": 4, "A2C": 4}[kind]
@@ -95,7 +95,7 @@ def test_an_actor_drawn_small_keeps_its_output_scale() -> None:
     made = agent("PPO")
     x = torch.randn(64, 4)
     before = made.policy.get_distribution(x).distribution.logits.std()
-    FIRE()(*trained(made))
+    FIRE(targets="auto")(*trained(made))
     assert made.policy.get_distribution(x).distribution.logits.std() < 3 * before
 
 
@@ -142,7 +142,7 @@ def test_optimizer_slots_are_fresh_after_the_remedy() -> None:
     made = agent("DQN")
     made.learn(60)
     module, optimizers = trained(made)
-    receipt = FIRE()(module, optimizers)
+    receipt = FIRE(targets="auto")(module, optimizers)
     hidden = made.policy.q_net.q_net[0].weight
     assert receipt.optimizer is not None and receipt.optimizer.reset >= 6
     assert all(not state.any() for state in optimizers[0].state[hidden].values() if isinstance(state, torch.Tensor))
@@ -236,7 +236,7 @@ def test_a_recurrent_policy() -> None:
 def test_a_recurrent_policys_hidden_layers_are_no_heads_and_its_health_is_known() -> None:
     contrib = pytest.importorskip("sb3_contrib", reason="pip install sb3-contrib")
     made = contrib.RecurrentPPO("MlpLstmPolicy", "CartPole-v1", n_steps=16, batch_size=16, n_epochs=1, device="cpu")
-    plan = rekindle.plan(trained(made)[0])
+    plan = rekindle.plan(trained(made)[0], targets="auto")
     heads = {each.name for each in plan.skipped if each.reason == "output head"}
     assert heads == {"policy.action_net.weight", "policy.value_net.weight"}
     callback = RekindleCallback("fire", monitor=16)

@@ -144,8 +144,8 @@ def test_the_page_of_real_objects() -> None:
     data = {
         "command": "fire",
         "health": health(net).to_dict(),
-        "plan": plan(net).to_dict(),
-        "receipt": fire(net, measure="full").to_dict(),
+        "plan": plan(net, targets="auto").to_dict(),
+        "receipt": fire(net, measure="full", targets="auto").to_dict(),
         "after": health(net).to_dict(),
     }
     page = render(data)
