@@ -17,7 +17,7 @@ import json
 import re
 import sys
 import tarfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -94,19 +94,31 @@ def arms(store: str, setting: str, *names: str) -> str:
 
 
 def claims(store: str, *settings: str) -> str:
-    """What the study said that it would compare, with Holm's correction over all of it."""
-    lines = [["stream", "comparison", "difference", "95% interval", "at the end of a task", "verdict"]]
-    for each in planned(results(store)):
-        if not settings or each.setting in settings:
-            lines.append(_claimed(each, measure(results(store).settings[each.setting].headline)))
-    return _rows(*lines)
+    """What the study said that it would compare, by stream: differences and intervals, and Holm's verdict over all."""
+
+    def cell(each: PlannedComparison, unit: Measure) -> str:
+        return f"{unit.difference(each.difference.mean)} {unit.difference_ends(each.difference)}"
+
+    return _planned(store, settings, cell)
 
 
-def _claimed(each: PlannedComparison, unit: Measure) -> list[str]:
-    said = f"{each.about} (`{each.arm}` − `{each.minus}`)"
-    end = "–" if each.end is None else unit.difference(each.end.mean)
-    shown = [unit.difference(each.difference.mean), unit.difference_ends(each.difference)]
-    return [each.setting, said, *shown, end, each.verdict]
+def ends(store: str, *settings: str) -> str:
+    """The same comparisons at the end of a task."""
+    return _planned(store, settings, lambda each, unit: "–" if each.end is None else unit.difference(each.end.mean))
+
+
+def _planned(store: str, settings: Sequence[str], cell: Callable[[PlannedComparison, Measure], str]) -> str:
+    found = results(store)
+    settings = settings or tuple(found.settings)
+    rows: dict[str, dict[str, str]] = {}
+    for each in planned(found):
+        said = cell(each, measure(found.settings[each.setting].headline))
+        marked = {"better": f"**{said}**", "worse": f"**{said}**", "the same": f"≈ {said}"}.get(each.verdict, said)
+        rows.setdefault(f"{each.about} (`{each.arm}` − `{each.minus}`)", {})[each.setting] = marked
+    return _rows(
+        ["comparison", *settings],
+        *([about, *(told.get(name, "–") for name in settings)] for about, told in rows.items()),
+    )
 
 
 def pairs(store: str, setting: str, reference: str, *names: str) -> str:
@@ -227,7 +239,7 @@ def verdict() -> str:
 
 
 TABLES: dict[str, Callable[..., str]] = {
-    each.__name__: each for each in (cells, arms, claims, pairs, atlas, learning, rule, advice, verdict)
+    each.__name__: each for each in (cells, arms, claims, ends, pairs, atlas, learning, rule, advice, verdict)
 }
 
 
