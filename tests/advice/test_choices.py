@@ -105,7 +105,8 @@ def test_several_tasks_apply_the_remedy_at_each_and_judge_the_last() -> None:
 
 
 def test_one_batch_gives_no_interval_and_so_no_answer() -> None:
-    advice = rekindle.advise(net(), data(1), loss=loss, candidates=["fire"], steps=40, workers=1, progress=False)
+    candidates = [rekindle.methods.FIRE(targets="auto", scale="paper")]
+    advice = rekindle.advise(net(), data(1), loss=loss, candidates=candidates, steps=40, workers=1, progress=False)
     assert advice.answer == "cannot tell" and "all seeds gave the same run" in advice.sentence
 
 

@@ -81,7 +81,9 @@ def test_a_model_in_shards_ends_like_one_process(
     for found in one(both, "shards"):
         assert found[f"{run} firings"] == firings
         assert found[f"{run} rolled back"] == [run == "guard"] * len(firings)
-        assert found[f"{run} changed"] == [[] if run == "guard" else ["0.weight", "2.weight", "4.weight"]] * len(firings)
+        assert found[f"{run} changed"] == [[] if run == "guard" else ["0.weight", "2.weight", "4.weight"]] * len(
+            firings
+        )
         assert close(found[run], expected())
 
 

@@ -72,7 +72,9 @@ def heads(made: Any) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("kind", SIZES)
 @pytest.mark.parametrize("when", [{"at": 64}, {"at": 0.5}, {"every": 40}, {"when": lambda: Every(2, most=1)}])
 def test_every_agent_acts_at_every_moment(kind: str, when: dict[str, Any]) -> None:
-    callback = RekindleCallback("fire-body", **{key: value() if callable(value) else value for key, value in when.items()})
+    callback = RekindleCallback(
+        "fire-body", **{key: value() if callable(value) else value for key, value in when.items()}
+    )
     made = agent(kind).learn(128, callback=callback)
     assert callback.receipts and all(receipt.records for receipt in callback.receipts)
     assert all(torch.isfinite(p).all() for p in made.policy.parameters())

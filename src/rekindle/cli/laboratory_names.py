@@ -23,9 +23,9 @@ continual-backprop self-normalized-reset l2-init parseval spectral isometry-loss
 weight-clip normalize-project hyperball soft-rescaling weight-reset upgd hare-tortoise injection
 layer-norm-reset muon fire fire-paper-cnn shrink-reset rate-raised rate-rewarm optimizer-reset rescale shrink
 fire-shrink random-isometry-shrink full-reset-shrink dash-shrink effective-lr fire-effective-lr start-norm
-random-isometry gaussian random-isometry-nearest fresh-at-norm head-reset fire-10 fire-5 fire-nearest
-fire-norm fire-init fire-qk fire-attention fire-mlp fire-all fire-state-fresh fire-state-moments
-fire-state-step fire-state-none fire-heads
+random-isometry gaussian random-isometry-nearest fresh-at-norm head-reset fire-10 fire-5 fire-paper
+fire-nearest fire-norm fire-init fire-qk fire-attention fire-mlp fire-all fire-state-fresh fire-state-moments
+fire-state-step fire-state-none fire-body
 """.split()
 GROUPS = """
 main controls norms solvers scales targets states continuous all
