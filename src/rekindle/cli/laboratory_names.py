@@ -9,13 +9,14 @@ REKINDLE_RENEW=1 python -m pytest tests/cli/test_first_hour.py -k laboratory_nam
 
 SETTINGS = """
 digits random-labels permuted-inputs label-shift drift warm-start continual class-incremental alphabet domains
-random-labels+replay permuted-inputs+replay drift+replay alphabet+replay domains+replay random-labels+state
-alphabet+state domains+state sac-pendulum sac-pendulum-quick ppo-cartpole ppo-cartpole-quick dqn-cartpole
-dqn-cartpole-quick ppo-offsets-cartpole ppo-offsets-acrobot ppo-offsets-lunarlander dqn-games
-dqn-midpoint-breakout dqn-midpoint-asterix dqn-atari-asterix dqn-replay-ratio ppo-gravity ppo-slippery-ant
-sac-midpoint-hopper sac-midpoint-walker paper/warm-start-resnet18 paper/warm-start-vit paper/warm-start-vgg16
-paper/continual-resnet18 paper/continual-vit paper/continual-vgg16 paper/class-incremental-vit
-paper/class-incremental-vgg16 paper/gpt paper/dqn-atari-asterix paper/dqn-atari-demonattack paper/sac-humanoid
+latents codes experts ranks random-labels+replay permuted-inputs+replay drift+replay alphabet+replay
+domains+replay random-labels+state alphabet+state domains+state sac-pendulum sac-pendulum-quick ppo-cartpole
+ppo-cartpole-quick dqn-cartpole dqn-cartpole-quick ppo-offsets-cartpole ppo-offsets-acrobot
+ppo-offsets-lunarlander dqn-games dqn-midpoint-breakout dqn-midpoint-asterix dqn-atari-asterix
+dqn-replay-ratio ppo-gravity ppo-slippery-ant sac-midpoint-hopper sac-midpoint-walker
+paper/warm-start-resnet18 paper/warm-start-vit paper/warm-start-vgg16 paper/continual-resnet18
+paper/continual-vit paper/continual-vgg16 paper/class-incremental-vit paper/class-incremental-vgg16 paper/gpt
+paper/dqn-atari-asterix paper/dqn-atari-demonattack paper/sac-humanoid
 """.split()
 ARMS = """
 nothing full-reset he-reset orthogonal-reset shrink-perturb shrink-perturb-fresh dash redo regrama
