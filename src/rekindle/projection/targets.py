@@ -91,6 +91,8 @@ def choose(
     added = [_matcher(t, found, "include") for t in terms(include)]
     removed = [_matcher(t, found, "exclude") for t in terms(exclude)]
     chosen = [_chosen(f, wanted, added, removed) for f in found]
+    if targets == "layers" and not added:
+        chosen = _never_heads_alone(found, chosen)
     if not allow_empty and not any(f.refusal is None for f in chosen):
         asked = ", ".join(
             f"{name}={value!r}"
@@ -175,6 +177,16 @@ def _chosen(f: Found, wanted: list[_Matcher], added: list[_Matcher], removed: li
         return _entry(f, refusal=reason)
     rest = tuple(block.part or block.role for block in f.blocks if block not in blocks)
     return _entry(f, blocks=tuple(blocks), left=rest)
+
+
+def _never_heads_alone(found: Sequence[Found], chosen: list[PlanEntry]) -> list[PlanEntry]:
+    """Output layers are skipped where they are all that could be read: the layers before them are what was meant."""
+    taken = [f for f, entry in zip(found, chosen, strict=True) if entry.refusal is None]
+    unread = any(len(f.shape) > 1 and (f.refusal or "assumed" in f.marks) for f in found)
+    if not unread or any("head" not in f.marks for f in taken):
+        return chosen
+    why = "output head, and the layers before it were not read"
+    return [_entry(f, refusal=entry.refusal or why) for f, entry in zip(found, chosen, strict=True)]
 
 
 def _entry(f: Found, **decided: Any) -> PlanEntry:
