@@ -12,7 +12,8 @@ from torch.nn import functional
 from rekindle.advice import executors, together
 from rekindle.advice.candidates import Candidate, given_candidates
 from rekindle.advice.executors import Trials
-from rekindle.advice.stacking import Stack, Unstackable
+from rekindle.advice.stacked_layers import Unstackable
+from rekindle.advice.stacking import Stack
 from rekindle.advice.tasks import default_loss
 from rekindle.advice.trials import Question, Trace
 from rekindle.methods import FIRE, FullReset, L2Init, LearningRate, ReDo, Rewarm, WeightClip
@@ -96,4 +97,4 @@ def test_together_is_what_each_learns_alone(
 def test_a_loss_that_leaves_the_graph_is_not_done_for_many() -> None:
     stack = Stack([nn.Linear(2, 1) for _ in range(2)])
     with pytest.raises(Unstackable):
-        stack.check(lambda model, x: model(x).mean() * float(model(x).mean()), torch.ones(4, 2))
+        stack.check(lambda model, x: model(x).mean() * float(model(x).mean()), [torch.ones(4, 2)] * 2)

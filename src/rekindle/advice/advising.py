@@ -33,7 +33,7 @@ from rekindle.advice.judging import (
 from rekindle.advice.progress import seconds_of
 from rekindle.advice.racing import Race
 from rekindle.advice.tasks import default_loss, same_words
-from rekindle.advice.trials import JUDGED, SHOWN, Judge, Question, Rate, shown, spread_out
+from rekindle.advice.trials import JUDGED, RANKED, SHOWN, Judge, Question, Rate, shown, spread_out
 from rekindle.blocks.evidence import using
 from rekindle.blocks.names import unwrapped
 from rekindle.diagnosis.agreement import STANDING
@@ -154,7 +154,7 @@ class Advice:
         notes = [
             f"{reached}, {self.seeds} seeds, {self.seconds:.0f} s, as long as {self.price:.1f} trainings of one;",
             f"{self.measure}: on {self.judged_on}, mean over the last quarter of the steps;",
-            f"ranks: at a quarter, a half and the whole{at_first}; [95% intervals]",
+            f"ranks: {RANKED}{at_first}; [95% intervals]",
         ]
         notes += ["expected: the curve's line in log(step) at the whole horizon ± the error of the fit"] * short
         return "\n".join([self.sentence, self.call, "", *shown, "", *notes, STANDING["advise"]])
@@ -312,7 +312,7 @@ def compared(
         for one in tried
     ]
     rows.sort(key=lambda each: (each.error is not None, -each.share, each.level))
-    waiting = unlearned(race.traces, race.running, measure)
+    waiting = unlearned(race.traces, race.judged, measure)
     answer, name = decide(rows, race.running, race.steps, horizon, otherwise or NOTHING, waiting=bool(waiting))
     if (
         waiting

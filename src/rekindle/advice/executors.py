@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from rekindle.advice.candidates import Candidate
-from rekindle.advice.stacking import Unstackable
+from rekindle.advice.stacked_layers import Unstackable
 from rekindle.advice.together import TrialStack, kind_of
 from rekindle.advice.trials import Trace
 from rekindle.engine.cpu import cores, may_fork
@@ -83,19 +83,27 @@ class Trials:
         return {number: self._trials[number].trace for number in numbers}
 
     def _together(self, numbers: Sequence[int], steps: int, horizon: float) -> list[int]:
-        """Advance in stacks those that can learn as one; the others."""
+        """Advance in stacks those that can learn as one, of all seeds if possible, else of each; the others."""
         groups: dict[Any, list[int]] = {}
-        for number in numbers:
+        # By candidate, then by seed: one optimizer step takes neighbors with equal settings.
+        for number in sorted(numbers, key=lambda number: (number % len(self._candidates), number)):
             groups.setdefault(kind_of(self._trials[number]), []).append(number)
-        alone, stacks = groups.pop(None, []), {}
-        for group in map(tuple, groups.values()):
+        alone, stacks = groups.pop(None, []), dict[tuple[int, ...], TrialStack]()
+        waiting = [tuple(group) for group in groups.values()]
+        while waiting:
+            group = waiting.pop()
             try:
                 if len(group) == 1:
                     raise Unstackable("nothing is like it")
                 members: list[Any] = [self._trials[number] for number in group]
                 stacks[group] = self._stacks.get(group) or TrialStack(members)
             except Unstackable:
-                alone += group
+                seeds = {number // len(self._candidates) for number in group}
+                if len(seeds) == 1 or len(group) == 1:
+                    alone += group
+                else:
+                    parts = [tuple(n for n in group if n // len(self._candidates) == seed) for seed in seeds]
+                    waiting += [part for part in parts if part]
         self._stacks = stacks
         for stack in stacks.values():
             stack.advance(steps, horizon)

@@ -360,8 +360,9 @@ def _differences(own: Sequence[Trace], nothing: Sequence[Trace]) -> list[float]:
 
 
 def _over_batches(measured: Sequence[Sequence[float]]) -> tuple[float, Interval]:
-    """Seeds are averaged for each batch, and batches give the interval."""
-    if not measured or not measured[0]:
+    """Seeds that were looked at are averaged for each batch, and batches give the interval."""
+    measured = [values for values in measured if values]
+    if not measured:
         return math.nan, _NONE
     return mean_interval([sum(values) / len(values) for values in zip(*measured, strict=True)])
 

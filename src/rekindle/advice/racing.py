@@ -14,7 +14,7 @@ from time import perf_counter
 from rekindle.advice.candidates import NOTHING, Candidate
 from rekindle.advice.executors import TrialExecutor
 from rekindle.advice.intervals import shared_interval
-from rekindle.advice.judging import Measure, levels, ranked, typical_spread, unlearned
+from rekindle.advice.judging import LEAST, Measure, levels, ranked, typical_spread, unlearned
 from rekindle.advice.progress import Progress
 from rekindle.advice.trials import RUNGS, Trace
 
@@ -75,7 +75,7 @@ class Race:
                 break
             if SAFE <= share < 1 and not self._undecidable():
                 self._drop(behind(self.traces, self.running))
-                if len(self.running) == 1:
+                if len(self.running) == 1 and share >= LEAST:
                     break
         self._progress.close()
         # If no horizon was given, it is what was reached: fewer candidates were dropped than expected.
@@ -139,7 +139,12 @@ class Race:
     def _undecidable(self) -> bool:
         """Whether nobody has learned yet; of several tasks the last one counts."""
         several = self.traces[NOTHING][0].tasks > 1
-        return several or bool(unlearned(self.traces, self.running, self._measure))
+        return several or bool(unlearned(self.traces, self.judged, self._measure))
+
+    @property
+    def judged(self) -> list[str]:
+        """Those that could be tried, dropped ones too: what they have learned, the data can teach."""
+        return [name for name in self.names if not any(trace.error for trace in self.traces[name])]
 
     def _say(self, horizon: int) -> None:
         text = f"advise: {len(self.running)} candidates, step {self.steps} of {horizon}"

@@ -7,25 +7,26 @@
 
 A model stays an ordinary module: what changes it in place (a remedy, an optimizer's reset) changes the stack. Every
 weight must belong to a known layer: these know that the batch has parts, and the rest of the forward pass sees one
-large batch. Where all models see the same batch, `losses(batch)` is any `loss(model, batch)` for each, after
-`check(loss, batch)`, by `torch.func.vmap` where that is not so. Both are compared with the models' own passes first.
+large batch. `losses(batches)` is any `loss(model, batch)` of each model, after `check(loss, batches)`, by
+`torch.func.vmap` where a weight belongs to none. Both are compared with the models' own passes first.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import groupby
 from typing import Any, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import cross_entropy
 from torch.optim import Adam, AdamW, Optimizer
+from torch.utils._pytree import tree_map
 
+from rekindle.advice.stacked_layers import StackedLayer, Unstackable, computing
 from rekindle.engine.devices import callers_device
 from rekindle.isolation import Loss, explained
 
@@ -33,6 +34,8 @@ _CLOSE = 1e-3  # relative; a wrong pass is off by the size of the logits
 
 
 W = TypeVar("W")
+Batches = Sequence[Any]
+"""One batch per model."""
 
 
 class WithLoss(nn.Module):
@@ -46,10 +49,6 @@ class WithLoss(nn.Module):
         """The loss of the model on a batch."""
         with explained(self.model, batch), callers_device():
             return self._loss(self.model, batch)
-
-
-class Unstackable(Exception):
-    """These models or optimizers cannot be trained as one; the message says why."""
 
 
 class Stack:
@@ -84,7 +83,7 @@ class Stack:
             self.parameters[name].requires_grad_(parameter.requires_grad)
         self._own = own
         self._forward: Callable[[Tensor], Tensor] | None = None
-        self._losses: Callable[[Any], Tensor] | None = None
+        self._losses: Callable[[Batches], Tensor] | None = None
         held_slots = self._trained if optimizers else []
         self._slots = {name: [self._slot(name, key) for key in _SLOTS] for name in held_slots}
         self._counts = {name: torch.stack([self._count(name, i) for i in range(len(self))]) for name in held_slots}
@@ -128,23 +127,23 @@ class Stack:
         losses = cross_entropy(answers.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape).mean(1)
         return losses, (answers.detach().argmax(-1) == labels).sum(1)
 
-    def check(self, loss: Loss, batch: Any) -> None:
+    def check(self, loss: Loss, batches: Batches) -> None:
         """Find the way in which `losses` does this loss; nothing of the models changes."""
         ways = (lambda: self._losses_in_parts(loss), lambda: self._losses_mapped(loss))
         with callers_device():
-            self._losses = self._checked(ways, lambda way: way(batch), lambda i: loss(self.models[i], batch))
+            self._losses = self._checked(ways, lambda way: way(batches), lambda i: loss(self.models[i], batches[i]))
 
-    def losses(self, batch: Any) -> Tensor:
-        """The loss of `check` of every model on the same batch.
+    def losses(self, batches: Batches) -> Tensor:
+        """The loss of `check` of every model, each on its own batch; batches may be the same, but not differ in shape.
 
         >>> stack = Stack([nn.Linear(2, 1) for _ in range(3)])
-        >>> stack.check(lambda model, x: model(x).square().mean(), torch.ones(4, 2))
-        >>> stack.losses(torch.ones(4, 2)).shape
+        >>> stack.check(lambda model, x: model(x).square().mean(), [torch.ones(4, 2)] * 3)
+        >>> stack.losses([torch.ones(4, 2)] * 3).shape
         torch.Size([3])
         """
         assert self._losses is not None, "call check() first"
         with callers_device():
-            return self._losses(batch)
+            return self._losses(batches)
 
     def _checked(self, ways: Sequence[Callable[[], W]], do: Callable[[W], Tensor], own: Callable[[int], Tensor]) -> W:
         """The first way of doing the pass that gives what the first and the last model give on their own."""
@@ -174,10 +173,10 @@ class Stack:
         for name, module in list(template.named_modules()):
             tensors = [*module._parameters.values(), *module._buffers.values()]
             if any(each is not None for each in tensors):
-                if _many(module) is None or module is template:
+                if computing(module) is None or module is template:
                     raise Unstackable(f"{name}: a {type(module).__name__} has weights of its own")
                 above, _, last = name.rpartition(".")
-                setattr(template.get_submodule(above), last, _Layer(module, stacks))
+                setattr(template.get_submodule(above), last, StackedLayer(module, stacks))
         return template
 
     def _in_parts(self) -> Callable[[Tensor], Tensor]:
@@ -190,35 +189,30 @@ class Stack:
 
         return forward
 
-    def _losses_in_parts(self, loss: Loss) -> Callable[[Any], Tensor]:
+    def _losses_in_parts(self, loss: Loss) -> Callable[[Batches], Tensor]:
         """The loss asks for one output: that of all models, then each gets its own."""
         template = self._template()
 
-        def losses(batch: Any) -> Tensor:
-            args, options = _asked(loss, batch)
-            out = template(
-                *(_repeated(each, len(self)) for each in args),
-                **{name: _repeated(each, len(self)) for name, each in options.items()},
-            )
+        def losses(batches: Batches) -> Tensor:
+            asked = {id(batch): _asked(loss, batch) for batch in batches}
+            args, options = _one_batch(_of_each([asked[id(batch)] for batch in batches]))
+            out = template(*args, **options)
             own = out.view(len(self), -1, *out.shape[1:])
-            return vmap(lambda each: loss(_Answer(each), batch))(own)  # type: ignore[arg-type]
+            return _each(lambda each, batch: loss(_Answer(each), batch), batches, own)  # type: ignore[arg-type]
 
         return losses
 
-    def _losses_mapped(self, loss: Loss) -> Callable[[Any], Tensor]:
+    def _losses_mapped(self, loss: Loss) -> Callable[[Batches], Tensor]:
         template = WithLoss(copy.deepcopy(self.models[0]), loss)
         parameters, buffers = (
             {f"model.{name}": each for name, each in held.items()} for held in (self.parameters, self.buffers)
         )
 
-        def losses(batch: Any) -> Tensor:
-            def one(parameters: Any, buffers: Any) -> Any:
-                with sdpa_kernel(SDPBackend.MATH):  # the others cannot be mapped
-                    return functional_call(template, (parameters, buffers), (batch,))
+        def one(tensors: Any, batch: Any) -> Any:
+            with sdpa_kernel(SDPBackend.MATH):  # the others cannot be mapped
+                return functional_call(template, tensors, (batch,))
 
-            return vmap(one)(parameters, buffers)  # type: ignore[no-any-return]
-
-        return losses
+        return lambda batches: _each(one, batches, (parameters, buffers))
 
     def clip(self, norm: float) -> None:
         """Clip the gradient of every model to this norm, as `torch.nn.utils.clip_grad_norm_` does."""
@@ -369,135 +363,35 @@ class _Answer:
         return output
 
 
-def _repeated(value: Any, times: int) -> Any:
-    """The same rows for every model."""
-    return value.expand(times, *value.shape).flatten(0, 1) if isinstance(value, Tensor) and value.dim() else value
+def _each(function: Callable[[Any, Any], Any], batches: Batches, own: Any) -> Tensor:
+    """What the function gives for each model and its batch. One batch for all is not copied, and may be anything."""
+    first = batches[0]
+    if all(batch is first for batch in batches):
+        return vmap(lambda mine: function(mine, first))(own)  # type: ignore[no-any-return]
+    return vmap(function)(own, _of_each(batches))  # type: ignore[no-any-return]
+
+
+def _of_each(trees: Sequence[Any]) -> Any:
+    """Nested tensors with the model as first dimension; what is no tensor, or a single number, is that of the first."""
+    distinct = {id(tree): tree for tree in trees}
+    places = {key: place for place, key in enumerate(distinct)}
+    chosen = torch.tensor([places[id(tree)] for tree in trees])
+
+    def joined(*parts: Any) -> Any:
+        if not isinstance(parts[0], Tensor) or not parts[0].dim():
+            return parts[0]
+        if len(parts) == 1:
+            return parts[0].expand(len(trees), *parts[0].shape)
+        return torch.stack(parts)[chosen.to(parts[0].device)]
+
+    return tree_map(joined, *distinct.values())
+
+
+def _one_batch(tree: Any) -> Any:
+    """The batches of all models one after the other."""
+    return tree_map(lambda part: part.flatten(0, 1) if isinstance(part, Tensor) and part.dim() > 1 else part, tree)
 
 
 def _near(one: Tensor, other: Tensor) -> bool:
     size = other.abs().max()
     return bool(((one - other).abs().max() <= _CLOSE * size + 1e-6) | ~size.isfinite())
-
-
-class _Linear(torch.autograd.Function):
-    """x (models, rows, in) times weight (models, out, in): its gradient has the layout of the weight, so no copy."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.bias = bias is not None
-        if bias is None:
-            return torch.bmm(x, weight.mT)
-        return torch.baddbmm(bias.unsqueeze(1), x, weight.mT)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        x, weight = ctx.saved_tensors
-        return (
-            torch.bmm(grad, weight) if ctx.needs_input_grad[0] else None,
-            torch.bmm(grad.mT, x) if ctx.needs_input_grad[1] else None,
-            grad.sum(1) if ctx.bias else None,
-        )
-
-
-def _linear(layer: nn.Linear, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    parts = x.reshape(len(weight), -1, x.shape[-1])
-    out: Tensor = _Linear.apply(parts, weight, bias)  # type: ignore[no-untyped-call]
-    return out.view(*x.shape[:-1], -1)
-
-
-def _conv(layer: nn.Conv2d, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    wide = _side_by_side(x, len(weight))
-    if layer.padding_mode != "zeros":
-        raise Unstackable(f"padding_mode={layer.padding_mode!r}")
-    out = F.conv2d(
-        wide,
-        weight.flatten(0, 1),
-        None if bias is None else bias.flatten(),
-        layer.stride,
-        layer.padding,
-        layer.dilation,
-        layer.groups * len(weight),
-    )
-    return _one_after_the_other(out, len(weight))
-
-
-def _batch_norm(layer: nn.BatchNorm2d, x: Tensor, *stacks: Tensor | None) -> Tensor:
-    weight, bias, mean, variance, count = stacks
-    models = len(x) if weight is None else len(weight)
-    if weight is None or bias is None or mean is None or variance is None or layer.momentum is None:
-        raise Unstackable("a BatchNorm without weights, statistics or momentum")
-    if layer.training and count is not None:
-        count.add_(1)
-    out = F.batch_norm(
-        _side_by_side(x, models),
-        mean.flatten(),
-        variance.flatten(),
-        weight.flatten(),
-        bias.flatten(),
-        layer.training,
-        layer.momentum,
-        layer.eps,
-    )
-    return _one_after_the_other(out, models)
-
-
-def _layer_norm(layer: nn.LayerNorm, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    plain = _parted(F.layer_norm(x, layer.normalized_shape, None, None, layer.eps), len(weight))
-    inner = (1,) * (x.dim() - len(layer.normalized_shape))
-    scaled = plain * weight.view(len(weight), *inner, *layer.normalized_shape)
-    if bias is not None:
-        scaled = scaled + bias.view(len(weight), *inner, *layer.normalized_shape)
-    return scaled.flatten(0, 1)
-
-
-def _embedding(layer: nn.Embedding, x: Tensor, weight: Tensor) -> Tensor:
-    if layer.padding_idx is not None or layer.max_norm is not None or layer.sparse:
-        raise Unstackable("an Embedding with options")
-    first = torch.arange(len(weight)) * weight.shape[1]
-    rows = _parted(x, len(weight)) + first.view(-1, *[1] * x.dim())
-    return F.embedding(rows.flatten(0, 1), weight.flatten(0, 1))
-
-
-def _parted(x: Tensor, models: int) -> Tensor:
-    """(models · batch, …) → (models, batch, …)."""
-    return x.reshape(models, -1, *x.shape[1:])
-
-
-def _side_by_side(x: Tensor, models: int) -> Tensor:
-    """(models · batch, channels, …) → (batch, models · channels, …)."""
-    return _parted(x, models).transpose(0, 1).flatten(1, 2)
-
-
-def _one_after_the_other(x: Tensor, models: int) -> Tensor:
-    return x.view(len(x), models, -1, *x.shape[2:]).transpose(0, 1).flatten(0, 1)
-
-
-_LAYERS: dict[type[nn.Module], Callable[..., Tensor]] = {
-    nn.Linear: _linear,
-    nn.Conv2d: _conv,
-    nn.BatchNorm1d: _batch_norm,
-    nn.BatchNorm2d: _batch_norm,
-    nn.LayerNorm: _layer_norm,
-    nn.Embedding: _embedding,
-}
-
-
-class _Layer(nn.Module):
-    """A layer of all models: the options of one, the stacked tensors of all."""
-
-    def __init__(self, layer: nn.Module, stacks: dict[int, Tensor]) -> None:
-        super().__init__()
-        tensors: Iterable[Tensor | None] = [*layer._parameters.values(), *layer._buffers.values()]
-        self._of = (layer, _many(layer), [None if each is None else stacks[id(each)] for each in tensors])
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The layer on batches of all models, one after the other."""
-        layer, compute, stacks = self._of
-        assert compute is not None
-        return compute(layer, x, *stacks)
-
-
-def _many(layer: nn.Module) -> Callable[..., Tensor] | None:
-    """What computes a layer for many models: known here, or its own method `stacked`."""
-    return _LAYERS.get(type(layer), getattr(type(layer), "stacked", None))

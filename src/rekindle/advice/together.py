@@ -1,4 +1,4 @@
-"""Trials of one seed that learn as one: they see the same batches, so that one pass serves all (`stacking`)."""
+"""Trials that learn as one (`stacking`): one pass and one optimizer step serve all."""
 
 from __future__ import annotations
 
@@ -6,27 +6,31 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from rekindle.advice.stacking import Stack, Unstackable, architecture, signature
-from rekindle.advice.trials import Trial
+from rekindle.advice.stacked_layers import Unstackable
+from rekindle.advice.stacking import Stack, architecture, signature
+from rekindle.advice.trials import Trial, shapes
 from rekindle.isolation import forked_rng
 
 ALONE = 5  # first steps that each takes alone: they show whether the loss can be learned, and how long a step takes
 _LARGEST = 1_000_000  # parameters of a network: larger ones keep a CPU busy alone, and all activations are held at once
+_LARGE = 200_000  # parameters of a network that fills a CPU with the candidates of one seed
 
 
 def kind_of(trial: Any) -> Any:
     """What trials must have in common to learn as one; None for one that learns alone."""
     if not isinstance(trial, Trial) or trial.trace.error is not None or trial.trace.steps < ALONE:
         return None
-    if sum(p.numel() for p in trial.model.parameters()) > _LARGEST:
+    if (size := sum(p.numel() for p in trial.model.parameters())) > _LARGEST:
         return None
+    # Of several seeds only where their batches have the same shapes at every step.
+    seed = trial.seed if size > _LARGE or not trial.question.in_step else None
     try:
         if len(trial.optimizers) == 1:
-            return trial.seed, signature(trial.model, trial.optimizers[0])
+            return seed, signature(trial.model, trial.optimizers[0])
     except Unstackable:
         pass  # each with its own optimizer, then
     try:
-        return trial.seed, architecture(trial.model)
+        return seed, architecture(trial.model)
     except Unstackable:
         return None
 
@@ -59,31 +63,34 @@ class TrialStack:
         for trial in trials:
             trial.train()
         with forked_rng(trials[0].noise, models[0]):
-            stack.check(question.loss, question.new[0])
+            alike = [batch for batch in question.new if shapes(batch) == shapes(question.new[0])]
+            places = sorted({trial.seed for trial in trials})
+            stack.check(question.loss, [alike[places.index(trial.seed) % len(alike)] for trial in trials])
         return stack
 
     def _step(self, horizon: float) -> None:
         tasks = [trial.task for trial in self._trials]
-        batches = [trial.prepare(horizon) for trial in self._trials]  # of one seed, so all the same
+        batches = [trial.prepare(horizon) for trial in self._trials]
         going = [trial for trial in self._trials if trial.trace.error is None]
         if not going:
             return
         if [trial.task for trial in going] != tasks:
+            batches = [batch for trial, batch in zip(self._trials, batches, strict=True) if trial in going]
             self._trials = going  # a remedy was applied: weights may be other tensors
             try:
                 self._stack = self._made()
             except Unstackable:
                 self._stack = None
         if self._stack is None:
-            for trial in going:
-                trial.learn(batches[0])
+            for trial, batch in zip(going, batches, strict=True):
+                trial.learn(batch)
         else:
-            self._learn(self._stack, batches[0])
+            self._learn(self._stack, batches)
 
-    def _learn(self, stack: Stack, batch: Any) -> None:
+    def _learn(self, stack: Stack, batches: Sequence[Any]) -> None:
         question, together = self._trials[0].question, bool(stack.optimizers)
         stack.hide_gradients()
-        losses = stack.losses(batch)
+        losses = stack.losses(batches)
         losses.sum().backward()  # type: ignore[no-untyped-call]
         for i, trial in enumerate(self._trials):
             if trial.changes_steps or not together:

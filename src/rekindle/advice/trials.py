@@ -10,11 +10,13 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils._pytree import tree_leaves
 
 from rekindle.advice.candidates import Candidate
 from rekindle.advice.copies import copied, optimizers_like, twins
@@ -33,7 +35,8 @@ _LOOKED_AT = 8  # batches for the loss before and after
 SHOWN = 20  # batches that a method is applied with
 _STATISTICS = 4  # batches that BatchNorm's statistics are estimated from before a look
 JUDGED = 4  # held-out batches per look
-RUNGS = (0.125, 0.25, 0.5, 1.0)  # of the horizon: where candidates are compared
+RUNGS = (0.0625, 0.125, 0.25, 0.5, 1.0)  # of the horizon: where candidates are compared
+RANKED = "at a sixteenth, an eighth, a quarter, a half and the whole"
 
 
 Rate = Callable[[float], float]
@@ -59,6 +62,22 @@ class Question:
     later: Sequence[list[Any]] = ()
     _before: Measured | None = field(default=None, init=False, repr=False)
     _facts: tuple[Facts | None] | None = field(default=None, init=False, repr=False)
+    shown: set[str] = field(default_factory=set, init=False, repr=False)
+    _alike: dict[int, list[list[int]]] = field(default_factory=dict, init=False, repr=False)
+
+    @cached_property
+    def in_step(self) -> bool:
+        """Whether batches have one shape, or some have one other: trials of all seeds then see equal shapes."""
+        return all(len(self.alike(task)) < 3 and len(tasks) > 3 for task, tasks in enumerate((self.new, *self.later)))
+
+    def alike(self, task: int) -> list[list[int]]:
+        """The places of batches with equal shapes in a task."""
+        if task not in self._alike:
+            kinds: dict[Any, list[int]] = {}
+            for place, batch in enumerate(self.later[task - 1] if task else self.new):
+                kinds.setdefault(shapes(batch), []).append(place)
+            self._alike[task] = list(kinds.values())
+        return self._alike[task]
 
     @property
     def device(self) -> str:
@@ -95,6 +114,8 @@ class Question:
 
     def losses(self, model: nn.Module, batches: Sequence[Any], judge: Judge | None = None) -> list[float]:
         """The loss on each of a few batches, in evaluation mode."""
+        if not batches:
+            return []
         judged = judge or self.loss
         with isolated(model), torch.no_grad():
             found = []
@@ -182,6 +203,10 @@ class Trial:
         if refit is not None:
             refit(self.model, question.new)
         self._rates = [[_base(group) for group in each.param_groups] for each in self.optimizers]
+        self.trace.old_end = self.trace.old_before
+        if candidate.name in question.shown:
+            return
+        question.shown.add(candidate.name)  # what a remedy does right away takes as long as many steps: once is enough
         after = before if candidate.method is None and refit is None else question.measured(self.model)
         self.trace.rises = [a - b for a, b in zip(after.new, before.new, strict=True)]
         self.trace.old_rises = [a - b for a, b in zip(after.old, before.old, strict=True)]
@@ -230,14 +255,24 @@ class Trial:
         self._begin_task(int(self.trace.steps * self.trace.tasks / horizon))
         batches = self.question.later[self.task - 1] if self.task else self.question.new
         if not self._queue:
-            self._queue = torch.randperm(len(batches), generator=self._order).tolist()
+            self._queue = self._shuffled(len(batches))[::-1]
         self.train()
         return batches[self._queue.pop()]
+
+    def _shuffled(self, count: int) -> list[int]:
+        """The places of batches in a random order; a last one that is smaller stays the last, as a loader has it."""
+        order = list(range(count))
+        for places in self.question.alike(self.task) if self.question.in_step else [order[:]]:
+            drawn = torch.randperm(len(places), generator=self._order).tolist()
+            for place, other in zip(places, drawn, strict=True):
+                order[place] = places[other]
+        return order
 
     def train(self) -> None:
         """The mode of training, which a module that was kept out of it does not take."""
         for module in self._training:
-            module.training = True
+            if not module.training:  # a module's own assignment is slow, and this is done at every step
+                module.training = True
 
     def before_step(self) -> None:
         """Add what a method adds to the loss; the gradients of the loss itself are there."""
@@ -324,6 +359,15 @@ def _period(event: Any) -> int | None:
     if event.period is None:
         raise ValueError("it acts at later events, after it has watched the training between them: a trial has none")
     return int(event.period)
+
+
+def shapes(batch: Any) -> tuple[Any, ...]:
+    """The shapes of all tensors in a batch.
+
+    >>> shapes((torch.zeros(2, 3), {"y": torch.zeros(2)}))
+    (torch.Size([2, 3]), torch.Size([2]))
+    """
+    return tuple(each.shape for each in tree_leaves(batch) if isinstance(each, Tensor))
 
 
 def spread_out(batches: Sequence[Any], most: int) -> list[Any]:

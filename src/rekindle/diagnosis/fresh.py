@@ -46,6 +46,8 @@ def fresh_numbers(
     about = (key, tuple(p.shape for p in parameters), _fingerprint(batches))
     if inner in _cache and _cache[inner][0] == about:
         return _cache[inner][1]
+    # Where no batch has gone through BatchNorm yet, the statistics of the others stay at their start too.
+    trained = any(bool(buffer) for name, buffer in inner.named_buffers() if name.endswith("num_batches_tracked"))
     drawn = []
     try:
         for seed in range(DRAWS):
@@ -55,8 +57,9 @@ def fresh_numbers(
             with torch.no_grad():
                 for name, tensor in start.items():
                     own[name].copy_(tensor)
-            network.train()
-            recalibrate(network, batches)
+            if trained:
+                network.train()
+                recalibrate(network, batches)
             network.eval()
             drawn.append(measure(network))
     except (initial.UnknownStart, RuntimeError, TypeError, ValueError):  # it cannot be copied or drawn

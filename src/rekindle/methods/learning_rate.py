@@ -7,6 +7,7 @@ rate answers that without touching a weight, so it is the first rival of every m
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor
@@ -138,6 +139,10 @@ class _Raise(Remedy):
     def __init__(self, whole: Rewarm) -> None:
         super().__init__()
         self._whole = whole
+
+    def transaction(self, call: Call) -> AbstractContextManager[object]:
+        """None: it writes no tensor of the model, and it is called at every step."""
+        return nullcontext()
 
     def apply(self, call: Call) -> Receipt:
         self._whole.raise_rates(call.optimizer)
