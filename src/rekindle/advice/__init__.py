@@ -1,9 +1,10 @@
 """Plasticity measured on this model and this data, and a remedy chosen by trying it.
 
-May import everything up to `methods`. `probing` is the verb `probe`, `advising` the verb `advise`, `advised` a method
-that applies the advice, `keeping` the Keeper for long runs; `tasks` says what a probe learns, `candidates` what is
-tried, `trials` tries it on `copies`, `together` many at once (`stacking`), `executors` says where; `racing` drops who
-is behind, `judging` decides with `intervals`, `progress` says how far it is. Start reading at `probing.probe`.
+May import everything up to `methods`. `probing` is the verb `probe`, `advising` is `advise`, `ranking` is `rank`;
+`advised` is a method that applies the advice, `keeping` the Keeper for long runs. `tasks` says what a probe learns,
+`candidates` what is tried, `trials` tries it on `copies`, `together` many at once (`stacking`, `stacked_layers`),
+`executors` says where. `racing` drops who is behind, `judging` decides with `intervals`, `progress` says how far it is.
+Start reading at `probing.probe`.
 """
 
 from rekindle.advice.advised import Advised
