@@ -26,7 +26,8 @@ from torch.nn.functional import cross_entropy
 from torch.optim import Adam, AdamW, Optimizer
 from torch.utils._pytree import tree_map
 
-from rekindle.advice.stacked_layers import StackedLayer, Unstackable, computing
+from rekindle.advice.stacked_layers import StackedLayer, computing
+from rekindle.advice.stacked_layers import Unstackable as Unstackable
 from rekindle.engine.devices import callers_device
 from rekindle.isolation import Loss, explained
 

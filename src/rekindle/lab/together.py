@@ -20,8 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rekindle.advice.stacked_layers import Unstackable
-from rekindle.advice.stacking import Stack, hooks_of, signature
+from rekindle.advice.stacking import Stack, Unstackable, hooks_of, signature
 from rekindle.lab.evaluation import Track
 from rekindle.lab.settings import Run, read_source
 from rekindle.lab.sources import Task, derive, generator, isolated
