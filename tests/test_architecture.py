@@ -23,6 +23,7 @@ ORDER = [
     "extras",
     "tables",
     "files",
+    "report",
     "isolation",
     "engine",
     "measures",
@@ -38,7 +39,6 @@ ORDER = [
     "advice",
     "integrations",
     "checkpoint",
-    "report",
     "lab",
     "cli",
 ]

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from rekindle.advice.advising import Advice, advise
     from rekindle.advice.keeping import Keeper
     from rekindle.advice.probing import ProbeResult, probe
+    from rekindle.advice.ranking import Ranking, rank
     from rekindle.diagnosis.examination import Health, health
     from rekindle.diagnosis.verdict import Thresholds
     from rekindle.engine.isometry import polar
@@ -66,6 +67,8 @@ _HOME = {
     "advise": "advice.advising",
     "probe": "advice.probing",
     "ProbeResult": "advice.probing",
+    "Ranking": "advice.ranking",
+    "rank": "advice.ranking",
 }
 _MODULES = (
     "blocks",
@@ -91,6 +94,7 @@ __all__ = [
     "Monitor",
     "Plan",
     "ProbeResult",
+    "Ranking",
     "Receipt",
     "ReinitStats",
     "Schedule",
@@ -102,6 +106,7 @@ __all__ = [
     "plan",
     "polar",
     "probe",
+    "rank",
 ]
 
 

@@ -20,7 +20,7 @@ from rekindle.projection.planning import plan as make_plan
 
 __all__ = ["checkpoint"]  # a fixture
 
-COMMANDS = ("inspect", "plan", "fire", "compare", "probe", "advise", "polar", "report", "doctor", "demo", "lab")
+COMMANDS = ("inspect", "plan", "fire", "compare", "probe", "advise", "rank", "polar", "report", "doctor", "demo", "lab")
 
 
 # Help

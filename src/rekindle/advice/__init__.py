@@ -11,6 +11,7 @@ from rekindle.advice.advised import Advised
 from rekindle.advice.advising import Advice, advise
 from rekindle.advice.keeping import Keeper
 from rekindle.advice.probing import ProbeResult, probe
+from rekindle.advice.ranking import Ranking, rank
 from rekindle.diagnosis.agreement import conclusion
 
-__all__ = ["Advice", "Advised", "Keeper", "ProbeResult", "advise", "conclusion", "probe"]
+__all__ = ["Advice", "Advised", "Keeper", "ProbeResult", "Ranking", "advise", "conclusion", "probe", "rank"]

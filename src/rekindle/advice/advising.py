@@ -44,18 +44,20 @@ from rekindle.methods.remedy import moments
 from rekindle.projection.method import Method
 from rekindle.projection.receipt import Receipt
 from rekindle.recording.first_batch import knowing
+from rekindle.report.showing import Page
 from rekindle.sharding.team import refuse_shards
 from rekindle.tables import table, terminal_width
 
 
 @dataclass(frozen=True)
-class Advice:
+class Advice(Page):
     """What was found. `choice` is the method to apply, None for doing nothing; prints as a table.
 
     `passes` is the horizon in passes over the new data; `price` the time that it all took, in trainings of one network
     over the horizon.
     """
 
+    page = "advice"
     answer: Answer
     sentence: str
     choice: Method | None

@@ -121,15 +121,19 @@ def row(
     horizon: int,
     typical: float,
     call: str | None = None,
+    base: str = NOTHING,
 ) -> Row:
-    """What the trials of a candidate show, next to those of doing nothing; `typical` is that of `typical_spread`."""
+    """What the trials of a candidate show, next to those of doing nothing (or of another `base`).
+
+    `typical` is that of `typical_spread`.
+    """
     error = next((trace.error for trace in traces if trace.error), None)
     if error:
         return Row(candidate.name, call or candidate.call, resets=candidate.resets, error=error)
     taken = traces[0].steps
     level, interval = mean_interval(levels(traces))
     difference, around = 0.0, (0.0, 0.0)
-    if candidate.name != NOTHING:
+    if candidate.name != base:
         difference, around = shared_interval(_differences(traces, nothing), typical)
     ahead, error_of_fit = expected(traces, horizon)
     rise, rise_interval = _over_batches([trace.rises for trace in traces])

@@ -37,6 +37,7 @@ from rekindle.blocks.names import cleaner, unwrapped
 from rekindle.diagnosis.agreement import STANDING
 from rekindle.engine.devices import callers_device, learning, to_float64
 from rekindle.isolation import Batch, Loss, attributes_kept, check_asked, check_loss, forked_rng, isolated
+from rekindle.report.showing import Page
 from rekindle.sharding.team import refuse_shards
 
 GAIN = 0.2
@@ -45,7 +46,7 @@ _MOST_STEPS = 20_000
 
 
 @dataclass(frozen=True)
-class ProbeResult:
+class ProbeResult(Page):
     """What a probe measured.
 
     `score` is the mean over seeds of learned(model) / learned(fresh), with the `interval` in which one more fresh
@@ -56,6 +57,7 @@ class ProbeResult:
     fresh network did not learn the wanted amount within the budget: then the score is meaningless.
     """
 
+    page = "probe"
     task: str
     score: float
     interval: Interval

@@ -1,4 +1,4 @@
-"""The command line: `rekindle inspect | plan | fire | compare | probe | advise | polar | report | doctor | demo | lab`.
+"""The command line: `rekindle inspect | plan | fire | compare | probe | advise | rank | polar | report | …`.
 
 Commands are in files of their names (`report` in `page`); `options` has what they share, `terminal` how they print,
 `weights` what `inspect` and `compare` measure, `interrupt` what Ctrl-C does, `studies` what the commands of the

@@ -1,4 +1,4 @@
-"""`rekindle probe` and `rekindle advise`: has plasticity been lost, and which remedy, tried on copies of a model."""
+"""`rekindle probe`, `advise` and `rank`: is plasticity lost, which remedy, which checkpoint; tried on copies."""
 
 from __future__ import annotations
 
@@ -184,6 +184,81 @@ def advise(
     _give(asked, "advise", found, json, html, force)
 
 
+@reported
+def rank(
+    what: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="CHECKPOINT... FILE.py",
+            help="Two checkpoints or more (safetensors, .pt, folders), and a file that defines model and batches.",
+            show_default=False,
+        ),
+    ],
+    steps: Steps = None,
+    epochs: Annotated[float, typer.Option(min=0.01, help="The length in passes over the batches.")] = 1.0,
+    budget: Annotated[str, typer.Option(help="The time for all: 30s, 2m.")] = "2m",
+    seeds: Seeds = 3,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Also a new network: continue, or start again?")] = False,
+    workers: Annotated[int | None, typer.Option(min=1, help="Processes.", show_default="one per core")] = None,
+    json: options.Json = False,
+    html: options.Html = None,
+    force: options.Force = False,
+) -> None:
+    """Put checkpoints in the order in which they learn the batches best: which one to start from.
+
+    The file defines `model` (what the checkpoints are of) and `batches` (what is to be learned next), and where they
+    are needed `loss`, `optimizer` (its class and settings are used) and `held_out`. Copies of all learn the same.
+
+    [bold]Examples[/]
+
+      rekindle rank step-1000.safetensors step-5000.safetensors mine.py
+
+      rekindle rank runs/a.pt runs/b.pt mine.py --fresh --steps 200 --html rank.html
+    """
+    if html is not None:
+        refuse_existing(html, force)
+    *paths, file = what
+    if not file.endswith(".py") or len(paths) + fresh < 2:
+        raise ValueError("give two checkpoints or more, then the .py file that defines model and batches")
+    asked = _from_file(Path(file))
+    names = [Path(path).name if len({Path(p).name for p in paths}) == len(paths) else path for path in paths]
+    models = {name: _with_weights(asked.model, path) for name, path in zip(names, paths, strict=True)}
+    from rekindle.advice.ranking import rank as order
+
+    optimizer = asked.optimizer
+    if optimizer is not None:
+        from rekindle.advice.copies import optimizers_like, twins
+
+        optimizer = optimizers_like(optimizer, twins(asked.model, models[names[0]]))
+    heed()
+    given = {"steps": steps, "epochs": epochs, "budget": budget, "seeds": seeds, "fresh": fresh, "workers": workers}
+    found = order(
+        models,
+        asked.batches,
+        loss=asked.loss,
+        held_out=asked.held_out,
+        optimizer=optimizer,
+        **given,  # type: ignore[arg-type]
+    )
+    _give(asked, "rank", found, json, html, force)
+
+
+def _with_weights(model: nn.Module, path: str) -> nn.Module:
+    """A copy of the model with the weights of a checkpoint."""
+    import copy
+
+    from rekindle.checkpoint import open_checkpoint
+
+    with open_checkpoint(path) as checkpoint:
+        state = {name: checkpoint.read(name) for name in checkpoint.names}
+    made = copy.deepcopy(model)
+    try:
+        made.load_state_dict(state)
+    except RuntimeError as error:
+        raise ValueError(f"{path} does not fit the model of the file: {error}") from None
+    return made
+
+
 def _tried(asked: Asked) -> Callable[..., Advice]:
     """Ask with copies of the model that learn the batches."""
     from rekindle.advice.advising import advise as ask
@@ -193,7 +268,7 @@ def _tried(asked: Asked) -> Callable[..., Advice]:
 
 
 def _give(asked: Asked, command: str, found: Any, json: bool, html: Path | None, force: bool) -> None:
-    kind = "advice" if command == "advise" else command
+    kind = {"advise": "advice", "rank": "ranking"}.get(command, command)
     facts = made(command) | {"source": {"name": asked.name, "text": asked.text}, kind: found.to_dict()}
     if html is not None:
         write_page(html, facts, force)

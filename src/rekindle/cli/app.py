@@ -12,7 +12,7 @@ from typer.core import TyperGroup
 
 import rekindle
 from rekindle.cli import lab
-from rekindle.cli.advice import advise, probe
+from rekindle.cli.advice import advise, probe, rank
 from rekindle.cli.demo import demo
 from rekindle.cli.doctor import doctor
 from rekindle.cli.fire import fire, plan
@@ -37,6 +37,8 @@ With the live model and its data, plasticity is measured and remedies are tried 
   [bold]rekindle probe[/] mine.py [dim]· does it learn as well as a fresh network?[/]
 
   [bold]rekindle advise[/] mine.py [dim]· which remedy, if any[/]
+
+  [bold]rekindle rank[/] a.pt b.pt mine.py [dim]· which checkpoint to start from[/]
 
 Or see it first, and compare remedies on streams of your own:
 
@@ -111,6 +113,7 @@ _COMMANDS: tuple[Callable[..., None], ...] = (
     compare,
     probe,
     advise,
+    rank,
     polar,
     report,
     doctor,

@@ -15,6 +15,7 @@ STANDING = {
     "health": "signs only: rekindle.probe measures, and where the two differ the probe is right",
     "probe": "a measurement: it stands over the signs of health; rekindle.advise finds what to do by trying",
     "advise": "chosen by trying: it stands over health and probe",
+    "rank": "an order by trying; whether the first has lost plasticity, rekindle.probe measures",
 }
 """What the text of each verb says about the others."""
 

@@ -17,6 +17,7 @@ from rekindle.diagnosis.agreement import STANDING
 from rekindle.diagnosis.verdict import LEVELS, Numbers, Thresholds, Verdict, judge
 from rekindle.extras import install
 from rekindle.measures.matrices import Mode
+from rekindle.report.showing import Page
 from rekindle.tables import number, share, table, terminal_width, wrapped
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ _MOST_CHANGES = 40
 
 
 @dataclass(frozen=True)
-class Health:
+class Health(Page):
     """Measures of one model at one moment, and a verdict. A number that is not here was not measured.
 
     `weights` and `units` map a layer to its numbers, `stacks` the experts, codes, latents, ranks or rows of one place
@@ -59,6 +60,7 @@ class Health:
     True
     """
 
+    page = "health"
     weights: Mapping[str, Mapping[str, float]]
     units: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     heads: Mapping[str, float] = field(default_factory=dict)

@@ -12,7 +12,7 @@
 `tuning`. `execution` does the runs: `train` is the loop for networks, `together` the same for many of them at once
 (stacked), `agents` the one for agents; `streams` makes tasks of `data` (`sources` gives them in batches), `networks`
 builds what learns (`dawn` is one with its losses and analysis), `evaluation` measures it; `boundaries` stops between
-two tasks. `results` compares, `views` shows. May import everything up to `report`, and of that only
+two tasks. `results` compares, `views` shows. May import everything up to `checkpoint`, and of that only
 what users may import. Start reading at `study.Study`, or at `train.execute` for one run.
 """
 

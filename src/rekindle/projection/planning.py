@@ -35,6 +35,7 @@ from rekindle.projection.scales import Scale, settled
 from rekindle.projection.targets import Targets, choose, describe, preset_layouts, terms
 from rekindle.recording import facts_of, record
 from rekindle.recording.invariance import norms_behind
+from rekindle.report.showing import Page
 from rekindle.sharding.spread import Spread
 from rekindle.sharding.team import SOLO, opened
 
@@ -46,7 +47,7 @@ _VERSION = 1
 
 
 @dataclass(frozen=True, repr=False)
-class Plan:
+class Plan(Page):
     """What will be done to each parameter; prints as a table, `fire` executes exactly it.
 
     >>> p = plan(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), measure="none")
@@ -54,6 +55,7 @@ class Plan:
     ['0.weight', '2.weight']
     """
 
+    page = "plan"
     entries: tuple[PlanEntry, ...]
     scale: Scale
     targets: str = "layers"

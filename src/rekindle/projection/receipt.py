@@ -24,6 +24,7 @@ from rekindle.engine.solving import Certificate
 from rekindle.extras import install
 from rekindle.optimizers.resetting import StateReset
 from rekindle.projection import receipt_text
+from rekindle.report.showing import Page
 
 if TYPE_CHECKING:
     import pandas
@@ -86,7 +87,7 @@ class BlockRecord:
 
 
 @dataclass(frozen=True)
-class Receipt:
+class Receipt(Page):
     """What one application of a method did.
 
     `memory` is by how many bytes the peak memory of the process (and of its CUDA devices) grew meanwhile: 0 where
@@ -100,6 +101,7 @@ class Receipt:
     fire: 1 parameter, 1 matrix changed ...
     """
 
+    page = "receipt"
     method: str
     records: tuple[BlockRecord, ...] = ()
     skipped: Mapping[str, str] = field(default_factory=dict)

@@ -1,8 +1,8 @@
 """The page: a result as one self-contained HTML file. It takes what `to_dict()` gives and knows nothing else.
 
-`page` assembles it, `view` decides what is shown, `advice` does both for a probe and an advice, `charts` draws,
-`markup` escapes, `words` names and writes numbers. May import `extras`; jinja2 when a page is made. Start reading at
-`page.render`.
+`page` assembles it, `view` decides what is shown, `advice` does both for a probe, an advice and a ranking, `charts`
+draws, `markup` escapes, `showing` gives results `to_html()`, `words` names and writes numbers. May import `extras`;
+jinja2 when a page is made. Start reading at `page.render`.
 """
 
 from typing import TYPE_CHECKING, Any

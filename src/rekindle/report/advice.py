@@ -31,8 +31,8 @@ _SAID = {
 _HEADINGS = """
 candidate       | what was tried on copies of the model
 loss            | mean over the last quarter of the steps that it took; where it was dropped, their share
-− nothing       | difference to doing nothing over the same steps, seed by seed, with its 95 % interval
-ranks           | at a quarter, a half and the whole of the horizon
+− nothing       | difference to it over the same steps, seed by seed, with its 95 % interval
+ranks           | at a sixteenth, an eighth, a quarter, a half and the whole of the horizon
 expected        | the curve's line in log(step) at the whole horizon ± the error of the fit
 right after     | change of the loss on the new data by the remedy itself, with a 95 % interval over batches
 old: right after | change of the loss on the old data by the remedy itself
@@ -72,7 +72,10 @@ def first(data: Mapping[str, Any]) -> Headline:
     ...     "horizon": 9}}).word
     'do not'
     """
-    advice, probe = data.get("advice"), data.get("probe")
+    advice, probe, ranking = data.get("advice"), data.get("probe"), data.get("ranking")
+    if ranking:
+        taken = f"{ranking['steps']} of {ranking['horizon']} steps, {ranking['seeds']} seeds."
+        return Headline("done", ranking["order"][0], ranking["sentence"], (f"Judged on {ranking['judged_on']}.", taken))
     if advice:
         taken = f"{advice['steps']} of {advice['horizon']} steps, {advice['seeds']} seeds."
         return Headline(
@@ -88,19 +91,21 @@ def first(data: Mapping[str, Any]) -> Headline:
 
 def parts(data: Mapping[str, Any]) -> dict[str, Any]:
     """What the template shows under the verdict."""
-    advice = data.get("advice")
+    advice = data.get("advice") or data.get("ranking")
     return _advised(advice) if advice else _probed(data["probe"])
 
 
 def _advised(advice: Mapping[str, Any]) -> dict[str, Any]:
     tried = [row for row in advice["rows"] if not row["error"]]
-    table = [_cells(row) for row in tried]
+    base = advice["order"][0] if "order" in advice else "nothing"
+    table = [_cells(row, base) for row in tried]
     measure = advice.get("measure", "loss")  # an older file has none
-    headings = [(measure if name == "loss" else name, about) for name, about in listed(_HEADINGS)]
+    names = {"loss": measure, "− nothing": f"− {base}"}
+    headings = [(names.get(name, name), about) for name, about in listed(_HEADINGS)]
     shown = [place for place in range(len(headings)) if any(cells[place] for cells in table)]
     curves = {row["name"]: row["curve"] for row in tried}
     return {
-        "call": advice["call"],
+        "call": advice.get("call", ""),
         "tiles": [],
         "headings": [headings[place] for place in shown],
         "rows": [[cells[place] for place in shown] for cells in table],
@@ -110,8 +115,8 @@ def _advised(advice: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _cells(row: Mapping[str, Any]) -> list[str]:
-    own = row["name"] != "nothing"
+def _cells(row: Mapping[str, Any], base: str) -> list[str]:
+    own = row["name"] != base
     share = "" if row["share"] >= 1 else f" ({100 * row['share']:.0f} %)"
     error = row["expected_error"]  # nan, or None in JSON, where there were too few points for a fit
     fitted = row["share"] < 1 and error is not None and error == error

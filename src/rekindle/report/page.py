@@ -59,7 +59,7 @@ def render(data: Mapping[str, Any]) -> str:
     >>> page.startswith("<!doctype html>"), "http://" in page or "https://" in page
     (True, False)
     """
-    if data.get("advice") or data.get("probe"):
+    if data.get("advice") or data.get("probe") or data.get("ranking"):
         return _asked(data)
     compared = data.get("command") == "compare"
     table = sorted(rows(data), key=lambda row: compared and not row.changed)
@@ -88,7 +88,7 @@ def render(data: Mapping[str, Any]) -> str:
 
 def _asked(data: Mapping[str, Any]) -> str:
     """The page of a probe or an advice."""
-    what = "Advice for {}" if data.get("advice") else "Plasticity of {}"
+    what = "Advice for {}" if data.get("advice") else "Plasticity of {}" if data.get("probe") else "Where to start: {}"
     about = data.get("source") or {}
     return document(
         "advice.html",
