@@ -33,7 +33,7 @@ class Report(Protocol):
 
 @dataclass(frozen=True)
 class Named:
-    """Names that a report gave. They choose among what is projected by default: a named head stays a head."""
+    """Names that a report gave. They choose among the layers before the output: a named head stays as it is."""
 
     names: tuple[str, ...]
 
