@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -52,6 +54,13 @@ def test_the_default_of_fire_is_a_cell_of_the_factorial_on_every_stream(evidence
     plain = dict.fromkeys(("mlp", "cnn"), "nearest-he-heads")
     normal = ("mlp-layernorm", "cnn-batchnorm", "warm-start", "class-incremental", "text")
     assert cells == plain | dict.fromkeys(normal, "nearest-paper-heads")
+
+
+def test_figures_in_sentences_are_those_of_stored_runs(evidence: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(HOME / "studies")
+    monkeypatch.setitem(sys.modules, "evidence", evidence)
+    figures = importlib.import_module("figures")
+    assert {path.name: wrong for path in figures.pages() if (wrong := figures.unfounded(path))} == {}
 
 
 def test_an_archive_holds_the_runs_of_its_study_and_the_same_bytes(tmp_path: Path) -> None:
