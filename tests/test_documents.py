@@ -109,7 +109,7 @@ def test_the_links_lead_somewhere(page: Path) -> None:
 def test_the_reference_has_every_public_name() -> None:
     listed = set(re.findall(r"^::: (\S+)", (ROOT / "docs" / "reference.md").read_text("utf-8"), flags=re.M))
     elsewhere = {
-        "scales": "projection.targets.Scale",
+        "scales": "projection.scales.Scale",
         "bounds": "measures.bounds",
         "blocks": "blocks.families.register",
     }

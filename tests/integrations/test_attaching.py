@@ -241,7 +241,7 @@ def test_an_average_of_the_weights_follows_what_was_changed_and_nothing_else() -
     model = network()
     optimizer = adam(model)
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-    remedy = rekindle.attach(model, optimizer, "fire", mirrors=(average,))
+    remedy = rekindle.attach(model, optimizer, "fire-body", mirrors=(average,))
     for x, y in batches(8):
         F.cross_entropy(model(x), y).backward()
         optimizer.step()

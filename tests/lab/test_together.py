@@ -197,7 +197,8 @@ def test_a_study_is_batched_killed_and_resumed(tmp_path: Path) -> None:
 
 
 def test_rates_are_chosen_first_and_only_the_chosen_one_is_reported(tmp_path: Path) -> None:
-    arms = [ARMS["nothing"], Arm("near", "FIRE"), Arm("drawn", "RandomIsometry")]
+    options = {"scale": "paper", "targets": "auto"}
+    arms = [ARMS["nothing"], Arm("near", "FIRE", options), Arm("drawn", "RandomIsometry", options)]
     wanted = [{"arm": "near", "minus": "nothing"}, {"arm": "near", "minus": "drawn", "same": 2.0}]
     made = Study("s", [TINY], arms, [0, 1, 2], tmp_path, rates=[1e-3, 1.0], comparisons=wanted)
     results = made.run(Inline(TARGET))

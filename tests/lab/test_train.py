@@ -118,7 +118,7 @@ def test_rows_can_be_written_as_json_and_say_what_was_run() -> None:
     assert set(found[2]["health"]) >= {"dormant", "effective_rank", "dfi", "norm"}
     assert 0 <= found[2]["health"]["dormant"] <= 1 and found[2]["health"]["norm"] > 0
     remedy = found[2]["remedy"]
-    assert remedy["changed"] == 2 and remedy["seconds"] > 0 and remedy["function_drift"] > 0
+    assert remedy["changed"] == 3 and remedy["seconds"] > 0 and remedy["function_drift"] > 0
     assert found[1]["remedy"] is None and found[1]["old_accuracy"] is None and found[2]["old_accuracy"] is not None
     assert remedy["accuracy_before"] == found[1]["train_accuracy"]
     assert found[2]["old_accuracy_start"] == remedy["old_accuracy_after"]

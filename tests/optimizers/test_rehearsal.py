@@ -76,7 +76,7 @@ def test_options_of_the_constructor_are_no_counts_and_training_goes_on() -> None
         net(torch.randn(4, 8)).square().sum().backward()
         ranger.step()
         if _ == 5:
-            rekindle.fire(net, ranger)
+            rekindle.fire(net, ranger, targets="auto")
     assert ranger.param_groups[0]["k"] == ranger.param_groups[1]["k"] > 0
 
 

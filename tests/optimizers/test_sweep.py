@@ -56,7 +56,7 @@ def test_the_next_steps_are_those_of_a_new_optimizer_or_nothing_is_written(case:
         pytest.skip("takes one group only")
     treated, untouched = Trained(case, apart, steps=3), Trained(case, apart, steps=3)
     try:
-        said = str(rekindle.fire(treated.net, treated.optimizer))
+        said = str(rekindle.fire(treated.net, treated.optimizer, targets="auto"))
         new = Trained(case, apart)
         new.net.load_state_dict(treated.net.state_dict())
     except (ValueError, TypeError) as refusal:
