@@ -25,7 +25,7 @@ from rekindle.integrations.mirroring import Copy, Mirror, Mirrors
 from rekindle.integrations.tally import Tally
 from rekindle.integrations.what import Given, Run, What
 from rekindle.integrations.when import When
-from rekindle.methods.remedy import Remedy
+from rekindle.methods.remedy import Moment, Remedy
 from rekindle.monitoring.guard import Guard
 from rekindle.monitoring.monitor import Monitor
 from rekindle.monitoring.schedules import Firing, Schedule
@@ -231,7 +231,7 @@ class Application:
             return None
         firing, self.pending = self.pending, None
         # Out of a rollout's inference mode: a method may need gradients.
-        with torch.inference_mode(False), self._transaction():
+        with torch.inference_mode(False), self._transaction("event"):
             receipt = self.change()
             self.when.applied()
             self._keep(firing, receipt)
@@ -384,17 +384,18 @@ class Application:
             self._unsent.append((step, numbers))
 
     def _before(self, optimizer: Any, first: bool) -> None:
-        with self._transaction() if "backward" in self.what.parts else nullcontext():
+        with self._transaction("backward") if "backward" in self.what.parts else nullcontext():
             receipt = self.what.before_step(optimizer, first, self._alternating)
             if receipt is not None:
                 self._count(receipt, 1)
 
     def _after(self) -> None:
-        with self._transaction():
+        with self._transaction("step"):
             self._count(self.what.after_step(), 0)
 
-    def _transaction(self) -> Transaction:
-        return Transaction(self.name, self.what.written(), self.what.optimizer)
+    def _transaction(self, moment: Moment) -> Transaction:
+        waits = moment != "event" and isinstance(self.what.parts[moment], Remedy)  # it has its own around each write
+        return Transaction(self.name, self.what.written(), self.what.optimizer, waits=waits)
 
     def _count(self, receipt: Receipt, ahead: int) -> None:
         """A method of every step has acted; ahead: before the step is counted."""

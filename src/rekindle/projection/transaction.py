@@ -42,6 +42,8 @@ class Transaction:
 
     models: the model first, then its mirrors.
     so_far: makes the receipt of what has been done when an error comes; None if nothing was.
+    waits: nothing is marked before a transaction inside this one begins: for what writes inside of such ones only, as
+        methods of every step do, most of whose calls write nothing.
 
     >>> layer = nn.Linear(2, 1)
     >>> try:
@@ -61,13 +63,13 @@ class Transaction:
         *,
         restore: Restore | None = None,
         so_far: SoFar | None = None,
+        waits: bool = False,
     ) -> None:
-        self._method, self._restore, self._so_far = method, restore, so_far
+        self._method, self._restore, self._so_far, self._waits = method, restore, so_far, waits
+        self._models, self._optimizer = tuple(models), optimizer
         self._around = _INNERMOST.get()
-        models, optimizers = tuple(models), unwrap(optimizer)
-        marks = self._around._marks if self._around is not None and restore is None and so_far is None else None
-        self._part = marks is not None and marks.cover(models, optimizers)
-        self._marks: Marks = marks if marks is not None and self._part else Marks(models, optimizers)
+        self._marks: Marks | None = None
+        self._part = False  # of the one around, whose marks it shares
         self._with_gradients = torch.is_grad_enabled()
         self._inside: list[Restore] = []  # of transactions inside this one that have ended well
 
@@ -77,8 +79,8 @@ class Transaction:
 
     def __enter__(self) -> Self:
         try:
-            if not self._part:
-                self._marks.__enter__()
+            if not self._waits:
+                self._mark()
             _INNERMOST.set(self)
             return self
         except BaseException:  # nobody will call __exit__
@@ -99,21 +101,33 @@ class Transaction:
         assert told is not None
         raise told from error
 
+    def _mark(self) -> Marks:
+        """The marks of this transaction, made now unless they are there."""
+        if self._marks is None:
+            optimizers = unwrap(self._optimizer)
+            marks = None if self._around is None else self._around._mark()  # in any case: it may have to put back more
+            reports = self._restore is None and self._so_far is None
+            self._part = reports and marks is not None and marks.cover(self._models, optimizers)
+            self._marks = marks if marks is not None and self._part else Marks(self._models, optimizers)
+            if not self._part:
+                self._marks.__enter__()
+        return self._marks
+
     def _leave(self) -> None:
         _INNERMOST.set(self._around)
-        if not self._part:
+        if self._marks is not None and not self._part:
             self._marks.__exit__()
 
     def _ended(self, error: BaseException | None) -> BaseException | None:
         """Put back or report; the error to raise, which is this one or says more. May be done twice."""
         restores = [*reversed(self._inside), *([] if self._restore is None else [self._restore])]
         told = error
-        if error is not None and not self._part:
+        if error is not None and not self._part and self._marks is not None:
             torch.set_grad_enabled(self._with_gradients)
             written = bool(restores and self._marks.differences())
             for restore in restores:
                 surely(restore)
-            report = self._report(error) if self._restore is None else None
+            report = self._report(error, self._marks) if self._restore is None else None
             half = written or (self._restore is not None and isinstance(error, MethodError))
             if report is not None:
                 told = report
@@ -124,7 +138,7 @@ class Transaction:
             self._around._inside.extend(reversed(restores))
         return told
 
-    def _report(self, error: BaseException) -> BaseException | None:
+    def _report(self, error: BaseException, marks: Marks) -> BaseException | None:
         """The error with a receipt of what differs; None if nothing does."""
         receipt = None
         if self._so_far is not None:
@@ -132,10 +146,10 @@ class Transaction:
                 receipt = self._so_far(error)
         if isinstance(error, MethodError):
             receipt = receipt or error.receipt
-        differs = self._marks.differences()
+        differs = marks.differences()
         if not differs and receipt is None:
             return None
-        receipt = _completed(receipt or Receipt(self._method), differs, self._marks.parameters())
+        receipt = _completed(receipt or Receipt(self._method), differs, marks.parameters())
         if isinstance(error, MethodError):
             error.receipt = receipt  # a transaction inside this one has told the rest
             return error
@@ -168,21 +182,26 @@ class Marks:
 
     def __init__(self, models: Iterable[nn.Module], optimizer: Any = None) -> None:
         self._models, self._optimizers = tuple(models), unwrap(optimizer)
-        self._tensors = [tensor for model in self._models for tensor in _tensors_of(model)]
-        self._gradients = [(t, t.grad) for t in self._tensors if isinstance(t, Parameter)]
-        self._slots = [_slots(each) for each in self._optimizers]
-        kept = [value for slots in self._slots for value in slots.values() if isinstance(value, Tensor)]
-        # Held, so that ids stay theirs.
-        self._all = [
-            *self._tensors,
-            *(g for _, g in self._gradients if g is not None),
-            *kept,
+        modules = [module for model in self._models for module in model.modules()]
+        tensors = [
+            t for module in modules for t in (*module._parameters.values(), *module._buffers.values()) if t is not None
         ]
+        self._gradients = [(t, t.grad) for t in tensors if isinstance(t, Parameter)]
+        self._slots = [_slots(each) for each in self._optimizers]
+        # Held, so that ids stay theirs.
+        self._all = [*tensors, *(grad for _, grad in self._gradients if grad is not None)]
+        for states, groups in self._slots:
+            for held in (*(state for _, state in states), *groups):
+                self._all += [value for value in held.values() if isinstance(value, Tensor)]
         self._versions = {
             id(t): version_of(t) if t.is_inference() or type(t) not in _PLAIN else t._version for t in self._all
         }
         self._statistics = {
-            id(buffer): buffer.detach().clone() for model in self._models for buffer in _statistics_of(model)
+            id(buffer): buffer.detach().clone()
+            for module in modules
+            if isinstance(module, _NormBase)
+            for buffer in module._buffers.values()
+            if buffer is not None
         }
         self._hooks = [(table, set(table)) for each in self._optimizers for table in _step_hooks(each)]
 
@@ -232,8 +251,8 @@ class Marks:
                 written[f"{name}: gradient"] = None
             elif name not in written:
                 parameter.grad = gradient
-        for each, before in zip(self._optimizers, self._slots, strict=True):
-            after = _slots(each)
+        for each, held in zip(self._optimizers, self._slots, strict=True):
+            before, after = _by_name(held), _by_name(_slots(each))
             for owner, slot in {**before, **after}:
                 old, new = before.get((owner, slot), _MISSING), after.get((owner, slot), _MISSING)
                 if self._is_written(new) if isinstance(new, Tensor) and new is old else not _same(old, new):
@@ -259,30 +278,24 @@ _MISSING = object()
 _PLAIN = (Tensor, Parameter)
 
 
-def _tensors_of(model: nn.Module) -> Iterator[Tensor]:
-    for module in model.modules():
-        for table in (module._parameters, module._buffers):
-            yield from (tensor for tensor in table.values() if tensor is not None)
-
-
-def _statistics_of(model: nn.Module) -> Iterator[Tensor]:
-    for module in model.modules():
-        if isinstance(module, _NormBase):
-            yield from (buffer for buffer in module._buffers.values() if buffer is not None)
-
-
 def _step_hooks(optimizer: Optimizer) -> Iterator[dict[int, Any]]:
     for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
         yield vars(optimizer).get(name, {})  # an optimizer of another package may have none
 
 
-def _slots(optimizer: Optimizer) -> dict[tuple[int, str], Any]:
-    """What an optimizer holds now, by (id of a parameter or number of a group, name)."""
-    held: dict[tuple[int, str], Any] = {}
-    for owner, state in optimizer.state.items():
-        if isinstance(state, dict):
-            held |= {(id(owner), str(name)): value for name, value in state.items()}
-    for number, group in enumerate(optimizer.param_groups):
+_Slots = tuple[list[tuple[Any, dict[Any, Any]]], list[dict[str, Any]]]
+
+
+def _slots(optimizer: Optimizer) -> _Slots:
+    """What an optimizer holds now: of each parameter, and of each group."""
+    states = [(owner, dict(state)) for owner, state in optimizer.state.items() if isinstance(state, dict)]
+    return states, [dict(group) for group in optimizer.param_groups]
+
+
+def _by_name(slots: _Slots) -> dict[tuple[int, str], Any]:
+    """The same by (id of a parameter or number of a group, name)."""
+    held = {(id(owner), str(name)): value for owner, state in slots[0] for name, value in state.items()}
+    for number, group in enumerate(slots[1]):
         held |= {(number, name): value for name, value in group.items() if name != "params"}
     return held
 
