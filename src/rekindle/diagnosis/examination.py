@@ -45,6 +45,7 @@ from rekindle.sharding.units import Part
 # Rows of an embedding are looked up, a depthwise kernel has 1-wide matrices: their spectra say nothing.
 _PASSED_OVER = ("embedding", "depthwise")
 _LOOKED_AT = 8  # batches among which parts of a model that are called by themselves are looked for
+_PAPER = Scale.parse("paper")
 _RANKS = ("rank_limit", "feature_rank", "feature_srank", "feature_participation")
 _OF_WEIGHTS = {"dead weights", "similar neurons"}
 _AGAINST_FRESH = {"dormancy", "saturation", "attention", "gradient", *_OF_WEIGHTS}
@@ -231,12 +232,11 @@ class HealthBuilder:
     @full_precision()
     def _measure(self, weight: tuple[Held, Tensor]) -> tuple[Held, dict[str, Measures]]:
         """Measure a block if all of it is finite."""
-        paper = Scale.parse("paper")
         (held, value), found = weight, {}
         for block in held.blocks:
             with suppress(NoSpectrum):
                 matrices = block.read(value)
-                found[called(held, block)] = measure(matrices, scale=paper.known(block) or 1.0, mode=self.mode)
+                found[called(held, block)] = measure(matrices, scale=_PAPER.known(block) or 1.0, mode=self.mode)
         return held, found
 
     def _sum_up(self) -> None:

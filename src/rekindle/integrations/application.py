@@ -11,7 +11,6 @@ from __future__ import annotations
 import io
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import asdict
 from typing import Any, Literal
 
@@ -373,18 +372,23 @@ class Application:
             self.monitor = Monitor(model, opened[0], **options)
         assert self.monitor is not None
         self.monitor.attach()
-        if self._sample not in self.monitor.sinks:
+        wanted = self._log is not None or self.when.trigger is not None
+        if wanted and self._sample not in self.monitor.sinks:
             self.monitor.sinks.append(self._sample)
 
     def _sample(self, step: int, numbers: dict[str, float]) -> None:
         assert self.monitor is not None and self.monitor.last is not None
-        self.when.wake()
-        self.note(self.monitor.last.flat())
+        if self.when.trigger is not None:
+            self.when.wake()
+            self.note(self.monitor.last.flat())
         if everyone().leads:
             self._unsent.append((step, numbers))
 
     def _before(self, optimizer: Any, first: bool) -> None:
-        with self._transaction("backward") if "backward" in self.what.parts else nullcontext():
+        if "backward" not in self.what.parts:
+            self.what.before_step(optimizer, first, self._alternating)
+            return
+        with self._transaction("backward"):
             receipt = self.what.before_step(optimizer, first, self._alternating)
             if receipt is not None:
                 self._count(receipt, 1)
@@ -395,7 +399,7 @@ class Application:
 
     def _transaction(self, moment: Moment) -> Transaction:
         waits = moment != "event" and isinstance(self.what.parts[moment], Remedy)  # it has its own around each write
-        return Transaction(self.name, self.what.written(), self.what.optimizer, waits=waits)
+        return Transaction(self.name, self.what.written, self.what.optimizer, waits=waits)
 
     def _count(self, receipt: Receipt, ahead: int) -> None:
         """A method of every step has acted; ahead: before the step is counted."""

@@ -59,7 +59,7 @@ class Clock:
         self._length, self._left = rewarm, 0
         self._stepped: set[int] = set()
         self._ready: set[int] = set()  # their gradients are there
-        self._steps = Steps()
+        self._steps = Steps() if closures or any(map(nests, self.optimizers)) else None  # it costs time at every step
         self._rates: dict[int, list[Any]] = {}
         self._handles: list[RemovableHandle] = []
         self._acting = before is not None or after is not None or rewarm > 0
@@ -77,13 +77,14 @@ class Clock:
 
     def before_step(self, optimizer: Any) -> None:
         """The backward pass is done and this optimizer is about to step."""
-        self._again(optimizer)
+        if self._stepped and id(optimizer) == self._clock:
+            self.close()  # it is updated again: the step before is over, whoever was not updated in it
         if not self._acting:
             return
         if self._before is not None:
             self._before(optimizer, not self._stepped)
         self._ready.add(id(optimizer))
-        if self._steps.running(optimizer):  # in a closure
+        if self._length and self._steps is not None and self._steps.running(optimizer):  # in a closure
             self._slow(optimizer)
 
     def close(self) -> None:
@@ -117,52 +118,47 @@ class Clock:
 
     def _listen(self, optimizer: Any, counting: bool) -> None:
         """Register only the hooks that are needed: they cost time at every step."""
-        if not self._acting and not counting:
-            return
-        if not self._acting and self._is_clock(optimizer) and not nests(optimizer):
-            self._handles.append(optimizer.register_step_post_hook(self._count))
-            return
-        if not self._acting and not self._is_clock(optimizer):
-            return
-        self._handles.append(optimizer.register_step_pre_hook(self._pre))
+        counts = id(optimizer) == self._clock
+        if not self._acting:
+            if not counting or not counts:
+                return
+            if not nests(optimizer):
+                self._handles.append(optimizer.register_step_post_hook(self._count))
+                return
+        alone = len(self.optimizers) == 1 and self._before is None and not self._length
+        if self._steps is not None or not alone:
+            self._handles.append(optimizer.register_step_pre_hook(self._pre))
         self._handles.append(optimizer.register_step_post_hook(self._post))
-
-    def _is_clock(self, optimizer: Any) -> bool:
-        return id(optimizer) == self._clock
-
-    def _again(self, optimizer: Any) -> None:
-        """The clock optimizer is updated again: the step before is over, whoever was not updated in it."""
-        if self._is_clock(optimizer):
-            self.close()
 
     def _count(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self.count += 1
 
     def _pre(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if not self._steps.begins(optimizer):
+        if self._steps is not None and not self._steps.begins(optimizer):
             return
         if not self._closures:
-            if self._before is not None:
+            if self._before is not None and (len(args) > 1 or kwargs or hasattr(optimizer, "grad_scale")):
                 _check_gradients(optimizer, args, kwargs)
             self.before_step(optimizer)
-        else:
-            self._again(optimizer)
-        if id(optimizer) in self._ready and self._length:
+        elif self._stepped and id(optimizer) == self._clock:
+            self.close()
+        if self._length and id(optimizer) in self._ready:
             self._slow(optimizer)
 
     def _post(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if not self._steps.ends(optimizer):
+        if self._steps is not None and not self._steps.ends(optimizer):
             return
         if self._rates:
             self._restore(optimizer)
-        if id(optimizer) not in self._ready and (self._before is not None or self._left):
+        if id(optimizer) in self._ready:
+            self._ready.discard(id(optimizer))
+        elif self._before is not None or self._left:
             raise RuntimeError(
                 f"{type(optimizer).__name__} stepped without the trainer's hook before its step, through which this "
                 "method acts: step the optimizers that the trainer gives (Lightning: self.optimizers())"
             )
-        self._ready.discard(id(optimizer))
         self._stepped.add(id(optimizer))
-        self.count += self._is_clock(optimizer)
+        self.count += id(optimizer) == self._clock
         if len(self._stepped) == len(self.optimizers):
             self.close()
 

@@ -30,22 +30,21 @@ def add_term(method: Any, model: nn.Module, optimizer: Any, scale: float = 1.0) 
     if not parameters:
         return
     if isinstance(method, Regularizer):
-        gradients = method.gradients(model, parameters)
+        gradients, factor = method.gradients(model, parameters)
     else:
         with torch.enable_grad():
-            gradients = torch.autograd.grad(method.loss_term(model), parameters, allow_unused=True)
+            gradients, factor = torch.autograd.grad(method.loss_term(model), parameters, allow_unused=True), 1.0
     old, more = [], []
     for parameter, gradient in zip(parameters, gradients, strict=True):
         if gradient is None:
             continue
-        gradient = gradient if scale == 1 else gradient * scale
         if parameter.grad is None:
-            parameter.grad = gradient
+            parameter.grad = gradient * (factor * scale)
         else:
             old.append(parameter.grad)
             more.append(gradient)
     if old:
-        torch._foreach_add_(old, more)
+        torch._foreach_add_(old, more, alpha=factor * scale)
 
 
 @contextmanager

@@ -114,6 +114,7 @@ class ContinualBackprop(NeuronRemedy):
         self._row, self._row_of = torch.empty(2, 0), list[_Life]()  # their utilities and means, side by side
         self._factors = torch.empty(2, 0)  # of |h| and h: Σ|w_out| and 1
         self._factors_of: list[Tensor] = []  # Σ|w_out| of each group
+        self._groups: tuple[Wiring | None, list[Group], list[str]] = (None, [], [])
         self._now = Sums()  # of |h| and h since the last call
         self._positive = False  # whether no activity has a sign, as observed
 
@@ -141,21 +142,35 @@ class ContinualBackprop(NeuronRemedy):
 
     def judge(self, call: Call, wiring: Wiring) -> Judgment:
         """Update utilities with the step just taken; what is due is replaced."""
-        now = self._now.over(call, lambda: {group.name: (2 - self._positive, group.width) for group in wiring})
-        if not now.values:
-            raise ValueError("no activity was recorded since the last call: train inside observe(model)")
-        groups = [group for group in wiring if now.seen.get(group.name)]
-        lives = self._grow(groups, now) if groups else []
+        if self._groups[0] is not wiring:
+            self._groups = wiring, list(wiring), [group.name for group in wiring]
+        _, groups, names = self._groups
+        skipped: dict[str, str] = {}
+        notes: list[str] = []
+        usual = self._now.single(names) if call.replicas.size == 1 else None
+        if usual is not None:
+            sums, counts = usual
+        else:
+            now = self._now.over(call, lambda: {group.name: (2 - self._positive, group.width) for group in wiring})
+            if not now.values:
+                raise ValueError("no activity was recorded since the last call: train inside observe(model)")
+            unseen = [name for name in names if not now.seen.get(name)]
+            skipped, notes = dict.fromkeys(unseen, "no finite activity was recorded since the last call"), now.notes()
+            groups = [group for group in groups if group.name not in unseen]
+            if not groups:
+                return Judgment({}, {}, skipped, notes)
+            names = [group.name for group in groups]
+            counts = [now.seen[name] for name in names]
+            first = now.values[names[0]].device
+            sums = torch.cat([now.values[name].to(first) for name in names], -1)
+        lives = self._grow(groups, names, sums, counts)
         due: dict[str, Tensor] = {}
         means: dict[str, Tensor] = {}
-        for group, life in zip(groups, lives, strict=True):
+        for name, life in zip(names, lives, strict=True):
             chosen = self._due(life)
             if chosen is not None:
-                due[group.name] = chosen
-                means[group.name] = life.mean / self._correction(life)
-        unseen = [group.name for group in wiring if group not in groups] if len(groups) < len(wiring) else ()
-        skipped = dict.fromkeys(unseen, "no finite activity was recorded since the last call")
-        return Judgment(due, means, skipped, now.notes())
+                due[name], means[name] = chosen, life.mean / self._correction(life)
+        return Judgment(due, means, skipped, notes)
 
     def replaced(self, neurons: Mapping[str, Tensor]) -> None:
         """New neurons have no age and no utility."""
@@ -174,39 +189,39 @@ class ContinualBackprop(NeuronRemedy):
         life = self._lives[group]
         return life.utility / self._correction(life)
 
-    def _grow(self, groups: Sequence[Group], now: Sums) -> list[_Life]:
-        """One step older, with the sums of |h| and h of each neuron, (2, neurons) per group; (1, neurons) if equal.
+    def _grow(
+        self, groups: Sequence[Group], names: Sequence[str], sums: Tensor, counts: Sequence[float]
+    ) -> list[_Life]:
+        """One step older, with the sums of |h| and h of all neurons, (2, neurons); (1, neurons) if equal.
 
         Neurons of all groups lie side by side in one row, so that a step is a few operations on all of them.
         """
-        names = [group.name for group in groups]
-        lives = [self._lives.get(name) or _Life.new(now.values[name][0]) for name in names]
-        if lives != self._row_of:
-            self._lay_out(lives, [now.values[name] for name in names])
-            self._lives |= dict(zip(names, lives, strict=True))
-        sums, counts = now.side_by_side(names), [now.seen[name] for name in names]
+        lives = [self._lives.get(name) for name in names]
+        if None in lives or lives != self._row_of:
+            self._lay_out(groups, sums)
         if counts.count(counts[0]) < len(counts):
-            share = [now.values[name].to(sums) * (counts[0] / count) for name, count in zip(names, counts, strict=True)]
-            sums = torch.cat(share, 1)
+            shares = torch.tensor([counts[0] / count for count in counts], dtype=torch.float64)
+            widths = torch.tensor([group.width for group in groups])
+            sums = sums * shares.repeat_interleave(widths).to(sums)
         for group, factors in zip(groups, self._factors_of, strict=True):
             outgoing(group, factors)
         self._row.mul_(self.decay).addcmul_(sums.to(self._row), self._factors, value=(1 - self.decay) / counts[0])
-        for life in lives:
+        for life in self._row_of:
             life.clock += 1
-        return lives
+        return self._row_of
 
-    def _lay_out(self, lives: list[_Life], sums: Sequence[Tensor]) -> None:
-        """Utilities and means of these lives as parts of one row, on the device of the first group."""
-        like = torch.empty(
-            0, dtype=max((s.dtype for s in sums), key=lambda dtype: dtype.itemsize), device=sums[0].device
-        )
-        self._row = torch.cat([torch.stack([life.utility.to(like), life.mean.to(like)]) for life in lives], 1)
+    def _lay_out(self, groups: Sequence[Group], sums: Tensor) -> None:
+        """Utilities and means of these groups as parts of one row, on the device of the sums."""
+        widths = [group.width for group in groups]
+        rows = torch.split(sums, widths, 1)
+        lives = [self._lives.get(group.name) or _Life.new(row[0]) for group, row in zip(groups, rows, strict=True)]
+        self._row = torch.cat([torch.stack([life.utility.to(sums), life.mean.to(sums)]) for life in lives], 1)
         self._row_of, self._factors = lives, torch.ones_like(self._row)
-        widths = [len(life.born) for life in lives]
         self._factors_of = list(torch.split(self._factors[0], widths))
-        for life, part in zip(lives, torch.split(self._row, widths, 1), strict=True):
+        for group, life, part in zip(groups, lives, torch.split(self._row, widths, 1), strict=True):
             life.utility, life.mean = part
             life.born = life.born.to(part)
+            self._lives[group.name] = life
 
     def _correction(self, life: _Life) -> Tensor:
         return (1 - self.decay**life.age).clamp_min(1e-12)

@@ -27,6 +27,7 @@ from rekindle.recording.graph import Graph
 from rekindle.recording.wiring import Group, Wiring, WiringError, watch, wire
 
 Handle = torch.utils.hooks.RemovableHandle
+_NO_ROWS = StateReset("rows")
 
 
 class NeuronOptions(TypedDict, total=False):
@@ -82,8 +83,8 @@ class NeuronRemedy(Remedy):
         judged = self.judge(call, wiring)
         if not any(map(len, judged.neurons.values())):
             self.replaced(judged.neurons)
-            skipped = {**wiring.refused, **judged.skipped}
-            return Receipt(self.name, (), skipped, optimizer=StateReset("rows"), notes=tuple(judged.notes))
+            skipped = {**wiring.refused, **judged.skipped} if judged.skipped else wiring.refused
+            return Receipt(self.name, (), skipped, optimizer=_NO_ROWS, notes=tuple(judged.notes))
         with nullcontext() if call.batches is not None else super().transaction(call):
             receipt = Replacement(call.model, wiring, judged.neurons, judged.means, self._fresh, judged.skipped).apply(
                 self.name,

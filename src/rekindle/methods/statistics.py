@@ -15,13 +15,12 @@ from rekindle.methods.call import Call
 _AT_ONCE = 16  # passes that wait until they are added up together
 
 
-def _finite(values: Sequence[Tensor]) -> tuple[list[bool], Tensor]:
-    """Which of these hold neither NaN nor Inf, and all of them side by side."""
+def _finite(values: Sequence[Tensor]) -> list[bool]:
+    """Which of these hold neither NaN nor Inf."""
     first = values[0].device
-    row = torch.cat([value.to(first) for value in values], -1)
-    if math.isfinite(row.sum().item()):  # one question for all, which is nearly always answered so
-        return [True] * len(values), row
-    return [bool(value.isfinite().all()) for value in values], row
+    if math.isfinite(torch.cat([value.to(first).flatten() for value in values]).sum().item()):
+        return [True] * len(values)  # one question for all, which is nearly always answered so
+    return [bool(value.isfinite().all()) for value in values]
 
 
 def sizes(values: Tensor, axis: int = -1) -> Tensor:
@@ -55,7 +54,6 @@ class Sums:
     seen: dict[str, float] = field(default_factory=dict)  # how many values each sum is of
     left_out: dict[str, float] = field(default_factory=dict)  # passes
     _waiting: list[tuple[str, Tensor, int]] = field(default_factory=list)
-    _row: tuple[list[str], Tensor] | None = None  # names, and their values side by side
 
     def add(self, name: str, values: Tensor, count: int = 1) -> None:
         """Add one pass of `count` values per neuron."""
@@ -68,16 +66,23 @@ class Sums:
         """Whether nothing was added."""
         return not self.values and not self._waiting
 
+    def single(self, names: list[str]) -> tuple[Tensor, list[float]] | None:
+        """One finite pass of each of these names, side by side, with their counts; None if anything else was added."""
+        if self.values or [name for name, _, _ in self._waiting] != names:
+            return None
+        if len({values.device for _, values, _ in self._waiting}) > 1:
+            return None
+        row = torch.cat([values for _, values, _ in self._waiting], -1)
+        if not math.isfinite(row.sum().item()):
+            return None
+        return row, [float(count) for _, _, count in self._waiting]
+
     def settle(self) -> None:
         """Add up the passes that wait."""
         if not self._waiting:
             return
         passes, self._waiting = self._waiting, []
-        finite, row = _finite([values for _, values, _ in passes])
-        names = [name for name, _, _ in passes]
-        whole = not self.values and all(finite) and len({*names}) == len(names)
-        self._row = (names, row) if whole else None
-        for (name, values, count), good in zip(passes, finite, strict=True):
+        for (name, values, count), good in zip(passes, _finite([values for _, values, _ in passes]), strict=True):
             if name not in self.values:
                 self.values[name] = values if good else torch.zeros_like(values)
                 self.seen[name], self.left_out[name] = float(count * good), float(not good)
@@ -86,13 +91,6 @@ class Sums:
             self.seen[name] += count * good
             if good:
                 self.values[name] = self.values[name] + values
-
-    def side_by_side(self, names: list[str]) -> Tensor:
-        """The sums of these names along the last axis."""
-        if self._row is not None and self._row[0] == names:
-            return self._row[1]
-        device = self.values[names[0]].device
-        return torch.cat([self.values[name].to(device) for name in names], -1)
 
     def over(self, call: Call, shapes: Callable[[], Mapping[str, tuple[int, ...]]]) -> Sums:
         """The sums over all replicas of the model, of the names in `shapes()`; one that saw nothing adds nothing."""
@@ -120,9 +118,10 @@ class Sums:
 
     def clear(self, names: Collection[str] | None = None) -> None:
         """Start counting anew, of these names or of all."""
-        self._row = None
         if names is None:
-            self.values, self.seen, self.left_out, self._waiting = {}, {}, {}, []
+            if self.values:
+                self.values, self.seen, self.left_out = {}, {}, {}
+            self._waiting = []
             return
         for table in (self.values, self.seen, self.left_out):
             for name in names:

@@ -157,9 +157,10 @@ class _Row:
         self.shares, self.optimizer, self.group = shares, optimizer, group
         self.parameters: list[Tensor] = [share.parameter for share in shares]
         like = self.parameters[0]
-        self.utility, self.gradient, self.before = like.new_zeros(3, sum(p.numel() for p in self.parameters))
+        self.utility, self.gradient, self.before, self.gate, self.noise = like.new_zeros(
+            5, sum(p.numel() for p in self.parameters)
+        )
         self._gradients, self._befores = self.pieces(self.gradient), self.pieces(self.before)
-        self.gate = self.noise = self.utility
         self.free: Tensor | None = None  # what is not targeted, where parameters are targeted in part
         if any(share.mask is not None for share in shares):
             self.free = torch.zeros_like(self.utility, dtype=torch.bool)
@@ -175,7 +176,8 @@ class _Row:
     def read(self) -> float:
         """Take the weights and gradients of now; the sum of the gradients, not finite if one of them is not."""
         torch._foreach_copy_(self._befores, self.parameters)
-        torch._foreach_copy_(self._gradients, [_gradient(share) for share in self.shares])
+        gradients: list[Any] = [parameter.grad for parameter in self.parameters]
+        torch._foreach_copy_(self._gradients, gradients)
         return float(self.gradient.sum(dtype=torch.promote_types(self.gradient.dtype, torch.float32)))
 
     def renew(self, beta: float) -> float:
@@ -186,9 +188,11 @@ class _Row:
 
     def draw(self, highest: float, sigma: float, generator: torch.Generator) -> None:
         """The gates 1 − sigmoid(u / highest), and the noise."""
-        self.gate = torch.div(self.utility, -highest).sigmoid_()  # 1 − sigmoid(x) = sigmoid(−x)
-        noise = torch.randn(self.gate.shape, generator=generator, device=generator.device) if sigma else None
-        self.noise = torch.zeros_like(self.gate) if noise is None else noise.to(self.gate).mul_(sigma)
+        torch.div(self.utility, -highest, out=self.gate).sigmoid_()  # 1 − sigmoid(x) = sigmoid(−x)
+        if sigma and generator.device == self.noise.device and self.noise.dtype == torch.float32:
+            self.noise.normal_(0, sigma, generator=generator)
+        elif sigma:
+            self.noise.copy_(torch.randn(self.noise.shape, generator=generator, device=generator.device)).mul_(sigma)
         if self.free is not None:
             self.gate.masked_fill_(self.free, 1)
             self.noise.masked_fill_(self.free, 0)

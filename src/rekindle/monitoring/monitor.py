@@ -130,6 +130,8 @@ class Monitor:
         if self._handles:
             return
         refuse_hidden(self.model, "rekindle.health(model.module)", writes=False)
+        self._team, spread = distributed(self.model, copies=False)
+        self._sharded = bool(spread)
         settle(self.model)  # modules that FSDP2 left whole hold other parameters than the optimizer
         clean = cleaner(self.model)
         names = {id(p): clean(name) for name, p in self.model.named_parameters()}
@@ -172,7 +174,8 @@ class Monitor:
     def sample(self) -> Sample:
         """Measure now, whatever the step; errors are raised."""
         began = time.perf_counter()
-        settle(self.model)
+        if self._sharded:
+            settle(self.model)
         self._sampling = True
         try:
             earlier = self.last.health if self.last is not None and self._samples % self.weights_every else None
@@ -212,7 +215,7 @@ class Monitor:
 
     def _activity(self, ranks: bool) -> tuple[Activity, Usage | None]:
         batches = self._batches()
-        with passes(self.model, distributed(self.model, copies=False)[0]):
+        with passes(self.model, self._team):
             if self.batches is None and not batches:
                 reason = "no forward pass of this model was seen; give batches, or watch the module that is called"
                 return Activity((), unmeasured=(Unmeasured("", "activity", reason),)), None

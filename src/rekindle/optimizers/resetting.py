@@ -345,6 +345,8 @@ def unwrap(optimizers: Any) -> tuple[Optimizer, ...]:
     """
     if optimizers is None:
         return ()
+    if type(optimizers).__module__.startswith("torch.optim."):  # no wrapper, and asked for at every step
+        return (optimizers,)
     if isinstance(optimizers, Mapping):
         optimizers = list(optimizers.values())
     if isinstance(optimizers, Sequence) and not isinstance(optimizers, str | bytes):

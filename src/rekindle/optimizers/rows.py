@@ -111,8 +111,10 @@ def _positions(index: Index, parameter: Parameter, dim: int, name: str) -> Tenso
             raise ValueError(f"the mask for {name!r} has shape {tuple(places.shape)}, expected ({size},)")
         return places.nonzero().flatten()
     places = places.long()
-    if places.numel() and (int(places.min()) < 0 or int(places.max()) >= size):
-        raise IndexError(f"{name!r} has {size} entries along dimension {dim}, indices go up to {int(places.max())}")
+    if places.numel():
+        low, high = map(int, torch.aminmax(places))
+        if low < 0 or high >= size:
+            raise IndexError(f"{name!r} has {size} entries along dimension {dim}, indices go up to {high}")
     return places
 
 
@@ -134,7 +136,7 @@ def _reset_places(
             done = True
             if slot.kind in ("master", "average"):
                 put_rows(value, dim, index, parameter.detach().index_select(dim, index).to(value.dtype))
-            elif slot.kind == "second" and second_moment == "mean" and torch.unique(index).numel() < value.shape[dim]:
+            elif slot.kind == "second" and second_moment == "mean" and _leaves_some(index, value.shape[dim]):
                 put_rows(value, dim, index, _living_mean(value, dim, index))
             else:
                 put_rows(value, dim, index, 0.0 if start is None else start)
@@ -155,6 +157,10 @@ def put_rows(tensor: Tensor, dim: int, index: Tensor, value: Tensor | float) -> 
             tensor.index_copy_(dim, index, value)
         else:
             tensor.index_fill_(dim, index, value)
+
+
+def _leaves_some(index: Tensor, size: int) -> bool:
+    return index.numel() < size or torch.unique(index).numel() < size
 
 
 def _living_mean(value: Tensor, dim: int, index: Tensor) -> Tensor:

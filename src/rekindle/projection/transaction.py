@@ -40,7 +40,7 @@ class Transaction:
     Transactions inside one another are one: an inner one that ended well leaves its `restore` to the outer one, so that
     a later error puts back what is atomic, and one on the same models and optimizers leaves the report to it too.
 
-    models: the model first, then its mirrors.
+    models: the model first, then its mirrors; or a function that returns them.
     so_far: makes the receipt of what has been done when an error comes; None if nothing was.
     waits: nothing is marked before a transaction inside this one begins: for what writes inside of such ones only, as
         methods of every step do, most of whose calls write nothing.
@@ -58,7 +58,7 @@ class Transaction:
     def __init__(
         self,
         method: str,
-        models: Iterable[nn.Module],
+        models: Iterable[nn.Module] | Callable[[], Iterable[nn.Module]],
         optimizer: Any = None,
         *,
         restore: Restore | None = None,
@@ -66,7 +66,7 @@ class Transaction:
         waits: bool = False,
     ) -> None:
         self._method, self._restore, self._so_far, self._waits = method, restore, so_far, waits
-        self._models, self._optimizer = tuple(models), optimizer
+        self._models, self._optimizer = models if callable(models) else tuple(models), optimizer
         self._around = _INNERMOST.get()
         self._marks: Marks | None = None
         self._part = False  # of the one around, whose marks it shares
@@ -104,11 +104,12 @@ class Transaction:
     def _mark(self) -> Marks:
         """The marks of this transaction, made now unless they are there."""
         if self._marks is None:
+            models = tuple(self._models()) if callable(self._models) else self._models
             optimizers = unwrap(self._optimizer)
             marks = None if self._around is None else self._around._mark()  # in any case: it may have to put back more
             reports = self._restore is None and self._so_far is None
-            self._part = reports and marks is not None and marks.cover(self._models, optimizers)
-            self._marks = marks if marks is not None and self._part else Marks(self._models, optimizers)
+            self._part = reports and marks is not None and marks.cover(models, optimizers)
+            self._marks = marks if marks is not None and self._part else Marks(models, optimizers)
             if not self._part:
                 self._marks.__enter__()
         return self._marks

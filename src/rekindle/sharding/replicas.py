@@ -57,6 +57,8 @@ def replicas(model: nn.Module) -> Team:
     given = _given.get()
     if given is not None:
         return given
+    if not dist.is_available() or not dist.is_initialized():
+        return SOLO
     inside: Any = model
     while inside is not None:
         if is_a(inside, "DistributedDataParallel"):
