@@ -134,7 +134,7 @@ def row(
     level, interval = mean_interval(levels(traces))
     difference, around = 0.0, (0.0, 0.0)
     if candidate.name != base:
-        difference, around = shared_interval(_differences(traces, nothing), typical)
+        difference, around = against(traces, nothing, typical)
     ahead, error_of_fit = expected(traces, horizon)
     rise, rise_interval = _over_batches([trace.rises for trace in traces])
     old_rise, old_rise_interval = _over_batches([trace.old_rises for trace in traces])
@@ -361,6 +361,25 @@ def _differences(own: Sequence[Trace], nothing: Sequence[Trace]) -> list[float]:
     """Per seed the level of a candidate − that of nothing over the steps that both took."""
     end = min(own[0].steps, nothing[0].steps)
     return [a - b for a, b in zip(levels(own, end), levels(nothing, end), strict=True)]
+
+
+def against(own: Sequence[Trace], base: Sequence[Trace], typical: float) -> tuple[float, Interval]:
+    """The difference of two candidates and its interval: over seeds, and over the held-out parts that all seeds share.
+
+    >>> base = [Trace(looks=[(1, 0.5)], parts=[0.9, 0.1]) for _ in range(3)]
+    >>> few = [Trace(looks=[(1, 0.4)], parts=[0.4, 0.4]) for _ in range(3)]  # better in one part, worse in the other
+    >>> difference, (low, high) = against(few, base, 0.0)
+    >>> round(difference, 3), low < 0 < high
+    (-0.1, True)
+    """
+    mean, (low, high) = shared_interval(_differences(own, base), typical)
+    apart = [[a - b for a, b in zip(one.parts, other.parts, strict=True)] for one, other in zip(own, base, strict=True)]
+    if apart and len(apart[0]) > 1:
+        _, (less, more) = mean_interval([sum(values) / len(values) for values in zip(*apart, strict=True)])
+        half = math.hypot((high - low) / 2, (more - less) / 2)
+        if not math.isnan(half):
+            return mean, (mean - half, mean + half)
+    return mean, (low, high)
 
 
 def _over_batches(measured: Sequence[Sequence[float]]) -> tuple[float, Interval]:

@@ -13,8 +13,7 @@ from time import perf_counter
 
 from rekindle.advice.candidates import NOTHING, Candidate
 from rekindle.advice.executors import TrialExecutor
-from rekindle.advice.intervals import shared_interval
-from rekindle.advice.judging import LEAST, Measure, levels, ranked, typical_spread, unlearned
+from rekindle.advice.judging import LEAST, Measure, against, levels, ranked, typical_spread, unlearned
 from rekindle.advice.progress import Progress
 from rekindle.advice.trials import RUNGS, Trace
 
@@ -164,7 +163,7 @@ def behind(traces: Mapping[str, Sequence[Trace]], running: Sequence[str]) -> lis
     typical = typical_spread({name: traces[name] for name in running}, best)
     out = []
     for name in running:
-        _, (low, _) = shared_interval([a - b for a, b in zip(reached[name], reached[best], strict=True)], typical)
+        _, (low, _) = against(traces[name], traces[best], typical)
         if name != best and (low > 0 or not all(map(math.isfinite, reached[name]))):
             out.append(name)
     return out

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from rekindle.advice.candidates import Candidate
 from rekindle.advice.copies import copied, optimizers_like, twins
@@ -69,6 +69,12 @@ class Question:
     def in_step(self) -> bool:
         """Whether batches have one shape, or some have one other: trials of all seeds then see equal shapes."""
         return all(len(self.alike(task)) < 3 and len(tasks) > 3 for task, tasks in enumerate((self.new, *self.later)))
+
+    @cached_property
+    def judged(self) -> list[Any]:
+        """The held-out batches that are looked at; one alone in eight parts, which show how much few examples say."""
+        chosen = spread_out(self.held_out, JUDGED)
+        return parts_of(chosen[0], _LOOKED_AT) if len(chosen) == 1 else chosen
 
     def alike(self, task: int) -> list[list[int]]:
         """The places of batches with equal shapes in a task."""
@@ -147,6 +153,7 @@ class Trace:
 
     losses: list[float] = field(default_factory=list)
     looks: list[tuple[int, float]] = field(default_factory=list)
+    parts: list[float] = field(default_factory=list)  # of the last look, batch by batch
     rises: list[float] = field(default_factory=list)
     old_rises: list[float] = field(default_factory=list)
     drifts: list[float] = field(default_factory=list)
@@ -306,9 +313,8 @@ class Trial:
                 recalibrate(self.model, spread_out(question.new, _STATISTICS))
         self.trace.old_end = _mean(question.losses(self.model, question.old))
         if question.held_out:
-            held_out = spread_out(question.held_out, JUDGED)
-            judged = question.losses(self.model, held_out, question.judge or question.loss)
-            self.trace.looks.append((self.trace.steps, _mean(judged)))
+            self.trace.parts = question.losses(self.model, question.judged, question.judge or question.loss)
+            self.trace.looks.append((self.trace.steps, _mean(self.trace.parts)))
 
     def close(self) -> None:
         """Nothing to stop: the copy is freed with the trial."""
@@ -359,6 +365,20 @@ def _period(event: Any) -> int | None:
     if event.period is None:
         raise ValueError("it acts at later events, after it has watched the training between them: a trial has none")
     return int(event.period)
+
+
+def parts_of(batch: Any, count: int) -> list[Any]:
+    """A batch in parts of equally many rows; the batch itself where its tensors do not have as many rows each.
+
+    >>> [len(x) for x, y in parts_of((torch.zeros(9, 3), torch.zeros(9)), 4)], len(parts_of((torch.zeros(3), 1), 2))
+    ([2, 2, 2, 2], 1)
+    """
+    leaves = tree_leaves(batch)
+    rows = {len(leaf) if isinstance(leaf, Tensor) and leaf.dim() else 0 for leaf in leaves}
+    size = min(rows, default=0) // count
+    if len(rows) != 1 or not size or isinstance(batch, Tensor):
+        return [batch]
+    return [tree_map(lambda leaf, at=at: leaf[at * size : (at + 1) * size], batch) for at in range(count)]
 
 
 def shapes(batch: Any) -> tuple[Any, ...]:
