@@ -20,6 +20,7 @@ import tarfile
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from rekindle.lab.execution.store import pack, unpacked
 from rekindle.lab.networks import network
@@ -189,35 +190,37 @@ def default_cell(store: str, setting: str) -> tuple[bool, str]:
     return wanted.scale.rule == "paper", same[0]
 
 
-def advice(*names: str) -> str:
-    """Mean regret of every policy over the settings of the stored entries of benchmarks/advice.py.
-
-    What a later file holds of a setting takes the place of what an earlier one does.
-    """
+def advice(kind: str) -> str:
+    """A table of benchmarks/advice.py from its stored entries: "table", "against_nothing" or "depths"."""
     sys.path.insert(0, str(HOME / "benchmarks"))
-    from advice import mean_interval, regrets
+    import advice as benchmark
 
-    entries: dict[str, list[dict[str, object]]] = {}
-    with tarfile.open(STORES / "advice.tar.xz") as archive:
-        for name in names:
-            file = archive.extractfile(f"advice/{name}.jsonl")
-            assert file is not None
-            read = [json.loads(line) for line in file]
-            entries |= {setting: [each for each in read if each["setting"] == setting] for setting in _settings(read)}
-    per: dict[str, dict[str, list[float]]] = {}
-    for setting, found in entries.items():
-        for entry in found:
-            for policy, value in regrets(entry).items():
-                per.setdefault(policy, {}).setdefault(setting, []).append(value)
-    lines = [["policy", "settings", "mean regret", "95% interval"]]
-    for policy, settings in per.items():
-        mean, (low, high) = mean_interval([sum(each) / len(each) for each in settings.values()])
-        lines.append([policy, str(len(settings)), f"{mean:.2f}", f"[{low:.2f}, {high:.2f}]"])
+    return _rows(*getattr(benchmark, kind)(_stored("entries")))
+
+
+def families() -> str:
+    """How well `rank` and its rivals order the checkpoints of a family, from the stored runs of benchmarks/rank.py."""
+    sys.path.insert(0, str(HOME / "benchmarks"))
+    import rank as benchmark
+
+    return _rows(*benchmark.table(_stored("families")))
+
+
+def fresh() -> str:
+    """The verdict on untrained networks by shape, from the stored runs of benchmarks/verdict.py."""
+    runs = _stored("fresh")
+    lines = [["untrained networks", "count", "healthy", "watch", "act"]]
+    for kind in [*dict.fromkeys(each["kind"] for each in runs if each["verdict"] != "healthy"), "all"]:
+        said = [each["verdict"] for each in runs if kind in ("all", each["kind"])]
+        lines.append([kind, str(len(said)), *(str(said.count(word)) for word in lines[0][2:])])
     return _rows(*lines)
 
 
-def _settings(entries: list[dict[str, str]]) -> list[str]:
-    return list(dict.fromkeys(each["setting"] for each in entries))
+def _stored(name: str) -> list[dict[str, Any]]:
+    with tarfile.open(STORES / "advice.tar.xz") as archive:
+        file = archive.extractfile(f"advice/{name}.jsonl")
+        assert file is not None
+        return [json.loads(line) for line in file]
 
 
 def verdict() -> str:
@@ -239,7 +242,8 @@ def verdict() -> str:
 
 
 TABLES: dict[str, Callable[..., str]] = {
-    each.__name__: each for each in (cells, arms, claims, ends, pairs, atlas, learning, rule, advice, verdict)
+    each.__name__: each
+    for each in (cells, arms, claims, ends, pairs, atlas, learning, rule, advice, families, fresh, verdict)
 }
 
 

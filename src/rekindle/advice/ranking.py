@@ -122,7 +122,8 @@ def rank(
         optimizer: One of the models' optimizers; its class and settings are used for all. Without it Adam, lr 1e-3.
         fresh: Also a freshly initialized network, called "fresh": continue, or start again?
         budget: Seconds at most, or a text such as "2m".
-        epochs: The length in passes over the new batches. A tenth of the training that will follow is mostly enough.
+        epochs: The length in passes over the new batches: that of the training that will follow. Early orders mislead
+            (docs/evidence/instruments.md).
         steps: The length in steps, instead of epochs.
         seeds: How many, or which: orders of the batches.
         workers: How many processes; as many as cores without it.
