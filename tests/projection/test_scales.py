@@ -239,6 +239,8 @@ def test_an_example_and_a_config_settle_what_source_and_keys_leave_open() -> Non
     keys = nn.Sequential(nn.Linear(4, 8), nn.Identity(), nn.Linear(8, 2)).state_dict()
     assert str(plan(keys).scale) == "init:kaiming"
     assert str(plan(keys, config=shape).scale) == "paper"
+    live = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8, elementwise_affine=False), nn.Linear(8, 2))
+    assert str(plan(keys, config=plan(live)).scale) == "paper"
 
 
 def test_what_is_asked_for_is_what_is_taken() -> None:

@@ -71,6 +71,12 @@ class RandomIsometry(MatrixRemedy):
     >>> w = model[0].weight
     >>> torch.allclose(w @ w.T, 4 / 6 * torch.eye(4), atol=1e-5)
     True
+
+    Args:
+        scale: as in `rekindle.fire`.
+        targets: as in `rekindle.fire`.
+        optimizer_state: what happens to the state of changed weights, see `rekindle.optimizers.reset`.
+        seed: of its own generator.
     """
 
     name = "random-isometry"
@@ -91,6 +97,12 @@ class Gaussian(MatrixRemedy):
     >>> _ = Gaussian("init:kaiming")(model)
     >>> round(model[0].weight.std().item(), 2)  # √(2/200)
     0.1
+
+    Args:
+        scale: as in `rekindle.fire`.
+        targets: as in `rekindle.fire`.
+        optimizer_state: what happens to the state of changed weights, see `rekindle.optimizers.reset`.
+        seed: of its own generator.
     """
 
     name = "gaussian"
@@ -111,6 +123,12 @@ class Rescale(MatrixRemedy):
     >>> _ = Rescale(scale=0.5)(model)
     >>> round(model[0].weight.norm().item(), 4)
     1.0
+
+    Args:
+        scale: as in `rekindle.fire`.
+        targets: as in `rekindle.fire`.
+        optimizer_state: what happens to the state of changed weights, see `rekindle.optimizers.reset`.
+        seed: of its own generator; nothing is drawn here.
     """
 
     name = "rescale"

@@ -23,14 +23,15 @@ _OWN = fire.__annotations__.keys() - {"planning"}  # keywords of the verb that d
 class FIRE(Remedy):
     """Frobenius-Isometry Reinitialization (Han et al., 2026): every targeted matrix becomes its nearest isometry.
 
-    Takes the options of `rekindle.fire` (targets, scale, strength, solver, …). It needs no generator: `seed` is that of
-    `rekindle.fire`, which completes matrices of deficient rank. `recalibrate=True` re-estimates BatchNorm on the
-    batches of the call.
-
     >>> from torch import nn
     >>> model = nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 2))
     >>> FIRE(scale="nearest")(model).changed
     ('0.weight', '2.weight')
+
+    Args:
+        recalibrate: True estimates the BatchNorm statistics again, on the batches of the call.
+        seed: of the completion of matrices of deficient rank.
+        options: those of `rekindle.fire`: targets, scale, strength, solver, ….
     """
 
     name = "fire"

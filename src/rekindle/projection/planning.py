@@ -53,6 +53,14 @@ class Plan(Page):
     >>> p = plan(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), measure="none")
     >>> [entry.name for entry in p.selected]
     ['0.weight', '2.weight']
+
+    Attributes:
+        entries: one per parameter, in the model's order.
+        scale: the rule for all of them.
+        targets: the request in words.
+        min_norm: matrices with a smaller norm stay.
+        conv: how a convolution is read, "taps" or "flat".
+        why: the reason for a scale that the model settled.
     """
 
     page = "plan"
@@ -61,7 +69,7 @@ class Plan(Page):
     targets: str = "layers"
     min_norm: float = MIN_NORM
     conv: str = "taps"
-    why: str = ""  # the reason for a scale that the model settled
+    why: str = ""
 
     @cached_property
     def selected(self) -> tuple[PlanEntry, ...]:
@@ -263,7 +271,11 @@ def _plan(
             options["layouts"] = {**stated, **options["layouts"]}
             found = _find(model, config, options, sharded)
         preset = next((t for t in terms(targets) if isinstance(t, str) and t.startswith("paper-")), None)
-        rule, why = settled(rule, model, preset=preset, facts=options.get("facts"), config=config)
+        if isinstance(config, Plan) and config.why and rule.rule == "auto" and preset is None:
+            rule, why = config.scale, config.why
+        else:
+            described = None if isinstance(config, Plan) else config
+            rule, why = settled(rule, model, preset=preset, facts=options.get("facts"), config=described)
         chosen = choose(found, targets, include=include, exclude=exclude, allow_empty=allow_empty)
     read = reader_of(model)
     seen: dict[tuple[str, int], Look] = {}

@@ -90,15 +90,31 @@ class BlockRecord:
 class Receipt(Page):
     """What one application of a method did.
 
-    `memory` is by how many bytes the peak memory of the process (and of its CUDA devices) grew meanwhile: 0 where
-    an earlier peak was higher.
-
     >>> records = (BlockRecord("fc.weight", "other", out=8, in_=4, sfe_relative=0.25, norm_before=2.0),)
     >>> receipt = Receipt("fire", records=records, skipped={"fc.bias": "a bias holds no matrix"}, seconds=0.01)
     >>> receipt.totals()["parameters"], receipt.to_dict()["skipped"]
     (1, {'fc.bias': 'a bias holds no matrix'})
     >>> print(receipt)  # doctest: +ELLIPSIS
     fire: 1 parameter, 1 matrix changed ...
+
+    Attributes:
+        method: the name of the method.
+        records: one per block that was changed, with its measures before and after.
+        skipped: why each other parameter was skipped.
+        settings: the options that were used.
+        optimizer: what was reset in the optimizer's state.
+        gradients_cleared: how many gradients of changed weights were dropped.
+        biases_zeroed: how many biases were set to zero.
+        mirrors: how many networks got the same weights.
+        recalibrated: normalization layers with new statistics.
+        seconds: the time that it took.
+        memory: bytes by which the peak memory of the process (and of its CUDA devices) grew; 0 after a higher peak.
+        notes: what else a reader should know.
+        outputs_moved: ‖f_after − f_before‖ ÷ ‖f_before‖ on the batches given.
+        rolled_back: a guard put everything back; the records say what had been tried.
+        loss_before: the loss as a guard measured it.
+        loss_after: the same afterwards.
+        differs: of a call that failed, what is not as it was: parameters, buffers, "name: slot" of optimizers.
     """
 
     page = "receipt"
@@ -114,11 +130,11 @@ class Receipt(Page):
     seconds: float = 0.0
     memory: int = 0
     notes: tuple[str, ...] = ()
-    outputs_moved: float | None = None  # ‖f_after − f_before‖ ÷ ‖f_before‖ on the batches given
-    rolled_back: bool = False  # by a guard; the records then say what had been tried
-    loss_before: float | None = None  # as a guard measured it
+    outputs_moved: float | None = None
+    rolled_back: bool = False
+    loss_before: float | None = None
     loss_after: float | None = None
-    differs: tuple[str, ...] = ()  # of a call that failed: parameters, buffers, "name: slot" of optimizers
+    differs: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         """What was changed is not skipped, whatever a method's plan said beforehand."""

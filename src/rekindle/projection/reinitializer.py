@@ -31,20 +31,23 @@ _RANGES: dict[str, tuple[float, float]] = {
 class FIREConfig:
     """How weights are reinitialized, and when.
 
-    target_dfi: the DfI ‖QQᵀ − I‖²_F that the factor must reach. `target_sfe` is accepted as another name for it.
-    newton_schulz_iters: cubic steps of the "paper" solver; the exact solvers stop at target_dfi instead.
-    variance_factor: the weight becomes √fan_in · variance_factor times the factor; with scale="paper",
-        √(out/in) · variance_factor times it.
-    min_weight_norm: a weight with a smaller Frobenius norm is skipped.
-    max_condition, max_deviation, min_gradient: what `should_reinitialize` compares with. A Gaussian square matrix
-        has a scale-free deviation (DfI/k at its own norm) of 1; gradients count as vanished when their norm is
-        below min_gradient times the weight's.
-
     >>> FIREConfig().target_dfi, FIREConfig(target_sfe=1e-3).target_dfi
     (1e-05, 0.001)
     >>> FIREConfig(newton_schulz_iters=50)
     Traceback (most recent call last):
     ValueError: newton_schulz_iters=50 is outside [3, 15]
+
+    Args:
+        target_dfi: the DfI ‖QQᵀ − I‖²_F that the factor must reach.
+        newton_schulz_iters: cubic steps of the "paper" solver; the exact solvers stop at target_dfi instead.
+        variance_factor: multiplies the scale.
+        min_weight_norm: a weight with a smaller Frobenius norm is skipped.
+        target_sfe: another name of target_dfi.
+        solver: as in `rekindle.polar`.
+        scale: "fan_in", √fan_in, or "paper", √(out/in).
+        max_condition: `should_reinitialize` from this condition number on.
+        max_deviation: the same for the scale-free deviation (DfI/k at its own norm); a Gaussian square matrix has 1.
+        min_gradient: gradients have vanished when their norm is below this times the weight's.
     """
 
     target_dfi: float
@@ -108,11 +111,18 @@ class FIREConfig:
 
 @dataclass(frozen=True)
 class ReinitStats:
-    """What `reinitialize` did to one weight; orthogonality_error is the DfI of the factor before it is scaled.
+    """What `reinitialize` did to one weight.
 
     >>> stats = ReinitStats(True, initial_norm=2.0, final_norm=3.0, orthogonality_error=1e-6, iterations_used=7)
     >>> stats.is_successful(), stats.norm_preservation()
     (True, 1.5)
+
+    Attributes:
+        was_reinitialized: False for a weight that was too small.
+        initial_norm: its Frobenius norm before.
+        final_norm: its Frobenius norm after.
+        orthogonality_error: the DfI of the factor before it is scaled.
+        iterations_used: steps of the solver.
     """
 
     was_reinitialized: bool
@@ -143,6 +153,9 @@ class FIREReinitializer:
     True
     >>> torch.allclose(layer.weight @ layer.weight.T, 8 * torch.eye(4), atol=1e-4)
     True
+
+    Args:
+        config: how and when; its defaults if it is left out.
     """
 
     def __init__(self, config: FIREConfig | None = None) -> None:
