@@ -48,7 +48,7 @@ def test_candidates_are_what_people_choose_among() -> None:
 def test_names_are_candidates_and_an_unknown_one_says_which_there_are() -> None:
     made = given_candidates(["fire", "lr:3", "he-reset", None])
     assert [one.name for one in made] == ["nothing", "fire", "lr:3", "he-reset"]
-    assert isinstance(made[2].method, LearningRate) and made[3].resets
+    assert isinstance(made[2].method, LearningRate) and not made[3].resets
     for wrong in ("lr:fast", "lr:-1", "fires"):
         with pytest.raises(ValueError, match="lr:"):
             given_candidates([wrong])

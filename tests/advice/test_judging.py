@@ -93,7 +93,7 @@ def test_where_doing_nothing_diverges_something_is_done() -> None:
 def rows_of(levels: dict[str, tuple[float, ...]], resets: str = "he-reset") -> list[judging.Row]:
     """Rows of curves that begin at 3 and lie at these levels."""
     curves = {name: traces(*([3.0, *([level] * 99)] for level in each)) for name, each in levels.items()}
-    made = {name: Candidate(name, FullReset("he") if name == resets else None) for name in levels}
+    made = {name: Candidate(name, FullReset() if name == resets else None) for name in levels}
     return [judging.row(made[name], t, curves["nothing"], [], 100, 0.01) for name, t in curves.items()]
 
 

@@ -60,13 +60,12 @@ class Candidate:
 
     @property
     def resets(self) -> bool:
-        """Whether nothing of what was learned is left: it shows what a new network would do.
+        """Whether it is the model as its class makes it: what a new network would do. A He reset may be a better start.
 
-        >>> from rekindle.methods import HeadReset
-        >>> Candidate("reset", FullReset("he")).resets, Candidate("head", HeadReset()).resets
+        >>> Candidate("reset", FullReset()).resets, Candidate("he", FullReset("he")).resets
         (True, False)
         """
-        return type(self.method) is FullReset
+        return type(self.method) is FullReset and self.method.settings() == FullReset().settings()
 
     def _applied(self) -> str:
         parts = moments(self.method)
@@ -133,14 +132,14 @@ def candidates_for(model: nn.Module, batches: Sequence[Batch] = ()) -> list[Cand
 
     >>> net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4, 2))
     >>> " ".join(candidate.name for candidate in candidates_for(net))
-    'nothing lr:0.33 lr:3 rewarm fire he-reset shrink-perturb fire-zero-biases redo'
+    'nothing lr:0.33 lr:3 rewarm fire he-reset full-reset shrink-perturb fire-zero-biases redo'
     """
     names = ["lr:0.33", "lr:3", "rewarm"]
     try:
         projected = any(entry.reason is None for entry in plan(model, measure="none").entries)
     except ValueError:
         projected = False  # nothing that FIRE could project
-    names += ["fire"] * projected + ["he-reset"]
+    names += ["fire"] * projected + ["he-reset", "full-reset"]
     found = [Candidate(NOTHING), *(Candidate(name, named(name)) for name in names)]
     found.append(Candidate("shrink-perturb", ShrinkPerturb(0.8, "fresh")))
     if any(isinstance(module, _NORMS) for module in model.modules()):
