@@ -73,21 +73,42 @@ def create(path: Path, mode: int = 0o666) -> BinaryIO:
 
 def create_like(path: Path, model: Path) -> BinaryIO:
     """A new file that nobody may read who may not read `model`; its owner may write it."""
-    return create(path, stat.S_IMODE(model.stat().st_mode) & 0o777 | 0o600)
+    return create(path, _mode_like(model, path.parent) | 0o600)
+
+
+def _mode_like(model: Path, parent: Path) -> int:
+    """The mode of a file, without that of its group where a new one in this folder belongs to another."""
+    state, folder = model.stat(), parent.stat()
+    mode = stat.S_IMODE(state.st_mode) & 0o777
+    if not hasattr(os, "getegid"):
+        return mode
+    group = folder.st_gid if folder.st_mode & stat.S_ISGID else os.getegid()
+    return mode if group == state.st_gid and not _has_list(model) else mode & ~0o070
+
+
+def _has_list(path: Path) -> bool:
+    """Whether a list says who may read it: then the mode of the group is the most that anybody in the list may."""
+    try:
+        return "system.posix_acl_access" in os.listxattr(path)
+    except (OSError, AttributeError):
+        return False
 
 
 def take_over(path: Path, old: Path) -> None:
     """Give a file the mode of another that it is about to replace, and its owner where this user may."""
     found = old.stat()
+    mode = stat.S_IMODE(found.st_mode)
     if hasattr(os, "chown"):
         with suppress(PermissionError):
             os.chown(path, found.st_uid, found.st_gid)
-    path.chmod(stat.S_IMODE(found.st_mode))
+        if path.stat().st_gid != found.st_gid or _has_list(old):
+            mode &= ~0o070
+    path.chmod(mode)
 
 
 def folder_like(path: Path, model: Path) -> None:
     """A new folder that nobody may enter who may not enter `model`."""
-    path.mkdir(stat.S_IMODE(model.stat().st_mode) & 0o777 | 0o700)
+    path.mkdir(_mode_like(model, path.parent) | 0o700)
 
 
 def lock(path: Path, mode: int = 0o666) -> BinaryIO | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import stat
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -285,6 +286,28 @@ def test_nobody_may_read_what_the_source_hides(tmp_path: Path, monkeypatch: pyte
     assert seen == {0}
     assert stat.S_IMODE((tmp_path / "out").stat().st_mode) == 0o700
     assert {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "out").iterdir()} == {0o600}
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root may give a file to a group")
+@pytest.mark.parametrize("listed", [False, True], ids=["group", "access list"])
+def test_another_group_may_not_read_what_only_its_own_could(listed: bool, tmp_path: Path) -> None:
+    source = tmp_path / "in.pt"
+    torch.save(small_model().state_dict(), source)
+    source.chmod(0o640)
+    if listed:  # user::rw-, user:12345:r--, group::---, mask::r--, other::---
+        rights = ((0x01, 6, -1), (0x02, 4, 12345), (0x04, 0, -1), (0x10, 4, -1), (0x20, 0, -1))
+        packed = struct.pack("<I", 2) + b"".join(struct.pack("<HHi", *one) for one in rights)
+        try:
+            os.setxattr(source, "system.posix_acl_access", packed)
+        except OSError:
+            pytest.skip("this file system has no access lists")
+    else:
+        os.chown(source, 0, 12345)
+    fire_file(source, tmp_path / "out.pt")
+    assert stat.S_IMODE((tmp_path / "out.pt").stat().st_mode) == 0o600
+    fire_file(source, in_place=True)
+    after = source.stat()
+    assert (stat.S_IMODE(after.st_mode), after.st_gid) == ((0o600, 0) if listed else (0o640, 12345))
 
 
 def test_links_stay_inside_or_are_refused(tmp_path: Path) -> None:

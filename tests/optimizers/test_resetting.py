@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, optim
 from torch.nn import Parameter
 
-from rekindle.optimizers import check, register, reset, reset_rows, resetting, unwrap
+from rekindle.optimizers import check, live_slots, register, reset, reset_rows, unwrap
 from rekindle.optimizers import slots as optimizer_slots
 from rekindle.projection.snapshots import snapshot_of
 
@@ -121,7 +121,7 @@ def test_moments_keeps_the_count_and_step_keeps_the_moments(case: tuple[Any, dic
         optimizer, a, _, _ = trained(cls, options)
         before = copy.deepcopy(dict(optimizer.state[a]))
         reset(optimizer, {"a": a}, policy=policy)
-        for key, slot in resetting.slots(optimizer, a).items():
+        for key, slot in live_slots.slots(optimizer, a).items():
             same = torch.equal(torch.as_tensor(optimizer.state[a][key]), torch.as_tensor(before[key]))
             stays = (slot.kind == "count") == (policy == "moments")
             # ASGD's mu and eta may not have left their start yet, RMSprop's momentum of a first step neither
@@ -248,7 +248,7 @@ class Homemade(optim.Optimizer):
 
 def test_an_unknown_optimizer_is_an_error_that_says_how_to_register_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(optimizer_slots, "SLOTS", dict(optimizer_slots.SLOTS))
-    monkeypatch.setattr(resetting, "SLOTS", optimizer_slots.SLOTS)
+    monkeypatch.setattr(live_slots, "SLOTS", optimizer_slots.SLOTS)
     weight = Parameter(torch.ones(3, 2, dtype=torch.bfloat16))
     optimizer = Homemade([weight])
     weight.grad = torch.ones_like(weight)
@@ -328,7 +328,7 @@ def test_rows_and_columns(case: tuple[Any, dict[str, Any]]) -> None:
     before = {key: torch.as_tensor(value).clone() for key, value in optimizer.state[a].items()}
     other = copy.deepcopy(dict(optimizer.state[b]))
     reset_rows(optimizer, a, rows=[1, 3])
-    for key, slot in resetting.slots(optimizer, a).items():
+    for key, slot in live_slots.slots(optimizer, a).items():
         value, old = optimizer.state[a][key], before[key]
         if slot.kind == "count" or value.shape[0] == 1:
             assert torch.equal(value, old)

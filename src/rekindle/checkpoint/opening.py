@@ -116,7 +116,7 @@ class Checkpoint:
                 drafted = make_plan(tensors, measure=measure, **options)
             except Exception as second:
                 raise CheckpointError(f"{self.path}: {error}; and without the config: {second}") from second
-            self.config_note = f"config.json was not used ({str(error)[:300]})"
+            self.config_note = f"config.json was not used ({' '.join(str(error).split())[:300]})"
         entries = [self._unless_shared(entry) for entry in drafted.entries]
         return replace(drafted, entries=(*entries, *self._tied_entries(drafted)))
 

@@ -23,7 +23,7 @@ from rekindle.blocks.configs import meta_model
 from rekindle.checkpoint.parts import CheckpointError, FilePart, TensorMeta
 from rekindle.optimizers import StateReset
 from rekindle.optimizers import resetting as optimizers
-from rekindle.optimizers.resetting import slots
+from rekindle.optimizers.live_slots import slots
 
 # What transformers' Trainer gives no weight decay, beside LayerNorm modules; and what older scripts do.
 _NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")

@@ -9,17 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from rekindle.optimizers.resetting import (
-    StateReset,
-    builds_when_empty,
-    check,
-    held_by,
-    known_slots,
-    reset,
-    stacked,
-    understood,
-    unwrap,
-)
+from rekindle.optimizers.live_slots import builds_when_empty, known_slots, stacked
+from rekindle.optimizers.resetting import StateReset, check, held_by, reset, understood, unwrap
 from rekindle.optimizers.slots import ONE_HISTORY, Slot
 
 Index = Tensor | Iterable[int] | None

@@ -2,7 +2,7 @@
 
 torch's own classes are in a table, others may be registered. Any other class is recognized by what it keeps: slots
 whose names have one meaning everywhere (`exp_avg`, `exp_avg_sq`, `momentum_buffer`, `step`, …) and whose shapes fit it;
-any other slot makes it unknown. Queries of a live optimizer are in `resetting`.
+any other slot makes it unknown. Queries of a live optimizer are in `live_slots`.
 
 Zero is not always where a slot starts: NAdam's product of momenta starts at 1, the rates of Rprop and ASGD at the
 learning rate, Adagrad's sum at a value that the user sets, and SGD's buffer with dampening does not exist at first.
