@@ -801,3 +801,27 @@ class ScaledByTime(nn.Module):
     def forward(self, x: Tensor, time: Tensor) -> Tensor:
         scale, shift = self.mlp(time.sigmoid())[:, :, None, None].chunk(2, 1)
         return self.last(F.silu(self.norm(self.conv(x)) * (scale + 1) + shift))
+
+
+@case(X, heads="out", cuts={"c": (8, 8)})
+class SumsOfRowsAreCut(Cut):
+    """Each gate is the sum of four rows (WavLM's relative position)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = torch.sigmoid(self.c(x).view(-1, 4, 4).sum(-1)).chunk(2, -1)
+        return self.out(torch.cat([a * (b * 3 - 1), x[:, :6]], -1))
+
+
+@case(SEQUENCE, heads="out", cuts={"c.0": (8, 8)})
+class OneHalfGoesOnAndOneIsCollected(nn.Module):
+    """A residual stream gets one half of each layer, the output the other (WaveNet, VITS)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.c = nn.ModuleList([nn.Linear(8, 16), nn.Linear(8, 8)])
+        self.out = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.c[0](torch.tanh(x))
+        stream, collected = x + first[..., :8], first[..., 8:]
+        return self.out(torch.relu(collected + self.c[1](torch.tanh(stream))))

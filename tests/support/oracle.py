@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from autograd_graph import ATTENTION, CUT, JOIN, KEEPS, LINEAR, MOVE, PRODUCT, Graph, Node, Place, tensors_in
 
 MOST_PLACES = 40
+NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 SCORES = re.compile(r"(Softmax|Sigmoid|Softplus|LogSoftmax|Topk)Backward\d*")
 
 
@@ -57,7 +58,8 @@ class Truth:
                 parameter.requires_grad_(False)
         for name in truth.routers & truth.parts.keys():  # which of its rows arrive somewhere is up to the data
             del truth.parts[name]
-        truth.whole -= truth.parts.keys()
+        cut = {NUMBER.sub("*", name) for name in truth.parts}  # one layer of a network is cut as the others are
+        truth.whole = {name for name in truth.whole if NUMBER.sub("*", name) not in cut}
         return truth
 
     def _add(self, graph: Graph, parameters: dict[str, Tensor], modules: dict[int, nn.Module], backbone: bool) -> None:
@@ -336,7 +338,7 @@ def mistakes(entries: Iterable[Any], truth: Truth, *, example: bool = False) -> 
 def _crosses(entry: Any, labels: Tensor) -> bool:
     """Whether one matrix of the plan holds elements of two parts."""
     for block in entry.blocks:
-        inside = block.read(labels).reshape(block.count, -1)
+        inside = block.read(labels.expand(block.layout.shape)).reshape(block.count, -1)  # a magnitude's: of each row
         for matrix in inside:
             if len(matrix[matrix > 0].unique()) > 1:
                 return True

@@ -310,7 +310,7 @@ class _Finder:
             if not fact.cut or fact.layout is None or _same_rows(blocks, fact.blocks(does), shape):
                 return None
             return fact.blocks(does), fact.blocks(does)[0].role, None  # the recording wins over the class
-        if fact.refusal and fact.refusal != "a grouped convolution" and not place.computed:
+        if fact.refusal and fact.refusal != "a grouped convolution" and (fact.cut or not place.computed):
             return (), does, f"recorded: {fact.refusal}"
         if isinstance(owner, nn.modules.conv._ConvNd) and place.tensor == "weight" and not fact.parts:
             recipe = convolution(shape, groups=owner.groups, transposed=owner.transposed, flat=self.conv == "flat")

@@ -13,6 +13,7 @@ from rekindle.recording.graph import Graph, Operation, Ref
 from rekindle.recording.shadows import reduced, reshaped, resized, rows_in, varies
 from rekindle.recording.traces import (
     EMPTY,
+    FEW,
     Arrival,
     Content,
     LayerCall,
@@ -65,9 +66,9 @@ class Combining:
         made = [replace(contents[0], traces={}, parts={}) for _ in operation.outputs]
         indexed = operation.name in ("index", "index_select", "gather") and len(contents) > 1
         if indexed and contents[0].parts and not contents[0].traces:
-            table = {n: p for n, p in contents[0].parts.items() if len(self.graph.parameters[n].shape) < 3}
+            table = {n: p for n, p in contents[0].parts.items() if len(self.graph.shape_of(n)) < 3}
             for name in table:
-                self.entered[name].append(Entry.plain(self.graph.parameters, name, "table"))
+                self.entered[name].append(Entry.plain(self.graph, name, "table"))
             if table:
                 return [Content(data=True, before=sources_of(contents))]
         for content in contents[1:]:  # an index that a layer's scores chose
@@ -145,7 +146,7 @@ class Combining:
         only_parts = all(c.parts for c in contents)
         for name in {name for c in contents for name in c.parts}:
             if not only_parts:
-                self.entered[name].append(Entry.plain(self.graph.parameters, name, "elementwise"))
+                self.entered[name].append(Entry.plain(self.graph, name, "elementwise"))
                 continue
             held = [c.parts[name].written_out() if name in c.parts else None for c in contents]
             part = next(c.parts[name] for c in contents if name in c.parts)
@@ -191,7 +192,7 @@ class Combining:
         self._meetings(number, operation, contents)
         self._weigh(operation, contents)
         if name in kinds.ADDS:
-            self._mark_added(made[0], contents)
+            self._mark_added(number, made[0], contents)
         if name in kinds.CHOICES:
             self._choose(operation, contents[0], made)
         self._enter(operation, contents, made, valued)
@@ -219,6 +220,10 @@ class Combining:
         for shadow in trace.shadows:
             if name in kinds.SUMS or name in kinds.EXTREMES:
                 axes = axes_of(operation, shadow.dim())
+                if name in kinds.SUMS and axes is not None and len(axes) == 1 and self._few(shadow, axes[0]):
+                    # The sum of a few rows holds each of them.
+                    shadows += [reshaped(each, shape) for each in shadow.unbind(axes[0])]
+                    continue
                 moved = reduced(shadow, axes, len(shape) == shadow.dim()) if axes is not None else shadow
                 if moved is None and name in kinds.EXTREMES and axes is not None and len(axes) == 1:
                     self._maximum(operation, key, trace, axes[0])
@@ -232,7 +237,14 @@ class Combining:
                 shadows.append(resized(shadow, shape))
         if any(s is None for s in shadows):
             return replace(trace, shadows=None, rows=trace.all_rows(), bent=bent, scored=scored)
-        return replace(trace, shadows=tuple(s for s in shadows if s is not None), bent=bent, scored=scored)
+        held = tuple(s for s in shadows if s is not None)
+        if len(held) > FEW:
+            return replace(trace, shadows=None, rows=trace.all_rows(), bent=bent, scored=scored)
+        return replace(trace, shadows=held, bent=bent, scored=scored)
+
+    @staticmethod
+    def _few(shadow: Tensor, axis: int) -> bool:
+        return 1 < shadow.shape[axis] <= FEW and varies(shadow, axis)
 
     def _gate(self, operation: Operation, key: int, trace: RowTrace) -> None:
         axis = operation.args[1] if len(operation.args) > 1 else -1
@@ -312,7 +324,7 @@ class Combining:
                             member = (call.weight, call.entry.member)
                             self.weighing[key][next(iter(rows))].add(member)
 
-    def _mark_added(self, made: Content, contents: list[Content]) -> None:
+    def _mark_added(self, number: int, made: Content, contents: list[Content]) -> None:
         """y = x + f(x): what is in f(x) and not in x goes into a residual stream."""
         if len(contents) < 2:
             return
@@ -324,6 +336,7 @@ class Combining:
                 continue
             for key in branch.traces:
                 if key not in stream.traces and self.calls[key].before & sources:
+                    self._arrive(key, "added", (number, 0), branch.traces[key])  # maybe some of its rows alone
                     made.traces[key] = replace(made.traces[key], added=True)
 
     def _choose(self, operation: Operation, content: Content, made: list[Content]) -> None:
@@ -345,8 +358,8 @@ class Combining:
             modulated = any(
                 p.indices is not None
                 and p.indices.dim() >= 2
-                and len(self._shape(n)) > 2
-                and sum(s > 1 for s in self._shape(n)) > 1
+                and len(self.graph.shape_of(n)) > 2
+                and sum(s > 1 for s in self.graph.shape_of(n)) > 1
                 for c in contents
                 for n, p in c.parts.items()
             )
@@ -357,7 +370,7 @@ class Combining:
                     held = None if part.indices is None else resized(part.indices, shape)
                     made[0].parts[name] = part.with_indices(held).noted("multiplied by a value")
                 else:
-                    self.entered[name].append(Entry.plain(self.graph.parameters, name, "elementwise"))
+                    self.entered[name].append(Entry.plain(self.graph, name, "elementwise"))
             return
         constants = [c for c in contents if not c.parts]
         for i, output in enumerate(operation.outputs):
@@ -366,6 +379,3 @@ class Combining:
                 parts = [c.parts[name] for c in contents if name in c.parts]
                 sized = [i for i in operation.inputs if not self.content(i).parts and self.graph.shapes[i]]
                 made[i].parts[name] = changed(operation.name, parts, shape, bool(constants and sized), len(names))
-
-    def _shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self.graph.parameters[name].shape) if name in self.graph.parameters else ()

@@ -104,7 +104,7 @@ def _cut(fact: Fact, entries: list[Entry], pieces: list[Arrival]) -> Fact:
         taken.add(name)
         parts.append((name, start, length))
     if fact.refusal:
-        return replace(fact, layout=None)
+        return replace(fact, layout=None, refusal=f"cut into parts, and {fact.refusal}")
     return replace(fact, parts=tuple(parts), period=period)
 
 

@@ -12,7 +12,7 @@ from rekindle.recording.combining import Combining
 from rekindle.recording.graph import Graph, Operation
 from rekindle.recording.shadows import varies
 from rekindle.recording.traces import EMPTY, Content, LayerCall, RowTrace, joined, sources_of
-from rekindle.recording.weights import Entry, entries_of
+from rekindle.recording.weights import Entry, WeightPart, entries_of
 
 
 class Following(Combining):
@@ -30,6 +30,8 @@ class Following(Combining):
             made = [EMPTY]
         elif name in kinds.PRODUCTS:
             made = [self._product(number, operation)]
+        elif name in kinds.WEIGHT_NORMS and contents[0].parts:  # a direction and a magnitude are one weight
+            made = [Content(parts={n: WeightPart.whole(self.graph.shape_of(n)) for n in contents[0].parts}, data=True)]
         elif name in kinds.ATTENTION:
             made = [self._attend(number, operation, contents[:3])]
         elif name in kinds.RECURRENT and any(c.parts for c in contents):
@@ -142,7 +144,7 @@ class Following(Combining):
             self._arrive(key, "weight", (number, 0), trace)
         for content in contents:
             for name in content.parts:
-                entry = Entry.plain(self.graph.parameters, name, "opaque", operation.name)
+                entry = Entry.plain(self.graph, name, "opaque", operation.name)
                 self.entered[name].append(entry)
                 if entry.shape and len(entry.shape) > 1:
                     call = LayerCall(len(self.calls), number, name, entry, read, before, 0, operation.caller)
@@ -154,5 +156,5 @@ class Following(Combining):
     def _look_up(self, operation: Operation, contents: list[Content]) -> Content:
         for content in contents:
             for name in content.parts:
-                self.entered[name].append(Entry.plain(self.graph.parameters, name, "table"))
+                self.entered[name].append(Entry.plain(self.graph, name, "table"))
         return Content(data=True, before=sources_of(contents))

@@ -53,4 +53,11 @@ class Graph:
     weights: dict[int, str] = field(default_factory=dict)  # values that are parameters, by name
     buffers: dict[int, str] = field(default_factory=dict)  # values that are buffers, by name
     kept: dict[int, torch.Tensor] = field(default_factory=dict)  # integers and masks, which may be indices
+    computed: dict[str, tuple[int, ...]] = field(default_factory=dict)  # shapes of weights made of several parameters
     returned: dict[str, int] = field(default_factory=dict)  # what the caller got, by its place in the result
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """The shape of a weight, also of one that is computed; empty where it is not known."""
+        if name in self.computed:
+            return self.computed[name]
+        return tuple(self.parameters[name].shape) if name in self.parameters else ()

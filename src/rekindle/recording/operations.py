@@ -24,6 +24,7 @@ PRODUCTS = {
     **dict.fromkeys(("addmm", "baddbmm", "addmv", "addbmm", "_addmm_activation"), (1, 2)),
     **dict.fromkeys(("_grouped_mm", "_scaled_grouped_mm", "mkldnn_linear", "_mkldnn_linear"), (0, 1)),
 }
+WEIGHT_NORMS = frozenset({"_weight_norm_interface", "_weight_norm"})
 CONVOLUTIONS = frozenset({"convolution", "_convolution"})
 ATTENTION = frozenset(
     {

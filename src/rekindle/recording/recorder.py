@@ -25,7 +25,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rekindle.blocks.names import locations, unwrapped
+from rekindle.blocks.names import Location, locations, unwrapped
 from rekindle.isolation import attributes_kept, call, isolated
 from rekindle.recording.graph import Graph, ModuleCall, Operation, Ref
 
@@ -132,12 +132,14 @@ class Recorder(PassMode):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         named: dict[str, nn.Parameter] = {}
+        computed: list[Location] = []
         self._names: dict[int, str] = {}
         self._owners: dict[int, dict[str, str]] = {}  # id(module) -> its own parameters, by their attribute
         self._computed: dict[int, str] = {}
         for _, parameter, place in locations(model):
             name = self._names.setdefault(id(parameter), place.name)
             named.setdefault(name, parameter)
+            computed += [place] * place.computed
             self._owners.setdefault(id(place.owner), {}).setdefault(place.tensor, name)
         for path, module in model.named_modules():
             if isinstance(module, ParametrizationList):
@@ -145,6 +147,9 @@ class Recorder(PassMode):
         self._memory = {p.untyped_storage()._cdata: n for n, p in named.items() if _has_memory(p)}
         self._fixed = {id(buffer): name for name, buffer in model.named_buffers()}
         self.graph = Graph(named)
+        for place in computed:  # by a hook: the weight is an attribute
+            if isinstance(held := place.owner.__dict__.get(place.tensor), Tensor):
+                self.graph.computed[place.name] = tuple(held.shape)
         self._numbers: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self._stack: list[ModuleCall] = []
 
@@ -177,7 +182,8 @@ class Recorder(PassMode):
         else:
             return
         if id(module) in self._computed and isinstance(result, Tensor):
-            self.graph.weights[self._new(result)] = self._computed[id(module)]
+            name = self._computed[id(module)]
+            self.graph.weights[self._new(result)], self.graph.computed[name] = name, tuple(result.shape)
         if result is not None:
             left.outputs = tuple(self._number(t) for _, t in tensors_in(result, deep=3))
 

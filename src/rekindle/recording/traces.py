@@ -17,7 +17,7 @@ from rekindle.recording.graph import Operation, Ref
 from rekindle.recording.shadows import resized, rows_in
 from rekindle.recording.weights import Entry, WeightPart
 
-_MOST_SHADOWS = 4  # a rotation has two; with more the rows alone are kept
+FEW = 4  # shadows of one output in a value: a rotation has two; with more the rows alone are kept
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -140,7 +140,7 @@ def joined(one: RowTrace | None, other: RowTrace) -> RowTrace:
     for shadow in other.shadows:
         if not any(_same(shadow, s) for s in shadows):
             shadows.append(shadow)
-    if len(shadows) > _MOST_SHADOWS:
+    if len(shadows) > FEW:
         return RowTrace(None, rows_in(shadows), **flags)
     return RowTrace(tuple(shadows), None, **flags)
 

@@ -95,10 +95,9 @@ class Entry:
     first_column: Tensor | None = None
 
     @classmethod
-    def plain(cls, parameters: Mapping[str, Tensor], name: str, kind: str, *notes: str) -> Entry:
+    def plain(cls, graph: Graph, name: str, kind: str, *notes: str) -> Entry:
         """A use in which there is no matrix to see."""
-        shape = tuple(parameters[name].shape) if name in parameters else ()
-        return cls(name, shape, kind, notes)
+        return cls(name, graph.shape_of(name), kind, notes)
 
     @property
     def layout(self) -> Layout | None:
@@ -148,8 +147,7 @@ def _entry(
     operand: tuple[int, ...],
     output: tuple[int, ...],
 ) -> Entry:
-    parameter = graph.parameters.get(name)
-    shape = tuple(parameter.shape) if parameter is not None else operand
+    shape = graph.shape_of(name) or operand
     convolves = operation.name in kinds.CONVOLUTIONS
     plain = Entry(name, shape, "convolution" if convolves else "matrix", part.notes)
     affine = None if part.indices is None else _affine(part.indices, operand)
