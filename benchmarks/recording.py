@@ -8,6 +8,7 @@ no recording in Python can cost less. `plan`: a Llama of 1.1 billion numbers on 
 
 from __future__ import annotations
 
+import itertools
 import platform
 import sys
 import time
@@ -49,7 +50,7 @@ def models() -> Iterator[tuple[str, nn.Module, Any]]:
 
 def mlp(*widths: int) -> list[nn.Module]:
     """Linear layers with ReLU between."""
-    layers = [nn.Linear(a, b) for a, b in zip(widths, widths[1:], strict=False)]
+    layers = [nn.Linear(a, b) for a, b in itertools.pairwise(widths)]
     return [each for layer in layers for each in (layer, nn.ReLU())][:-1]
 
 
