@@ -19,7 +19,7 @@ Node = Any  # torch.autograd.graph.Node, whose saved attributes have no types
 Place = tuple[Node, int]  # a node that reads a value, and which of its operands that is
 
 PRODUCT = re.compile(
-    r"(Addmm|Mm|Bmm|Baddbmm|Addbmm|\w*Convolution\w*|Mv|Addmv|Dot|Linear|MkldnnRnnLayer|_?GroupedMm|Trilinear"
+    r"(Addmm|Mm|Bmm|Baddbmm|Addbmm|\w*Convolution\w*|Mv|Addmv|Dot|Linear|Cdist|EuclideanDist|MkldnnRnnLayer|_?GroupedMm|Trilinear"
     r"|_?ScaledDotProduct\w*)Backward\d*"
 )
 ATTENTION = re.compile(r"_?ScaledDotProduct\w*")

@@ -402,3 +402,28 @@ class CouplingLayer(nn.Module):
         fixed, moved = x.chunk(2, -1)
         scale, shift = self.net(fixed).chunk(2, -1)
         return torch.cat([fixed, moved * scale.tanh().exp() + shift], -1), scale.sum(-1)
+
+
+@case(X, heads="pair")
+class BilinearOutput(nn.Module):
+    """Scores of edges between what one layer makes of two nodes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.node, self.pair = nn.Linear(8, 8), nn.Bilinear(8, 8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = torch.relu(self.node(x))
+        return self.pair(made[:-1], made[1:])
+
+
+@case(X, heads="points", skipped="points")
+class DistanceToPrototypes(nn.Module):
+    """The last matrix is one of points; the layer before it is no output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.points = nn.Linear(8, 8), nn.Parameter(torch.randn(4, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return -torch.cdist(torch.relu(self.body(x)), self.points)

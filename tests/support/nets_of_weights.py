@@ -265,3 +265,16 @@ class SubclassThatStandardizes(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.out(self.c(x).relu().mean((2, 3)))
+
+
+@case(X, heads="out", skipped="u v")
+class ProductOfTwo(nn.Module):
+    """What is used is u @ v; neither is the layer's matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.u, self.v = nn.Parameter(torch.randn(8, 3)), nn.Parameter(torch.randn(3, 8))
+        self.out = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.relu(F.linear(x, self.u @ self.v)))

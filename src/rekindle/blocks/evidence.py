@@ -17,7 +17,8 @@ from rekindle.blocks.layouts import Block, Layout
 class Fact:
     """What the recording shows about one parameter.
 
-    `use` says how it entered: "matrix", "convolution", "table", "elementwise", "opaque" or "" where it did not run.
+    `use` says how it entered: "matrix", "convolution", "bilinear", "table", "elementwise", "distance", "opaque" or ""
+    where it did not run.
     `parts` are (name, start, length) within `period` rows, empty where the output is not cut; `refusal` says why the
     matrices cannot be told although it is used.
     """

@@ -20,9 +20,10 @@ from rekindle.blocks.values import EMPTY, INPUT, OWN, Cut, Value, at, base
 SPLITS = {"chunk", "split", "unbind", "tensor_split", "split_with_sizes", "hsplit", "dsplit", "vsplit"}
 SPLITS |= {f"unsafe_{name}" for name in ("chunk", "split", "split_with_sizes")}
 _AXES = {"glu": -1, "hsplit": 1, "dsplit": 2}  # of those that have none among their arguments
-_VIEWS = {"view", "reshape", "unflatten", "rearrange", "permute", "unfold"}
+_VIEWS = {"view", "reshape", "unflatten", "rearrange", "permute", "unfold", "reshape_as", "view_as"}
 _SCORES = {"softmax", "log_softmax", "topk", "sigmoid", "argmax", "logsigmoid", "one_hot", "gumbel_softmax"}
 _TURNS = {"transpose", "movedim", "moveaxis", "swapaxes", "swapdims"}
+_EXTREMES = {"max", "amax", "min", "amin"}
 _TAKES = {"narrow", "narrow_copy", "index_select"}
 _JOINS = {"cat", "concat", "concatenate", "hstack"}
 _MIXES = {"matmul", "bmm", "einsum", "scaled_dot_product_attention", "baddbmm", "gather", "embedding", "mm", "outer"}
@@ -391,6 +392,9 @@ class Expressions(Containers):
         if name in _TAKES and first.direct:
             axis = node.args[0 if method else 1] if len(node.args) > (0 if method else 1) else None
             return first if axis is None or integer(axis) == 0 else self._slice(first, ast.unparse(node))
+        if name in _EXTREMES and first.viewed and len(values) + len(node.args) > 1:  # the largest of several rows
+            for path in first.direct - {INPUT}:
+                self.uses.unsettled.setdefault(base(path), name)
         if name in _VIEWS and first.weight and OWN in first.direct and name != "permute":
             self.cuts.setdefault(("own", name), Cut(frozenset({OWN}), f"{name} of its weight"))
         if name in _VIEWS:

@@ -301,7 +301,9 @@ class _Finder:
             return (), "embedding", "a table that is read by index, no matrix"
         if fact.use == "elementwise":
             return (), does, "it meets values element by element, no matrix"
-        if fact.use == "opaque":
+        if fact.use == "distance":
+            return (), does, "what meets it is its distance to each row, no matrix"
+        if fact.use in ("opaque", "bilinear"):
             return None
         if fact.router:
             does = "router"

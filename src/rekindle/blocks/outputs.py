@@ -383,7 +383,8 @@ def cut_layers(model: nn.Module) -> dict[int, CutOutput]:
             found[id(module)] = CutOutput(uses.own, kind)
         for path, split in uses.splits.items():
             for child in at(module, path):
-                for layer in output_layers(child, key_of(path)):
+                # Of a part whose own output is not clear its last layer is the one that may be cut.
+                for layer in output_layers(child, key_of(path)) or list(layers_in(child))[-1:]:
                     found.setdefault(id(layer), CutOutput(split, kind))
         handed = [(source, reader, "") for source, reader in uses.passes]
         for source, reader, argument in (*handed, *uses.handed):

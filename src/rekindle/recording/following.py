@@ -34,8 +34,8 @@ class Following(Combining):
             made = [Content(parts={n: WeightPart.whole(self.graph.shape_of(n)) for n in contents[0].parts}, data=True)]
         elif name in kinds.ATTENTION:
             made = [self._attend(number, operation, contents[:3])]
-        elif name in kinds.RECURRENT and any(c.parts for c in contents):
-            made = [self._recur(number, operation, contents)]
+        elif name in kinds.OPAQUE and any(c.parts for c in contents):
+            made = [self._meet_inside(number, operation, contents)]
         elif name in kinds.TABLES:
             made = [self._look_up(operation, contents)]
         elif not any(c.traces or c.parts or c.chosen for c in contents):
@@ -59,6 +59,10 @@ class Following(Combining):
         if position is None:
             return self._meet_as_matrices(number, operation, left, right, extra)
         entries = entries_of(self.graph, operation, position, weight.parts)
+        if data.parts and not data.traces and self._own(operation) >= {*data.parts, *weight.parts}:
+            # W = U @ V, of one module: neither is the matrix that is used.
+            why = "multiplied by another parameter"
+            entries = {name: replace(entry, notes=(*entry.notes, why)) for name, entry in entries.items()}
         for name, entry in entries.items():
             self.entered[name].append(entry)
         read = {**data.traces, **weight.traces}
@@ -84,10 +88,7 @@ class Following(Combining):
     def _which(self, operation: Operation, left: Content, right: Content) -> tuple[Content, Content, int | None]:
         """(weight, data, position of the weight); the module that is running holds its own weight."""
         if left.parts and right.parts:
-            own = set()
-            if operation.caller is not None:
-                held = {id(p) for p in operation.caller._parameters.values() if p is not None}
-                own = {n for n, p in self.graph.parameters.items() if id(p) in held}
+            own = self._own(operation)
             if own & right.parts.keys() or not own & left.parts.keys():
                 return right, left, 1
             return left, right, 0
@@ -96,6 +97,12 @@ class Following(Combining):
         if left.parts:
             return left, right, 0
         return left, right, None
+
+    def _own(self, operation: Operation) -> set[str]:
+        """The parameters that the running module holds itself."""
+        caller = operation.caller
+        held = set() if caller is None else {id(p) for p in caller._parameters.values() if p is not None}
+        return {name for name, parameter in self.graph.parameters.items() if id(parameter) in held} if held else set()
 
     def _meet_as_matrices(
         self, number: int, operation: Operation, left: Content, right: Content, extra: list[Content]
@@ -136,7 +143,8 @@ class Following(Combining):
                 made.traces[key] = joined(made.traces.get(key), RowTrace(None, trace.all_rows(), True, attended=True))
         return made
 
-    def _recur(self, number: int, operation: Operation, contents: list[Content]) -> Content:
+    def _meet_inside(self, number: int, operation: Operation, contents: list[Content]) -> Content:
+        """One operator that is a layer of its own: what it does with its weights is inside."""
         before = sources_of(contents)
         made = Content(data=True, before=before)
         read = {key: trace for content in contents for key, trace in content.traces.items()}
@@ -144,7 +152,7 @@ class Following(Combining):
             self._arrive(key, "weight", (number, 0), trace)
         for content in contents:
             for name in content.parts:
-                entry = Entry.plain(self.graph, name, "opaque", operation.name)
+                entry = Entry.plain(self.graph, name, kinds.OPAQUE[operation.name], operation.name)
                 self.entered[name].append(entry)
                 if entry.shape and len(entry.shape) > 1:
                     call = LayerCall(len(self.calls), number, name, entry, read, before, 0, operation.caller)

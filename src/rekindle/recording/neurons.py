@@ -180,7 +180,7 @@ class NeuronPaths:
             return self._normalize(operation, contents[0], shapes[0])
         if name in kinds.ELEMENTWISE:
             return self._meet(operation, contents, shapes[0])
-        if name in kinds.PRODUCTS or name in kinds.ATTENTION or name in kinds.RECURRENT:
+        if name in kinds.PRODUCTS or name in kinds.ATTENTION or name in kinds.OPAQUE:
             where = self.names.get(id(operation.caller), "")
             return f"its neurons enter {where or 'the model'} ({type(operation.caller).__name__}: {name.lstrip('_')})"
         if len(contents) > 1 and any(c.flows or c.data for c in contents[1:]):

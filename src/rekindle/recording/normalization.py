@@ -73,7 +73,7 @@ class _Sizes:
         values = [self._size(i) for i in operation.inputs if i not in self._fixed]
         weighed = any(v.weighed for v in values)
         normalized = any(v.normalized for v in values)
-        if name in kinds.PRODUCTS or name in kinds.RECURRENT:
+        if name in kinds.PRODUCTS or name in kinds.OPAQUE:
             factors = [operation.args[i].number for i in kinds.PRODUCTS.get(name, ())] or list(operation.inputs)
             by_weight = any(number in self._fixed for number in factors)
             if by_weight and any(self._size(n).normalized for n in factors if n not in self._fixed):

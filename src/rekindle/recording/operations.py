@@ -50,12 +50,13 @@ LINEAR |= {"native_layer_norm", "_fused_rms_norm", "native_group_norm", "native_
 MULTIPLIES = frozenset({"mul", "div", "addcmul", "addcdiv"})
 ADDS = frozenset({"add", "sub", "rsub", "lerp"})
 TABLES = frozenset({"embedding", "_embedding_bag", "_embedding_bag_forward_only", "embedding_renorm"})
-RECURRENT = frozenset(
-    {
-        *("mkldnn_rnn_layer", "_cudnn_rnn", "lstm", "gru", "rnn_tanh", "rnn_relu", "_thnn_fused_lstm_cell"),
-        *("_thnn_fused_gru_cell", "lstm_cell", "gru_cell", "_lstm_mps", "miopen_rnn", "_trilinear"),
-    }
-)
+# Layers of one operator, by how their weights enter: what they do with them is not seen.
+OPAQUE = {
+    **dict.fromkeys(("mkldnn_rnn_layer", "_cudnn_rnn", "lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell"), "opaque"),
+    **dict.fromkeys(("_thnn_fused_lstm_cell", "_thnn_fused_gru_cell", "gru_cell", "_lstm_mps", "miopen_rnn"), "opaque"),
+    "_trilinear": "bilinear",
+    **dict.fromkeys(("_cdist_forward", "_euclidean_dist"), "distance"),
+}
 # Read their arguments' shapes only.
 SHAPES = frozenset(
     {

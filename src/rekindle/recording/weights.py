@@ -74,7 +74,7 @@ class WeightPart:
 
 @dataclass(frozen=True, eq=False)
 class Entry:
-    """One use of a parameter: `kind` is matrix, convolution, table, elementwise or opaque.
+    """One use of a parameter: `kind` is matrix, convolution, or what `operations.OPAQUE` and `Fact.use` name.
 
     The parameter's axes are split into factors; `count`, `out` and `in_` are those that number matrices, rows and
     columns; `units[i]` is how far apart in memory two neighbors along factor i are.
