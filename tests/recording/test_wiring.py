@@ -13,7 +13,7 @@ import torch.utils.checkpoint
 from torch import nn
 
 import zoo_models
-from rekindle.blocks.names import as_layer
+from rekindle.blocks.layers import as_layer
 from rekindle.recording import record
 from rekindle.recording.first_pass import FirstPass
 from rekindle.recording.wiring import Wiring, WiringError, watch, wire

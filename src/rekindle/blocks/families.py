@@ -15,8 +15,9 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from rekindle.blocks.known_classes import KNOWN, Rule
+from rekindle.blocks.layers import layers_in
 from rekindle.blocks.layouts import Recipe, matrices
-from rekindle.blocks.names import Location, layers_in
+from rekindle.blocks.names import Location
 from rekindle.blocks.source import uses_of
 
 FUSED = re.compile(
@@ -311,3 +312,13 @@ def _context(above: Sequence[str]) -> str:
 
 def _is_tuner(module: nn.Module) -> bool:
     return any(c.__module__.split(".")[0] == "peft" and c.__name__ == "BaseTunerLayer" for c in type(module).__mro__)
+
+
+def head_dim(place: Location) -> int | None:
+    """How wide an attention head is, where the modules around a layer say so."""
+    for module in place.modules[-2:-4:-1]:
+        for attribute in ("head_dim", "attention_head_size", "key_value_proj_dim", "head_size", "dim_head"):
+            value = getattr(module, attribute, None)
+            if isinstance(value, int) and value > 0:
+                return value
+    return None

@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +20,13 @@ from torch import Tensor, nn
 from rekindle.blocks import parametrized
 from rekindle.blocks.entries import Found
 from rekindle.blocks.evidence import UNREAD, Fact, Facts, known_of
-from rekindle.blocks.families import is_registered, looks_fused, recipes_of, register, roles
-from rekindle.blocks.layouts import ROLES, Block, LayoutError, Recipe, convolution, matrices
-from rekindle.blocks.names import Location, cleaner, is_transposed_linear, keeps_width, locations, storage_of, unwrapped
-from rekindle.blocks.outputs import cut_layers, find_heads, is_backbone, root_of, told_heads
+from rekindle.blocks.families import head_dim, is_registered, looks_fused, recipes_of, register, roles
+from rekindle.blocks.fused import cut_layers
+from rekindle.blocks.heads import mark_heads, named_heads
+from rekindle.blocks.layers import is_transposed_linear, keeps_width
+from rekindle.blocks.layouts import ROLES, Block, LayoutError, Recipe, convolution, matrices, same_rows
+from rekindle.blocks.names import Location, cleaner, locations, packed_weights, storage_of, unwrapped
+from rekindle.blocks.outputs import find_heads, is_backbone, root_of, told_heads
 from rekindle.blocks.source import changes_weight, unread_above
 
 __all__ = ["ROLES", "Block", "Conv", "Found", "LayoutError", "find", "matrices", "register"]
@@ -72,7 +75,7 @@ def find(
     2.weight head 1 output head
     2.bias other 0 bias
     """
-    if conv not in ("taps", "flat"):
+    if conv not in get_args(Conv):
         raise ValueError(f'conv is "taps" or "flat", not {conv!r}')
     facts = known_of(unwrapped(model)) if facts is None and not unaided else facts
     finder = _Finder(model, conv, layouts or {}, meta, sharded, facts)
@@ -186,15 +189,9 @@ class _Finder:
         stored = self._storage.get(id(parameter))  # a parametrized weight is computed, not a parameter
         shape = () if stored is not None and stored.lazy else tuple(parameter.shape)
         owner = place.owner
-        stated: dict[str, Any] = {
-            "name": place.name,
-            "key": key,
-            "role": "other",
-            "shape": shape,
-            "dtype": parameter.dtype,
-            "blocks": (),
-        }
-        stated |= {"module": place.module, "module_type": type(owner).__name__, "classes": type(owner).__mro__}
+        stated: dict[str, Any] = {"name": place.name, "key": key, "role": "other", "shape": shape, "blocks": ()}
+        stated |= {"dtype": parameter.dtype, "module": place.module}
+        stated |= {"module_type": type(owner).__name__, "classes": type(owner).__mro__}
         return Found(refusal=refusal, **{**stated, **more})
 
     def _blocks(self, place: Location, weight: Tensor) -> tuple[tuple[Block, ...], str, str | None]:
@@ -309,7 +306,7 @@ class _Finder:
             does = "router"
         if known is not None:
             blocks = known(shape, does)
-            if not fact.cut or fact.layout is None or _same_rows(blocks, fact.blocks(does), shape):
+            if not fact.cut or fact.layout is None or same_rows(blocks, fact.blocks(does), shape):
                 return None
             return fact.blocks(does), fact.blocks(does)[0].role, None  # the recording wins over the class
         if fact.refusal and fact.refusal != "a grouped convolution" and (fact.cut or not place.computed):
@@ -332,7 +329,7 @@ class _Finder:
 
     def _split(self, place: Location, shape: tuple[int, ...], does: str, transposed: bool) -> tuple[Block, ...]:
         """A Linear, with its attention heads named where the attention module says how wide a head is."""
-        dim = _head_dim(place) if does in ("query", "key", "value", "attention-output") else None
+        dim = head_dim(place) if does in ("query", "key", "value", "attention-output") else None
         out, in_ = shape[::-1] if transposed else shape
         turn = "{1} {0}" if transposed else "{0} {1}"
         if dim and does == "attention-output" and in_ % dim == 0 and in_ > dim:
@@ -362,50 +359,6 @@ class _Finder:
             if depth:
                 local = f"{names[depth - 1]}.{local}"
         return None, ""
-
-
-def packed_weights(model: nn.Module) -> list[tuple[str, nn.Module, tuple[int, ...], torch.dtype]]:
-    """(name, module, shape, dtype) of weights that are no parameters: torch.ao's modules, GPTQ's integer buffers.
-
-    >>> layer = nn.Module()
-    >>> layer.register_buffer("qweight", torch.zeros(4, 2, dtype=torch.int32))
-    >>> [(name, shape) for name, _, shape, _ in packed_weights(layer)]
-    [('qweight', (4, 2))]
-    """
-    found = []
-    for path, module in model.named_modules():
-        prefix = f"{path}." if path else ""
-        if ".quantized" in type(module).__module__ and callable(getattr(module, "weight", None)):
-            weight = module.weight()
-            found.append((f"{prefix}weight", module, tuple(weight.shape), weight.dtype))
-        for name, tensor in module.named_buffers(recurse=False):
-            integer = not tensor.dtype.is_floating_point and not tensor.dtype.is_complex
-            if integer and tensor.dim() > 1 and "weight" in name:
-                found.append((f"{prefix}{name}", module, tuple(tensor.shape), tensor.dtype))
-    return found
-
-
-def named_heads(found: list[Found], heads: Iterable[str] | str) -> set[str]:
-    """The names of the weights that these globs (of parameter or module names) mark as heads; no match is an error."""
-    globs = [heads] if isinstance(heads, str) else list(heads)
-    for glob in globs:
-        if not any(_named(f, glob) for f in found if f.blocks):
-            names = ", ".join(f.name for f in found if f.blocks)
-            raise ValueError(f"heads={glob!r} names no weight with matrices; there are: {names}")
-    return {f.name for f in found if any(_named(f, glob) for glob in globs)}
-
-
-def mark_heads(found: list[Found], heads: set[str], reason: str = "output head") -> list[Found]:
-    """The same list with these weights marked as heads; a tied embedding keeps its role."""
-    marked = []
-    for f in found:
-        if f.name in heads and f.blocks:
-            does = f.role if f.role == "embedding" else "head"
-            blocks = f.blocks if does == "embedding" else tuple(replace(b, role="head") for b in f.blocks)
-            why = "embedding, tied to the output head" if does == "embedding" else reason
-            f = replace(f, role=does, blocks=blocks, marks={"head": why, **f.marks})
-        marked.append(f)
-    return marked
 
 
 def _detect_heads(found: list[Found], finder: _Finder) -> set[str]:
@@ -439,29 +392,6 @@ def _recorded_heads(found: list[Found], finder: _Finder, facts: Facts) -> set[st
         if fact is not None and fact.output:
             chosen.add(place.name)
     return chosen | told
-
-
-def _same_rows(one: tuple[Block, ...], other: tuple[Block, ...], shape: tuple[int, ...]) -> bool:
-    """Whether two layouts part a weight in the same way; of very large ones that is taken for granted."""
-    if math.prod(shape) > 1 << 22:
-        return True
-    places = torch.arange(math.prod(shape)).view(shape)
-    parts = [{frozenset(b.read(places).flatten().tolist()) for b in blocks} for blocks in (one, other)]
-    return parts[0] == parts[1]
-
-
-def _head_dim(place: Location) -> int | None:
-    for module in place.modules[-2:-4:-1]:
-        for attribute in ("head_dim", "attention_head_size", "key_value_proj_dim", "head_size", "dim_head"):
-            value = getattr(module, attribute, None)
-            if isinstance(value, int) and value > 0:
-                return value
-    return None
-
-
-def _named(found: Found, glob: str) -> bool:
-    names = (found.name, found.module, found.key, *found.also)
-    return any(fnmatch.fnmatchcase(name, glob) for name in names)
 
 
 def _is_norm(module: nn.Module, dimensions: int) -> bool:

@@ -1,6 +1,4 @@
-"""What becomes of the output of a layer: it leaves the model (a head), or it is cut into parts (a fused weight).
-
-Both are read off the source of the classes around the layer (`rekindle.blocks.source`).
+"""Which layers are outputs of a model, as its own word, its source (`rekindle.blocks.source`) and names say.
 
 A head is a layer whose output leaves the model and that no later matrix reads; a model may have several (an actor and
 a critic, a policy head and a value head, class logits and boxes). Three kinds of evidence, all of which count:
@@ -13,10 +11,6 @@ a critic, a policy head and a value head, class logits and boxes). Three kinds o
 
 Where there is none, the last matrix in registration order is taken, unless its role says that it is the middle of a
 block. `heads=` overrules all of it.
-
-A Linear whose output goes through `chunk`, `split`, `unbind`, slices or a gated linear unit holds more than one matrix,
-unless the parts are concatenated again (a partial rotary embedding). Only a plain `chunk` of the last axis determines
-the layout; anything else is refused by `finding`, unless the class is known (`families`).
 """
 
 from __future__ import annotations
@@ -28,20 +22,21 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from rekindle.blocks.names import (
+from rekindle.blocks.fused import output_layers
+from rekindle.blocks.layers import (
     as_layer,
     fits,
     has_matrices,
     input_width,
+    is_torchs,
     layers_in,
     narrows,
     output_width,
-    unwrapped,
     with_matrices,
-    wrapped,
 )
+from rekindle.blocks.names import unwrapped, wrapped
 from rekindle.blocks.source import uses_of
-from rekindle.blocks.values import INPUT, Split, Uses, at, base, key_of
+from rekindle.blocks.values import Uses, at, base, key_of
 
 _DIRECT = {"head", "heads", "lm_head", "classifier", "fc", "score", "qa_outputs", "cls", "logits", "output_layer"}
 _DIRECT |= {"embed_out", "decoder_head", "action_net", "value_net", "fc_out", "classification_head", "output"}
@@ -98,7 +93,7 @@ def _returned(core: nn.Module) -> list[nn.Module]:
     returned and read may be a hidden layer that is shown (`conv_head` of timm's EfficientNet), and so may a
     list of layers, unless they narrow (scores after each stage, which the next stage reads too).
     """
-    uses = None if _is_torch(core) else uses_of(core)  # a Sequential returns its last layer, which is known
+    uses = None if is_torchs(core) else uses_of(core)  # a Sequential returns its last layer, which is known
     alike: dict[tuple[int, ...], list[nn.Module]] = {}
     for path in sorted(uses.returns - uses.added) if uses is not None else ():
         for layer in at(core, path):
@@ -340,125 +335,3 @@ def _apart(children: dict[str, nn.Module], seen: set[int], read: set[int]) -> li
 def _inside(a: str, b: str) -> bool:
     """Whether one path is part of the other: a module and its own child."""
     return a.startswith(f"{b}.") or b.startswith(f"{a}.")
-
-
-@dataclass(frozen=True)
-class CutOutput:
-    """How the output of one layer is cut, and by whose forward."""
-
-    split: Split
-    owner: str
-    function: str = ""  # that may cut it
-
-    def __str__(self) -> str:
-        if self.function:
-            return f"{self.owner} gives its output to {self.function}, which may cut it: give example=batch"
-        return f"fused: {self.owner} cuts its output into parts ({self.split.how})"
-
-
-def cut_layers(model: nn.Module) -> dict[int, CutOutput]:
-    """`id(layer)` of every Linear or convolution whose output is cut into parts, and by what.
-
-    >>> net = nn.Sequential(nn.Linear(2, 8), nn.GLU(), nn.Linear(4, 1))
-    >>> [str(cut) for cut in cut_layers(net).values()]
-    ['fused: GLU cuts its output into parts (glu)']
-    """
-    found: dict[int, CutOutput] = {}
-    for module in model.modules():
-        if isinstance(module, nn.Sequential):
-            children = list(module.children())
-            for i, child in enumerate(children):
-                split = input_split(child)
-                if split is not None:
-                    for layer in _last_layers(children[:i]):
-                        found.setdefault(id(layer), CutOutput(split, type(child).__name__))
-            continue
-        if not module._modules and (_is_torch(module) or as_layer("", module) is None):
-            continue
-        uses = uses_of(module)
-        if uses is None:
-            continue
-        kind = type(module).__name__
-        if uses.own is not None and isinstance(module, nn.Linear):
-            found[id(module)] = CutOutput(uses.own, kind)
-        for path, split in uses.splits.items():
-            for child in at(module, path):
-                # Of a part whose own output is not clear its last layer is the one that may be cut.
-                for layer in output_layers(child, key_of(path)) or list(layers_in(child))[-1:]:
-                    found.setdefault(id(layer), CutOutput(split, kind))
-        handed = [(source, reader, "") for source, reader in uses.passes]
-        for source, reader, argument in (*handed, *uses.handed):
-            for child in at(module, reader)[:1] if source != INPUT else ():
-                split = input_split(child, argument)
-                for made in at(module, source) if split is not None else ():
-                    for layer in output_layers(made):
-                        found.setdefault(id(layer), CutOutput(split, type(child).__name__))  # type: ignore[arg-type]
-        for path, function in uses.unsettled.items():
-            for child in at(module, path) if path != INPUT else ():
-                for layer in output_layers(child):
-                    found.setdefault(id(layer), CutOutput(Split(function), kind, function))
-    return found
-
-
-def input_split(module: nn.Module, argument: str = "") -> Split | None:
-    """How a module cuts what it is given, or this argument of several (its name or place); None if it does not.
-
-    >>> input_split(nn.GLU()).how
-    'glu'
-    """
-    if isinstance(module, nn.GLU):
-        return Split("glu", 2 if module.dim == -1 else None)
-    if isinstance(module, nn.Sequential):
-        return next((input_split(child) for child in list(module.children())[:1]), None)
-    if not module._modules and (_is_torch(module) or has_matrices(module)):
-        return None
-    uses = uses_of(module)
-    if uses is None or not argument:
-        return None if uses is None else uses.splits_input
-    if argument.isdigit():
-        argument = uses.arguments[int(argument)] if int(argument) < len(uses.arguments) else ""
-    return uses.cut_arguments.get(argument)
-
-
-def output_layers(module: nn.Module, key: str = "") -> list[nn.Module]:
-    """The layers whose output is, element by element, the output of this module, or the one of this key.
-
-    >>> net = nn.Sequential(nn.Linear(1, 2), nn.Linear(2, 3), nn.ReLU())
-    >>> output_layers(net) == [net[1]]
-    True
-    """
-    if as_layer("", module) is not None:
-        return [module]
-    if isinstance(module, nn.Sequential):
-        return _last_layers(list(module.children()))
-    if isinstance(module, torch.jit.ScriptModule):
-        return []
-    inner = module._modules.get("base_layer")  # what an adapter adapts
-    if inner is not None:
-        return output_layers(inner)
-    uses = uses_of(module)
-    if uses is None:
-        return []
-    if key and len(uses.outputs) > 1:
-        label = uses.shown.get(key, "")
-        return [layer for child in at(module, label) if label for layer in output_layers(child, key_of(label))]
-    return [
-        layer
-        for path in sorted(uses.returns)
-        for child in _at_the_end(module, path, uses)
-        for layer in output_layers(child)
-    ]
-
-
-def _at_the_end(module: nn.Module, path: str, uses: Uses) -> list[nn.Module]:
-    """The modules that a path means; of a chain in which each reads the one before, the last."""
-    return at(module, path)[-1 if (path, path) in uses.feeds else 0 :]
-
-
-def _last_layers(children: list[nn.Module]) -> list[nn.Module]:
-    last = next((child for child in reversed(children) if has_matrices(child)), None)
-    return [] if last is None else output_layers(last)
-
-
-def _is_torch(module: nn.Module) -> bool:
-    return type(module).__module__.startswith("torch.nn.")

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from rekindle.blocks.configs import meta_model
 from rekindle.blocks.families import FUSED, GATE, ROUTER_NAME, named_role
-from rekindle.blocks.finding import Found, find, mark_heads, named_heads
+from rekindle.blocks.finding import Found, find
+from rekindle.blocks.heads import mark_heads, named_heads
 from rekindle.blocks.layouts import Block, convolution, matrices
 from rekindle.blocks.names import state_cleaner, unusable
 from rekindle.blocks.outputs import ANYWHERE, USUALLY

@@ -9,8 +9,9 @@ from __future__ import annotations
 import ast
 from dataclasses import replace
 
-from rekindle.blocks.expressions import SPLITS, Expressions
-from rekindle.blocks.names import has_matrices
+from rekindle.blocks.cutting import SPLITS
+from rekindle.blocks.expressions import Expressions
+from rekindle.blocks.layers import has_matrices
 from rekindle.blocks.values import EMPTY, INPUT, OWN, Cut, Split, Uses, Value, base
 
 _DEPTH, _STEPS = 6, 20_000

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from rekindle import initial
 from rekindle.blocks.finding import find
-from rekindle.blocks.names import as_layer, unwrapped, wrapped
+from rekindle.blocks.layers import as_layer
+from rekindle.blocks.names import unwrapped, wrapped
 from rekindle.isolation import forked_rng
 from rekindle.methods.call import Call
 from rekindle.methods.remedy import Remedy

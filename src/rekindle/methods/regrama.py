@@ -8,7 +8,7 @@ from typing import Unpack
 import torch
 from torch import Tensor, nn
 
-from rekindle.blocks.names import Layer
+from rekindle.blocks.layers import Layer
 from rekindle.isolation import isolated
 from rekindle.methods.call import Call
 from rekindle.methods.neurons import Handle, NeuronOptions

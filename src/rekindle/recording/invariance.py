@@ -12,7 +12,7 @@ from collections.abc import Collection
 
 from torch import fx, nn
 
-from rekindle.blocks.names import as_layer
+from rekindle.blocks.layers import as_layer
 from rekindle.blocks.normalization import CHANNEL_NORMS, is_norm
 from rekindle.isolation import attributes_kept, isolated
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rekindle.blocks.names import Layer, as_layer
+from rekindle.blocks.layers import Layer, as_layer
 from rekindle.recording import operations as kinds
 from rekindle.recording.graph import Graph, Operation, Ref
 from rekindle.recording.reading import Flow, line_along

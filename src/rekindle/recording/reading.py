@@ -9,7 +9,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from rekindle.blocks.names import as_layer
+from rekindle.blocks.layers import as_layer
 from rekindle.recording import operations as kinds
 from rekindle.recording.graph import Graph, ModuleCall
 from rekindle.recording.shadows import varies

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rekindle.blocks.names import PLAIN_CONVS, TRANSPOSED_CONVS, Layer, as_layer
+from rekindle.blocks.layers import PLAIN_CONVS, TRANSPOSED_CONVS, Layer, as_layer
 from rekindle.recording.graph import Graph
 from rekindle.recording.neurons import NeuronPaths, Read
 from rekindle.recording.reading import Order, Reading, find_reading, order_of
