@@ -131,7 +131,7 @@ def judge(name: str, model: nn.Module, example: Any, backbone: bool) -> None:
     for way in ("without", "with"):
         options = {"example": example} if way == "with" else {}
         try:
-            plan = rekindle.plan(model, measure="none", allow_empty=True, **options)
+            plan = rekindle.plan(model, targets="auto", measure="none", allow_empty=True, **options)
         except Exception as error:
             COUNTS[f"{way} example: raised"] += 1
             say(f"{way}: {name}: {type(error).__name__}: {str(error)[:160]}")

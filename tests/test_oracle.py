@@ -22,7 +22,7 @@ HEADS = {"mlp": "layers.4.weight", "resnet": "fc.weight", "nanogpt": "wte.weight
 
 def truth_of(name: str) -> tuple[Truth, rekindle.Plan]:
     model, inputs = build(name).eval(), batch(name)
-    plan = rekindle.plan(model, measure="none")
+    plan = rekindle.plan(model, targets="auto", measure="none")
     if not isinstance(inputs, dict):
         return Truth.of(model, lambda: model(inputs)), plan
     inputs.pop("labels")

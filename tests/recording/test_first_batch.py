@@ -63,13 +63,15 @@ def test_without_batches_its_weights_are_skipped_with_the_way_out() -> None:
 
 
 def test_a_method_with_batches_knows_what_the_first_one_shows() -> None:
-    receipt = FIRE()(made(), batches=data(), loss=loss)
+    receipt = FIRE(targets="auto")(made(), batches=data(), loss=loss)
     assert {record.name for record in receipt.records} == {"value.weight", "mix.weight"}
 
 
 def test_a_loss_shows_a_model_that_is_not_called_with_the_batch_itself() -> None:
     batches = [{"x": x, "y": y} for x, y in data()]
-    receipt = FIRE()(made(), batches=batches, loss=lambda model, b: (model(b["x"]) - b["y"]).square().mean())
+    receipt = FIRE(targets="auto")(
+        made(), batches=batches, loss=lambda model, b: (model(b["x"]) - b["y"]).square().mean()
+    )
     assert {record.name for record in receipt.records} == {"value.weight", "mix.weight"}
 
 
@@ -103,7 +105,15 @@ def test_a_monitor_knows_what_its_first_sample_shows() -> None:
 def test_advice_is_about_the_plan_that_the_data_show() -> None:
     net = made()
     advice = rekindle.advise(
-        net, data(4), loss=loss, candidates=[FIRE()], steps=20, seeds=3, budget="1m", workers=1, progress=False
+        net,
+        data(4),
+        loss=loss,
+        candidates=[FIRE(targets="auto")],
+        steps=20,
+        seeds=3,
+        budget="1m",
+        workers=1,
+        progress=False,
     )
     (row,) = [row for row in advice.rows if row.name == "fire"]
     assert row.error is None
@@ -133,7 +143,7 @@ class Weighed(nn.Module):
 
 
 def test_where_the_recording_overrules_the_plan_says_so() -> None:
-    plan = rekindle.plan(Weighed(), example=data()[0])
+    plan = rekindle.plan(Weighed(), targets="auto", example=data()[0])
     assert {e.name: e.overruled for e in plan.entries if e.overruled} == {"lm_head.weight": "head"}
 
 
@@ -146,7 +156,7 @@ torch.manual_seed(0)
 net, x = Gated(), torch.zeros(3, 6)
 plans = {}
 for way, options in (("without", {}), ("with", {"example": x})):
-    plan = rekindle.plan(net, allow_empty=True, **options)
+    plan = rekindle.plan(net, targets="auto", allow_empty=True, **options)
     plans[way] = {e.name: [e.refusal or "", e.count, e.role, [b.part for b in e.blocks]] for e in plan.entries}
 print(json.dumps(plans))
 """
@@ -187,13 +197,13 @@ class TestASavedPlan:
     @pytest.fixture
     def saved(self, tmp_path: Path) -> tuple[Path, Path]:
         net = made()
-        plan = rekindle.plan(net, example=data()[0])
+        plan = rekindle.plan(net, targets="auto", example=data()[0])
         plan.save(tmp_path / "live.json")
         torch.save({f"module.{name}": tensor for name, tensor in net.state_dict().items()}, tmp_path / "net.pt")
         return tmp_path / "net.pt", tmp_path / "live.json"
 
     def test_reads_back_with_what_was_found(self, saved: tuple[Path, Path]) -> None:
-        plan = rekindle.plan(made(), example=data()[0], measure="none")
+        plan = rekindle.plan(made(), targets="auto", example=data()[0], measure="none")
         path = saved[1].with_name("again.json")
         plan.save(path)
         assert type(plan).load(path) == plan
@@ -215,19 +225,19 @@ class TestASavedPlan:
 
     def test_agrees_with_the_plan_of_the_live_model(self, saved: tuple[Path, Path]) -> None:
         net = made()
-        live = rekindle.plan(net, example=data()[0], measure="none")
-        of_file = rekindle.plan(net.state_dict(), config=live, measure="none")
+        live = rekindle.plan(net, targets="auto", example=data()[0], measure="none")
+        of_file = rekindle.plan(net.state_dict(), targets="auto", config=live, measure="none")
         wanted = {e.name: (e.refusal, e.blocks, e.role, e.scales) for e in live.entries}
         assert {e.name: (e.refusal, e.blocks, e.role, e.scales) for e in of_file.entries} == wanted
 
     def test_of_another_convolution_rule_is_refused(self) -> None:
         net = made()
-        live = rekindle.plan(net, example=data()[0], measure="none")
+        live = rekindle.plan(net, targets="auto", example=data()[0], measure="none")
         with pytest.raises(ValueError, match="conv='taps'"):
             rekindle.plan(net.state_dict(), config=live, conv="flat")
 
 
 def test_nothing_is_known_afterwards() -> None:
     net = made()
-    FIRE()(net, batches=data(), loss=loss)
+    FIRE(targets="auto")(net, batches=data(), loss=loss)
     assert all(f.evidence != "recorded" for f in find(net))

@@ -148,7 +148,7 @@ def test_with_an_example_it_is_planned_as_it_runs(name: str) -> None:
                 nn.init.normal_(parameter.data, std=0.1)
     truth = Truth.of(net.eval(), lambda: net(**batch))
     assert truth.heads
-    plan = rekindle.plan(net, example=batch, measure="none")
+    plan = rekindle.plan(net, example=batch, targets="auto", measure="none")
     wrong = mistakes(plan.entries, truth, example=True)
     # Durations become integers, behind which the autograd graph sees nothing.
     assert [each for each in wrong if not (each.kind == "unreached" and "dur" in each.name)] == []

@@ -64,7 +64,7 @@ def judged(case: Case, **options: Any) -> tuple[list[Any], rekindle.Plan, Truth]
     truth.heads |= {n for name in case.heads for n in (name, f"{name}.weight") if n in names}
     truth.routers |= {n for name in case.routers for n in (name, f"{name}.weight") if n in names}
     with torch.random.fork_rng():
-        plan = rekindle.plan(model, measure="none", allow_empty=True, **options)
+        plan = rekindle.plan(model, targets="auto", measure="none", allow_empty=True, **options)
     wrong += mistakes(plan.entries, truth, example="example" in options)
     idle = {n for name in case.idle for n in (name, f"{name}.weight")}
     left = {n for name in case.skipped for n in (name, f"{name}.weight")}

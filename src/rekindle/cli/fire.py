@@ -83,7 +83,7 @@ def plan(
     saved = options.loaded_plan(plan)
     described_by = options.architecture(config, model) if saved is None else saved
     with open_checkpoint(path) as checkpoint:
-        as_saved = saved is not None and asked == options.planning(None, None, None, None, "paper", "taps", False)
+        as_saved = saved is not None and asked == options.planning(None, None, None, None, "auto", "taps", False)
         drawn = draw(checkpoint, described_by, asked | {"allow_empty": True}, as_saved)
     if not drawn.selected:
         note(NOTHING)
