@@ -50,7 +50,7 @@ def train(args: argparse.Namespace):
     agent = Agent(envs.single_observation_space.shape[0], int(envs.single_action_space.n), args.width)
     optimizer = optim.Adam(agent.parameters(), lr=2.5e-4, eps=1e-5)
     updates = args.update_epochs * args.num_minibatches
-    remedy = rekindle.attach(agent, optimizer, "fire", every=args.period * updates)
+    remedy = rekindle.attach(agent, optimizer, "fire-body", every=args.period * updates)
     first_ratios = []
 
     next_obs = torch.as_tensor(envs.reset(seed=args.seed)[0])

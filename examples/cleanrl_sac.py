@@ -72,7 +72,7 @@ def train(args: argparse.Namespace):
     remedy = rekindle.attach(
         nn.ModuleDict({"qf1": qf1, "qf2": qf2, "actor": actor}),
         [q_optimizer, actor_optimizer],
-        rekindle.methods.FIRE(),
+        rekindle.methods.FIRE(targets="auto"),
         every=args.every,
         mirrors={"qf1": qf1_target, "qf2": qf2_target},
         mirrors_copy="everything",

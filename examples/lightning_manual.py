@@ -121,11 +121,13 @@ def train(kind: str, epochs: int, every: int, width: int = 64, batches: int = 16
     if kind == "gan":
         angles = torch.rand(batches * 32) * 6.2832
         loader = DataLoader(TensorDataset(torch.stack([angles.cos(), angles.sin()], 1)), batch_size=32)
-        callback = RekindleCallback(rekindle.methods.FIRE(heads=["generator.4", "critic.4"]), every=every)
+        callback = RekindleCallback(
+            rekindle.methods.FIRE(targets="auto", heads=["generator.4", "critic.4"]), every=every
+        )
     else:
         loader = DataLoader(Experience(module, batches, 32), batch_size=None)
         callback = RekindleCallback(
-            rekindle.methods.FIRE(heads=["actor.4", "critic.4"], exclude=["*_target.*"]),
+            rekindle.methods.FIRE(targets="auto", heads=["actor.4", "critic.4"], exclude=["*_target.*"]),
             every=every,
             mirrors={"critic": module.critic_target, "actor": module.actor_target},
             mirrors_copy="everything",

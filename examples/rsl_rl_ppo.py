@@ -65,7 +65,7 @@ def train(iterations: int, period: int = 8, envs: int = 8, steps: int = 32):
     agent = algorithm.alg
     networks = nn.ModuleDict({"actor": agent.actor, "critic": agent.critic})
     updates = agent.num_learning_epochs * agent.num_mini_batches  # of the optimizer per iteration
-    with rekindle.attach(networks, agent.optimizer, "fire", every=period * updates) as remedy:
+    with rekindle.attach(networks, agent.optimizer, "fire-body", every=period * updates) as remedy:
         agent.remedy = remedy
         agent.optimizer.register_step_post_hook(lambda *_: remedy.step())
         algorithm.learn(iterations)

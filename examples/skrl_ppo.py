@@ -71,7 +71,7 @@ def train(timesteps: int, rollouts: int = 128, iterations: int = 4):
     agent = Agent(models=models, memory=memory, cfg=options, **spaces)
 
     updates = options.learning_epochs * options.mini_batches  # of the optimizer per rollout
-    with rekindle.attach(nn.ModuleDict(models), agent.optimizer, "fire", every=iterations * updates) as remedy:
+    with rekindle.attach(nn.ModuleDict(models), agent.optimizer, "fire-body", every=iterations * updates) as remedy:
         agent.remedy = remedy
         agent.optimizer.register_step_post_hook(lambda *_: remedy.step())
         quiet = {"headless": True, "disable_progressbar": True, "close_environment_at_exit": False}

@@ -34,7 +34,7 @@ def train(frames: int, every: int = 500, batch: int = 32, width: int = 64):
     replay = ReplayBuffer(storage=LazyTensorStorage(10_000), batch_size=batch)
     collector = Collector(env, TensorDictSequential(actor, explore), frames_per_batch=batch, total_frames=frames)
 
-    method = rekindle.methods.FIRE(heads="module.0.module.4.weight")
+    method = rekindle.methods.FIRE(targets="auto", heads="module.0.module.4.weight")
     with rekindle.attach(actor, optimizer, method, every=every, mirrors=target, mirrors_copy="everything") as remedy:
         for data in collector:
             replay.extend(data)

@@ -15,7 +15,7 @@ import rekindle
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-ALONE = {"trainers.md"}  # whole scripts with trainers, in tests/integrations/test_page.py
+ALONE = {"trainers.md", "agents.md"}  # whole scripts with trainers, in tests/integrations/test_page.py
 
 
 class MyAttention(nn.Module):

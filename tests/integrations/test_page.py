@@ -1,4 +1,4 @@
-"""The scripts of docs/trainers.md run as written, from the first to the last, in a folder of their own."""
+"""The scripts of docs/trainers.md and docs/agents.md run as written, from first to last, in a folder of their own."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-PAGE = Path(__file__).parents[2] / "docs" / "trainers.md"
+PAGES = [Path(__file__).parents[2] / "docs" / name for name in ("trainers.md", "agents.md")]
 NEEDS = {
     "accelerate": ("accelerate",),
     "transformers": ("transformers",),
@@ -18,11 +18,12 @@ NEEDS = {
     "TRL": ("transformers", "trl", "datasets"),
     "Lightning": ("lightning", "sklearn"),
     "Ignite": ("ignite", "sklearn", "lightning"),
+    "stable-baselines3": ("stable_baselines3",),
 }
 
 
 def sections() -> list[tuple[str, str]]:
-    parts = re.split(r"^## (.*)$", PAGE.read_text("utf-8"), flags=re.M)
+    parts = re.split(r"^## (.*)$", "\n".join(["", *(page.read_text("utf-8") for page in PAGES)]), flags=re.M)
     titled = zip(parts[1::2], parts[2::2], strict=True)
     return [(title, code) for title, text in titled for code in re.findall(r"```python\n(.*?)```", text, flags=re.S)]
 
@@ -52,7 +53,7 @@ def test_the_script_runs(place: int, names: dict[str, object], tmp_path: Path) -
             warnings.simplefilter("ignore")
             for at, (title, code) in enumerate(sections()[: place + 1]):
                 if at not in RUN and not missing(title):
-                    exec(compile(code, str(PAGE), "exec"), names)
+                    exec(compile(code, title, "exec"), names)
                     RUN.append(at)
     finally:
         os.chdir(before)

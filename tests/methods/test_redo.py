@@ -1,5 +1,7 @@
 """ReDo: who is dormant, and that recycling the dead changes no output."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -195,3 +197,37 @@ def test_observing_measures_a_sample_of_the_passes_and_resumes_where_it_was():
     expected = torch.cat([torch.relu(model[0](data[0])), torch.relu(model[0](data[3]))]).mean(0)
     torch.testing.assert_close(whole.scores(model)["0"], (expected / expected.mean()).detach())
     assert torch.equal(whole.scores(model)["0"], second.scores(model)["0"])
+
+
+@pytest.mark.parametrize("depth", [1, 4])
+def test_a_revived_chain_learns_like_a_fresh_network(depth):
+    # The control starts as a revived chain does: fresh hidden layers, and an output layer that reads nothing yet.
+    x = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
+    target = torch.sin(2 * x[:, :1]) + x[:, 1:2]
+
+    def network(seed):
+        torch.manual_seed(seed)
+        layers = [nn.Linear(4, 16), *(nn.Linear(16, 16) for _ in range(depth - 1)), nn.Linear(16, 1)]
+        return nn.Sequential(*(part for layer in layers[:-1] for part in (layer, nn.ReLU())), layers[-1])
+
+    def learned(model):
+        optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
+        for _ in range(100):
+            optimizer.zero_grad()
+            loss = (model(x) - target).square().mean()
+            loss.backward()
+            optimizer.step()
+        return loss.item()
+
+    lost, revived, control = [], [], []
+    for seed in range(3):
+        dead, fresh = network(seed), network(seed + 10)
+        with torch.no_grad():
+            fresh[-1].weight.zero_()
+            for layer in dead[:-1:2]:
+                layer.bias.fill_(-100.0)
+        lost.append(learned(copy.deepcopy(dead)))
+        ReDo()(dead, batches=[x])
+        revived.append(learned(dead))
+        control.append(learned(fresh))
+    assert sum(revived) < 3 * sum(control) and sum(revived) < sum(lost) / 3

@@ -220,9 +220,13 @@ class _Order:
 def attach(model: nn.Module, optimizer: Any, method: Method | Schedule | str = "fire", **options: Any) -> Attachment:
     """Apply a method inside your own training loop; use it in a `with` block and call `.step()` in the loop.
 
-    optimizer: one, a list, or accelerate's wrapper. Options are those of every integration: at, every, when, clock,
-    monitor, guard, mirrors, mirrors_copy, rewarm, batches, loss, run, name (see `rekindle.integrations.Application`),
-    and `log`, a function of (step, flat dict of numbers) that receives health and receipts.
+    Args:
+        model: the model that trains, or an `nn.ModuleDict` of several.
+        optimizer: one, a list, or accelerate's wrapper.
+        method: a method, a `Schedule`, or a name such as "fire".
+        options: those of every integration: at, every, when, clock, monitor, guard, mirrors, mirrors_copy, rewarm,
+            batches, loss, run, name (see `rekindle.integrations.Application`), and `log`, a function of (step, flat
+            dict of numbers) that receives health and receipts.
     """
     if not isinstance(model, nn.Module):
         swapped = hasattr(model, "param_groups")

@@ -23,13 +23,14 @@ from rekindle.methods.dash import DASH
 from rekindle.methods.fire import FIRE
 from rekindle.methods.hare_tortoise import HareTortoise
 from rekindle.methods.hyperball import Hyperball
+from rekindle.methods.isometry_loss import IsometryLoss
 from rekindle.methods.learning_rate import LearningRate, Rewarm
 from rekindle.methods.muon import muon
 from rekindle.methods.normalize_and_project import NormalizeAndProject
 from rekindle.methods.plasticity_injection import PlasticityInjection
 from rekindle.methods.redo import ReDo
 from rekindle.methods.regrama import ReGraMa
-from rekindle.methods.regularizers import IsometryLoss, L2Init, Parseval, SpectralRegularizer, WeightDecay
+from rekindle.methods.regularizers import L2Init, Parseval, SpectralRegularizer, WeightDecay
 from rekindle.methods.resets import AdamRel, FullReset, HeadReset, LayerNormReset, LayerReset, OptimizerReset
 from rekindle.methods.revive import Revive
 from rekindle.methods.selective_weight_reset import SelectiveWeightReset

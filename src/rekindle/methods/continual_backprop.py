@@ -91,6 +91,13 @@ class ContinualBackprop(NeuronRemedy):
     ...         receipt = method(model)
     >>> receipt.totals()["counts"]["neurons"]
     1
+
+    Args:
+        replacement_rate: ρ, the share of mature neurons that are replaced per step.
+        decay: η of the running averages.
+        maturity_threshold: steps that a neuron is seen before it may be replaced.
+        options: `targets`, `consumers`, `second_moment`, `fresh` and `seed`, as in
+            `rekindle.methods.neurons.NeuronRemedy`.
     """
 
     name = "continual-backprop"

@@ -31,6 +31,13 @@ class ReDo(NeuronRemedy):
     >>> receipt = ReDo(tau=0)(model, batches=[torch.randn(5, 2)])
     >>> receipt.totals()["counts"], model[2].weight[0, 0].item()
     ({'neurons': 1, 'rows': 1, 'columns': 1}, 0.0)
+
+    Args:
+        tau: the score at or below which a neuron is dormant.
+        period: steps between two applications, for a `Schedule` without a trigger.
+        sample: one in so many training passes is measured.
+        options: `targets`, `consumers`, `second_moment`, `fresh` and `seed`, as in
+            `rekindle.methods.neurons.NeuronRemedy`.
     """
 
     name = "redo"

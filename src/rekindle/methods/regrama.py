@@ -33,6 +33,13 @@ class ReGraMa(ReDo):
     >>> receipt = ReGraMa()(model, batches=[torch.rand(8, 2)], loss=lambda m, x: m(x).square().mean())
     >>> receipt.totals()["counts"]["neurons"]
     1
+
+    Args:
+        tau: the gradient score at or below which a neuron is inactive.
+        period: steps between two applications, for a `Schedule` without a trigger.
+        sample: one in so many backward passes is measured.
+        options: `targets`, `consumers`, `second_moment`, `fresh` and `seed`, as in
+            `rekindle.methods.neurons.NeuronRemedy`.
     """
 
     name = "regrama"

@@ -52,6 +52,15 @@ class SelfNormalizedReset(NeuronRemedy):
     ...         receipt = method(model)
     >>> receipt.totals()["counts"]["neurons"]
     1
+
+    Args:
+        percentile: of its inter-firing times, at which a silent neuron is reset.
+        update_every: calls between two updates of the thresholds.
+        first_threshold: silence at which a neuron is reset before the first update.
+        expansion: factor by which a threshold grows that was too short to see the percentile.
+        longest: the largest threshold.
+        options: `targets`, `consumers`, `second_moment`, `fresh` and `seed`, as in
+            `rekindle.methods.neurons.NeuronRemedy`.
     """
 
     name = "self-normalized-reset"

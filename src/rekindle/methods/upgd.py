@@ -39,6 +39,12 @@ class UPGD(Remedy):
     >>> _ = UPGD(sigma=0.0)(model)
     >>> bool((model.weight.grad.abs() < before.abs()).all())
     True
+
+    Args:
+        sigma: standard deviation of the noise.
+        beta_utility: β of the running average of utilities.
+        targets: which weights, as in `rekindle.fire`.
+        seed: of the method's own random numbers.
     """
 
     name = "upgd"

@@ -26,10 +26,6 @@ from rekindle.sharding.team import distributed, settle
 class Guard:
     """Rolls a remedy back if the mean loss on `batches` rises by more than `max_rise`.
 
-    batches: data that can be iterated again, for example a list with a few held-out batches.
-    loss: `loss(model, batch) -> scalar`; without it the model's own `.loss` is taken (transformers with labels).
-    max_rise: the largest rise of the mean loss that is accepted; a loss that is not finite is never accepted.
-
     An error or Ctrl-C while the remedy acts, or while the loss is measured after it, takes everything back too.
 
     The loss is measured in evaluation mode; the model and the random state are left as they were. Under DDP the mean
@@ -45,6 +41,11 @@ class Guard:
     >>> receipt = rekindle.fire(model, guard=Guard(data, error, max_rise=-1.0))
     >>> receipt.rolled_back, receipt.changed, torch.equal(model[0].weight, before)
     (True, (), True)
+
+    Args:
+        batches: data that can be iterated again, for example a list with a few held-out batches.
+        loss: `loss(model, batch) -> scalar`; without it the model's own `.loss` is taken (transformers with labels).
+        max_rise: the largest rise of the mean loss that is accepted; a loss that is not finite is never accepted.
     """
 
     def __init__(self, batches: Iterable[Batch], loss: Loss | None = None, *, max_rise: float) -> None:

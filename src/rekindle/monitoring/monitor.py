@@ -78,6 +78,21 @@ class Monitor:
     >>> monitor.sample().health.verdict  # there was no forward pass yet, so no activity
     'unknown'
     >>> monitor.detach()
+
+    Args:
+        model: the model that trains.
+        optimizer: its optimizer, whose steps are counted.
+        every: steps between two samples.
+        batches: data to measure on; without them the input of the pass before the sampled step.
+        loss: `loss(model, batch)`, for gradient dormancy on `batches`.
+        reference: an earlier Health to judge against.
+        sinks: functions of (step, flat dict of numbers), see `rekindle.sinks`.
+        prefix: of the names that sinks get.
+        mode: "cheap" or "full", as in `rekindle.health`.
+        weights_every: one in so many samples measures weights and ranks of features.
+        history: how many samples are kept.
+        thresholds: of the verdict.
+        units: stacks by name, as in `rekindle.health`.
     """
 
     def __init__(

@@ -39,6 +39,11 @@ class Schedule:
     [False, True, False, True]
     >>> schedule.firings[0]
     Firing(step=2, reason='every 2 steps')
+
+    Args:
+        method: what is applied.
+        trigger: when; without one the method's own attributes decide.
+        guard: takes a remedy back if the loss rises too much.
     """
 
     def __init__(self, method: Method, trigger: Trigger | None = None, *, guard: Guard | None = None) -> None:
