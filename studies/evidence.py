@@ -30,6 +30,7 @@ from rekindle.lab.results.wording import Measure, measure
 from rekindle.lab.study import Study
 from rekindle.lab.views.atlas import Atlas
 from rekindle.lab.views.page import learning as curves_of
+from rekindle.lab.views.plots import Line, curves
 from rekindle.lab.views.svg import Picture
 from rekindle.projection.planning import plan
 
@@ -223,6 +224,35 @@ def _stored(name: str) -> list[dict[str, Any]]:
         return [json.loads(line) for line in file]
 
 
+def units(kind: str, *shown: str) -> str:
+    """A picture units-KIND.svg of how many units are dead after each part, and a table; NAME=STORE:SETTING:ARM."""
+    use = "effective_rank" if kind == "ranks" else "perplexity"
+    head = ["", "seeds", f"dead {kind}", use.replace("_", " "), "loss on test data", "loss at once"]
+    lines, table = [], [head]
+    for each in shown:
+        name, where = each.replace("_", " ").split("=")
+        store, setting, arm = where.split(":")
+        found = [e for e in results(store).entries if (e.setting.name, e.name) == (setting, arm)]
+        runs = [e.tasks for e in found if e.record.state == "finished"]
+        if len(runs) < 2:
+            continue
+        stacks = [[row["health"]["units"][kind] for row in rows] for rows in runs]
+        dead = [t_interval([100 * rows[part]["dead"] for rows in stacks]) for part in range(len(runs[0]))]
+        places, mean = [1 + part for part in range(len(dead))], [end.mean for end in dead]
+        low, high = [max(0.0, end.low or 0.0) for end in dead], [min(100.0, end.high or 100.0) for end in dead]
+        lines.append(Line(name, places, mean, low, high))
+        loss = t_interval([rows[-1]["test_loss"] for rows in runs])
+        acts = [row["remedy"] for rows in runs for row in rows if row["remedy"]]
+        rise = max((act["loss_after"] / act["loss_before"] - 1 for act in acts), default=None)
+        ends = [f"{mean[-1]:.0f}%", f"{t_interval([rows[-1][use] for rows in stacks]).mean:.1f}"]
+        ends += [f"{loss.mean:.3f} [{loss.low:.3f}, {loss.high:.3f}]", "–" if rise is None else f"{rise:+.1%}"]
+        table.append([name, str(len(runs)), *ends])
+    note = "Mean with its 95 % interval."
+    made = curves(f"Dead {kind}", lines, x="part of the training", y="dead, %", start=0.0, note=note)
+    picture(f"units-{kind}", made)
+    return f"![Dead {kind} after each part of the training](evidence/units-{kind}.svg)\n\n{_rows(*table)}"
+
+
 def verdict() -> str:
     """How often the verdict was in time, late or wrong, from the stored runs of benchmarks/verdict.py."""
     sys.path.insert(0, str(HOME / "benchmarks"))
@@ -243,7 +273,7 @@ def verdict() -> str:
 
 TABLES: dict[str, Callable[..., str]] = {
     each.__name__: each
-    for each in (cells, arms, claims, ends, pairs, atlas, learning, rule, advice, families, fresh, verdict)
+    for each in (cells, arms, claims, ends, pairs, atlas, learning, rule, advice, families, fresh, verdict, units)
 }
 
 
@@ -259,9 +289,8 @@ def page(text: str) -> str:
 
 def pages() -> list[Path]:
     """The pages that hold tables."""
-    return [
-        path for path in (HOME / "README.md", *sorted(PAGES.glob("*.md"))) if "<!-- table:" in path.read_text("utf-8")
-    ]
+    known = (HOME / "README.md", HOME / "docs" / "units.md", *sorted(PAGES.glob("*.md")))
+    return [path for path in known if "<!-- table:" in path.read_text("utf-8")]
 
 
 def differing() -> list[str]:

@@ -32,7 +32,7 @@ def evidence() -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("name", PAGES)
+@pytest.mark.parametrize("name", [*PAGES, "../units"])
 def test_a_page_is_what_its_runs_say(name: str, evidence: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evidence, "picture", lambda name, atlas: None)
     text = (HOME / "docs" / "evidence" / f"{name}.md").read_text("utf-8")

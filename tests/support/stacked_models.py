@@ -184,13 +184,13 @@ def quantizers(name: str) -> Case:
         "cosine": {"use_cosine_sim": True},
         "learned": {"learnable_codebook": True, "ema_update": False},
         "heads": {"heads": 2, "separate_codebook_per_head": True, "codebook_dim": 8},
+        "residual": {"num_quantizers": 3},
+        "grouped": {"num_quantizers": 2, "groups": 2},
     }
     size, kill = 32, _far("_codebook.embed")
-    if name == "residual":
-        model = package.ResidualVQ(dim=16, codebook_size=32, num_quantizers=3)
-    else:
-        model = package.VectorQuantize(dim=16, codebook_size=32, **options[name])
-        size = 64 if name == "heads" else 32
+    kind = {"residual": "ResidualVQ", "grouped": "GroupedResidualVQ"}.get(name, "VectorQuantize")
+    model = getattr(package, kind)(dim=16, codebook_size=32, **options[name])
+    size = 64 if name == "heads" else 32
     if name == "cosine":
 
         @torch.no_grad()
@@ -198,10 +198,10 @@ def quantizers(name: str) -> Case:
             """Of equal codes the first is chosen."""
             model._codebook.embed[..., 4:, :] = model._codebook.embed[..., :1, :]
 
-    return Case(model, draw(4, 128, 16), "codes", kill, 3 if name == "residual" else 1, size)
+    return Case(model, draw(4, 128, 16), "codes", kill, {"residual": 3, "grouped": 4}.get(name, 1), size)
 
 
-QUANTIZERS = ("ema", "cosine", "learned", "heads", "residual")
+QUANTIZERS = ("ema", "cosine", "learned", "heads", "residual", "grouped")
 
 
 class _Absent(types.ModuleType):
@@ -257,26 +257,44 @@ def language_models(name: str) -> Case:
             **{"first_k_dense_replace": 1, "q_lora_rank": 8, "kv_lora_rank": 8, "n_shared_experts": 1},
             **{"qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8},
         },
+        "Olmoe": {"num_experts": 8, "pad_token_id": None, "eos_token_id": None},
+        "GraniteMoe": {"num_local_experts": 8},
+        "GptOss": {"num_local_experts": 8, "head_dim": 8, "pad_token_id": None, "eos_token_id": None},
     }
-    config = getattr(package, f"{name}Config")(**shared, **own[name])
-    model = getattr(package, f"{name}ForCausalLM")(config)
+    own["DeepseekV2"] = {**own["DeepseekV3"], "topk_method": "greedy"}
     ids = torch.randint(0, 50, (16, 24), generator=torch.Generator().manual_seed(0))
+    batch = {"input_ids": ids}
+    if name == "SwitchTransformers":
+        sizes = {"vocab_size": 50, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_heads": 2, "num_experts": 8}
+        sizes |= {"num_layers": 2, "num_decoder_layers": 2, "num_sparse_encoder_layers": 1}
+        config = package.SwitchTransformersConfig(**sizes, num_sparse_decoder_layers=1, decoder_start_token_id=0)
+        model: nn.Module = package.SwitchTransformersForConditionalGeneration(config)
+        batch["labels"] = ids
+    else:
+        base, _, products = name.partition(" ")
+        config = getattr(package, f"{base}Config")(**shared, **own[base])
+        if products:
+            config._experts_implementation = products
+        model = getattr(package, f"{base}ForCausalLM")(config)
 
     @torch.no_grad()
     def kill(model: nn.Module) -> None:
         """Rows that differ for two experts alone: one of them comes first, and of equal ones always the same second."""
         for name, parameter in model.named_parameters():
-            if name.endswith("mlp.gate.weight"):
+            if name.endswith(("mlp.gate.weight", "router.weight", "router.layer.weight", "router.classifier.weight")):
                 parameter.zero_()
                 parameter[0], parameter[1] = 1.0, -1.0
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer[:2] = 9.0
 
-    return Case(model, {"input_ids": ids}, "experts", kill, 1 if name == "DeepseekV3" else 2)
+    return Case(model, batch, "experts", kill, 1 if name.startswith("Deepseek") else 2)
 
 
-LANGUAGE_MODELS = ("Mixtral", "Qwen2Moe", "Qwen3Moe", "DeepseekV3")
+LANGUAGE_MODELS = (
+    *("Mixtral", "Mixtral grouped_mm", "Qwen2Moe", "Qwen3Moe", "DeepseekV2", "DeepseekV3"),
+    *("Olmoe", "GraniteMoe", "GptOss", "SwitchTransformers"),
+)
 
 
 def layers(name: str) -> Case:

@@ -63,7 +63,7 @@ def dead_share(counts: Tensor) -> float:
     0.0
     """
     once, twice = int((counts == 1).sum()), int((counts == 2).sum())
-    rare = once * once / (2 * twice) if twice else once * (once - 1) / 2
+    rare = once * (once - 1) / (2 * (twice + 1))  # bias-corrected: with few pairs the plain one is too high
     return max(0.0, float((counts == 0).sum()) - rare) / len(counts)
 
 

@@ -111,7 +111,7 @@ class _Search:
                 self._ranks(operation)
             elif operation.name == "embedding":
                 self._rows(index, operation)
-            elif operation.name == "round" and self.graph.floating[operation.outputs[0]]:
+            elif operation.name in ("round", "floor") and self.graph.floating[operation.outputs[0]]:
                 self._rounded(operation)
         used: dict[str, list[str]] = defaultdict(list)
         for stack in self.found.values():
@@ -203,23 +203,22 @@ class _Search:
         parts = router.split(".")
         for depth in range(len(parts) - 1, -1, -1):
             prefix = "".join(f"{part}." for part in parts[:depth])
-            stacked = {
-                name: Slices(name, 0)
+            held = {  # one slice for each expert
+                name: parameter
                 for name, parameter in self.graph.parameters.items()
-                if name.startswith(prefix) and name != router and parameter.ndim > 1 and parameter.shape[0] == size
-                if parameter.ndim > 2 or parameter.shape[1] != shape[1 - axis]
+                if name.startswith(prefix) and name != router and parameter.shape[:1] == (size,)
             }
-            lists = [path for path, held in self.lists.items() if f"{path}.".startswith(prefix) and len(held) == size]
+            homes = {
+                name.rpartition(".")[0]
+                for name, parameter in held.items()
+                if parameter.ndim > 2 or (parameter.ndim == 2 and parameter.shape[1] != shape[1 - axis])
+            }
+            others = {member.tensor for member in added.values()}
+            stacked = {n: Slices(n, 0) for n in held if n.rpartition(".")[0] in homes and n not in others}
+            lists = [path for path, each in self.lists.items() if f"{path}.".startswith(prefix) and len(each) == size]
             if stacked or lists:
-                biases = {
-                    name: Slices(name, 0)
-                    for name, parameter in self.graph.parameters.items()
-                    if stacked and name.rpartition(".")[0] in {n.rpartition(".")[0] for n in stacked}
-                    and name not in {member.tensor for member in added.values()}
-                    and parameter.ndim == 1 and len(parameter) == size
-                }  # fmt: skip
                 modules = {} if stacked else {"modules": Slices(lists[0], 0)}
-                holds = {"router": Slices(router, axis), **added, **stacked, **biases, **modules}
+                holds = {"router": Slices(router, axis), **added, **stacked, **modules}
                 one = bool(modules) and len({*map(id, self.lists[lists[0]])}) < size
                 refusal = f"several experts of {lists[0]} are one module" if one else ""
                 return UnitStack("experts", prefix.rstrip(".") or router, size, holds, refusal=refusal)
@@ -351,8 +350,9 @@ class _Search:
 
     def _rounded(self, operation: Operation) -> None:
         if self.ancestry.held(operation.inputs[0]) is None and self.graph.shapes[operation.outputs[0]]:
-            readers = [self.graph.operations[i].name for i in self.ancestry.readers.get(operation.outputs[0], ())]
-            if "sub" in readers:  # z + (round(z) − z) with no gradient through the bracket
+            readers = [self.graph.operations[i] for i in self.ancestry.readers.get(operation.outputs[0], ())]
+            # z + (round(z) − z) with no gradient through the bracket
+            if any(each.name == "sub" and each.inputs[0] == operation.outputs[0] for each in readers):
                 self.unmeasured[self.ancestry.name_of(operation.caller) or "(model)"] = _ROUNDED
 
 
@@ -371,10 +371,10 @@ def _tied(stack: UnitStack, shared: Mapping[str, Iterable[str]]) -> str:
 
 
 def _lists(model: nn.Module) -> dict[str, list[nn.Module]]:
-    """Lists of like modules, by path."""
+    """Lists and dicts of like modules, by path."""
     found = {}
     for name, module in model.named_modules():
-        members = list(module) if isinstance(module, nn.ModuleList) else []
+        members = list(module._modules.values()) if isinstance(module, nn.ModuleList | nn.ModuleDict) else []
         shapes = {tuple((n, tuple(p.shape)) for n, p in member.named_parameters()) for member in members}
         if len(members) > 1 and len(shapes) == 1 and next(iter(shapes)):
             found[name] = members

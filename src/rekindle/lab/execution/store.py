@@ -32,6 +32,7 @@ Row: TypeAlias = dict[str, Any]
 WRITTEN = frozenset({"start", "task", "end", "failed"})
 """The kinds of rows that go to the file; progress is for watchers."""
 _TEXTS, _TABLES = ("kind", "name", "failed"), ("remedy", "health")  # of a task's row; the others are numbers, or None
+_INNER = (*_TABLES, "units", "experts", "codes", "latents", "ranks")  # what tables may be called inside these
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ def _may_hold(name: str, value: object) -> bool:
             for point in value
         )
     if isinstance(value, dict):
-        return name in _TABLES and all(_may_hold(inner, each) for inner, each in value.items())
+        return name in _INNER and all(_may_hold(inner, each) for inner, each in value.items())
     return value is None or (name not in (*_TEXTS, *_TABLES, "curve") and _is_number(value))
 
 
