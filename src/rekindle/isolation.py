@@ -48,7 +48,7 @@ class Recorded:
     run: Callable[[nn.Module, Any], Any] | None = None  # how the first argument is run, for a model without forward
 
 
-def call(model: nn.Module, batch: Batch, device: torch.device | None = None) -> Any:
+def call(model: nn.Module, batch: Batch, device: torch.device | None = None) -> object:
     """The model's output for one batch, whose tensors are moved to `device` if one is given.
 
     >>> call(torch.nn.Flatten(), {"input": torch.zeros(2, 3, 4)}).shape
@@ -58,7 +58,7 @@ def call(model: nn.Module, batch: Batch, device: torch.device | None = None) -> 
         return _call(model, batch, device)
 
 
-def _call(model: nn.Module, batch: Batch, device: torch.device | None) -> Any:
+def _call(model: nn.Module, batch: Batch, device: torch.device | None) -> object:
     if isinstance(batch, Recorded):
         if batch.run is not None:
             return batch.run(model, batch.args[0])
@@ -124,7 +124,7 @@ def _misfit(model: nn.Module, batch: Batch, error: Exception, hint: str = _KINDS
     return f"{what} {_described(batch)}{weights} ({said}): {hint}"
 
 
-def run_batch(model: nn.Module, batch: Batch, name: str) -> Any:
+def run_batch(model: nn.Module, batch: Batch, name: str) -> object:
     """The model's output, or an error in the user's words where the batch does not fit the model.
 
     >>> run_batch(torch.nn.Linear(2, 1).double(), torch.zeros(3, 2), "batches")
@@ -138,7 +138,7 @@ def run_batch(model: nn.Module, batch: Batch, name: str) -> Any:
         raise ValueError(f"{name}: {text}; or give run=lambda model, batch: ... with how it is called") from error
 
 
-def _described(batch: Any) -> str:
+def _described(batch: object) -> str:
     """A batch in a few words."""
     if isinstance(batch, Recorded):
         return f"a batch of {len(batch.args)} arguments"
@@ -167,7 +167,7 @@ def padding_mask(batch: Batch) -> Tensor | None:
     return mask.bool()
 
 
-def check_asked(verb: str, model: Any, batches: Any) -> None:
+def check_asked(verb: str, model: object, batches: object) -> None:
     """Raise if there is no model to copy or no batches to learn, with what to pass instead.
 
     >>> check_asked("probe", nn.Linear(1, 1).state_dict(), [])
@@ -193,7 +193,7 @@ def check_asked(verb: str, model: Any, batches: Any) -> None:
     check_batches(batches, f"{verb}() needs")
 
 
-def check_batches(batches: Any, needs: str = "batches is") -> None:
+def check_batches(batches: object, needs: str = "batches is") -> None:
     """Raise for what is no iterable of batches, or is a single batch.
 
     >>> check_batches((torch.zeros(8, 2), torch.zeros(8).long()))
@@ -254,7 +254,7 @@ def relative_change(before: Sequence[Tensor], after: Sequence[Tensor]) -> float:
     return (moved / size) ** 0.5 if size else (float("inf") if moved else 0.0)
 
 
-def _first_tensor(value: Any) -> Tensor | None:
+def _first_tensor(value: object) -> Tensor | None:
     if isinstance(value, Tensor):
         return value if value.is_floating_point() else None
     if isinstance(value, Mapping):
@@ -301,7 +301,7 @@ def version_of(tensor: Tensor) -> int | None:
     return version
 
 
-def surely(restore: Callable[..., object], *arguments: Any) -> None:
+def surely(restore: Callable[..., object], *arguments: object) -> None:
     """Put back, and once more from the beginning if an error or Ctrl-C comes meanwhile: doing it twice does no harm."""
     try:
         restore(*arguments)
@@ -317,7 +317,7 @@ class _Undoing(ExitStack):
         super().__init__()
         self._remembered: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
 
-    def callback(self, callback: Callable[..., Any], /, *arguments: Any) -> Callable[..., Any]:  # type: ignore[override]
+    def callback(self, callback: Callable[..., Any], /, *arguments: object) -> Callable[..., Any]:  # type: ignore[override]
         self._remembered.append((callback, arguments))
         return super().callback(callback, *arguments)
 
@@ -492,7 +492,7 @@ def forked_rng(generator: torch.Generator, model: nn.Module | None = None) -> It
         yield
 
 
-def _moved(value: Any, device: torch.device | None) -> Any:
+def _moved(value: object, device: torch.device | None) -> object:
     return value.to(device) if device is not None and isinstance(value, Tensor) else value
 
 

@@ -105,7 +105,7 @@ class Advised(Remedy):
         return replace(receipt, notes=(f"advised: {advice.sentence}", *receipt.notes))
 
 
-def _begun_anew(optimizers: Any) -> Any:
+def _begun_anew(optimizers: Any) -> object:
     """A new optimizer with the initial learning rate of its schedule, where there is one."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:

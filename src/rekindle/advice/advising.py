@@ -90,7 +90,9 @@ class Advice(Page):
         """The exact call to make."""
         return next(each.call for each in self.rows if each.name == self.chosen)
 
-    def apply(self, model: nn.Module, optimizer: Any = None, *, scheduler: Any = None, **arguments: Any) -> Receipt:
+    def apply(
+        self, model: nn.Module, optimizer: object = None, *, scheduler: object = None, **arguments: Any
+    ) -> Receipt:
         """Do it: apply the chosen method to the model itself, with the batches and the loss that it was tried with.
 
         Doing nothing gives an empty receipt. Another learning rate is set in the optimizer and in the `scheduler`. A
@@ -180,7 +182,7 @@ def advise(
     loss: Loss | None = None,
     old_batches: Iterable[Batch] | None = None,
     held_out: Iterable[Batch] | None = None,
-    optimizer: Any = None,
+    optimizer: object = None,
     candidates: Mapping[str, Method | str | None] | Iterable[Method | str] | None = None,
     layers: bool = False,
     otherwise: str | None = None,

@@ -93,7 +93,7 @@ class Candidate:
         return _expression(self.method) or "method"
 
 
-def _expression(method: Any) -> str | None:
+def _expression(method: object) -> str | None:
     """Python that makes this method again; None where no text does: a function, tensors or another class inside."""
     if isinstance(method, Compose):
         parts = [_expression(part) for part in method.methods]
@@ -107,7 +107,7 @@ def _expression(method: Any) -> str | None:
     return f"rekindle.methods.{method!r}" if same else None
 
 
-def _made_with(method: Any) -> dict[str, Any]:
+def _made_with(method: object) -> dict[str, Any]:
     """Its attributes but for generators, caches and buffers."""
     passing = (torch.Generator, PerModel, torch.Tensor)
     return {name: value for name, value in vars(method).items() if not isinstance(value, passing)}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +35,7 @@ def copied(model: nn.Module, copy_model: Callable[[], nn.Module] | None = None) 
 
 
 def optimizers_like(
-    optimizer: Any, twins: Mapping[Tensor, Tensor], *, state: bool = False
+    optimizer: object, twins: Mapping[Tensor, Tensor], *, state: bool = False
 ) -> list[torch.optim.Optimizer]:
     """Optimizers of the same classes and settings for other tensors, with or without their state.
 

@@ -134,7 +134,7 @@ class Keeper(Schedule):
         """What was probed, found and applied."""
         return self.trigger.log
 
-    def bind(self, model: nn.Module, optimizer: Any) -> None:
+    def bind(self, model: nn.Module, optimizer: object) -> None:
         """The model and optimizer that are trained: the keeper tries remedies on copies."""
         self.trigger.bind(model, optimizer)
 
@@ -174,7 +174,7 @@ class Inquiry:
         tried = candidates_for(model, list(_now(self.batches))[:4])
         return [one for one in tried if one.method is None or moments(one.method).keys() == {"event"}]
 
-    def ask(self, model: nn.Module, optimizer: Any, seconds: float, clock: Callable[[], float]) -> Reply:
+    def ask(self, model: nn.Module, optimizer: object, seconds: float, clock: Callable[[], float]) -> Reply:
         """Probe; if plasticity is lost and there is enough time, call `advise` too. The batches must have been read."""
         began = clock()
         batches = list(_now(self.batches))
@@ -197,7 +197,7 @@ class Inquiry:
         both, short = f"{said}; {advice.sentence}", advice.answer == "cannot tell"
         return Reply(probed.score, probed.verdict, both, advice.chosen, clock() - began, short)
 
-    def _advice(self, model: nn.Module, batches: list[Batch], optimizer: Any, seconds: float) -> Advice:
+    def _advice(self, model: nn.Module, batches: list[Batch], optimizer: object, seconds: float) -> Advice:
         candidates = {one.name: one.method for one in self.tried(model)}
         if self.advise is None:
             return advise(
@@ -246,7 +246,7 @@ class Asking(Trigger):
         self._clock, self._last_look = clock, clock()
         self._alarm = VerdictIs("act")
         self._model: nn.Module | None = None
-        self._optimizer: Any = None
+        self._optimizer: object = None
         self._monitor: Monitor | None = None
         self._running: _Running | None = None
 
@@ -423,7 +423,7 @@ class _Running:
     """A probe in a forked process; the fork is the copy of the model."""
 
     def __init__(
-        self, question: Inquiry, model: nn.Module, optimizer: Any, seconds: float, clock: Callable[[], float]
+        self, question: Inquiry, model: nn.Module, optimizer: object, seconds: float, clock: Callable[[], float]
     ) -> None:
         self.began, self._clock = clock(), clock
         context = get_context("fork")
@@ -450,7 +450,7 @@ class _Running:
         self._process.join()
 
 
-def _answer_in_child(question: Inquiry, model: nn.Module, optimizer: Any, seconds: float, pipe: Any) -> None:
+def _answer_in_child(question: Inquiry, model: nn.Module, optimizer: object, seconds: float, pipe: Any) -> None:
     torch.set_num_threads(1)  # after a fork more threads would wait for ones that do not exist here
     try:
         pipe.send(question.ask(unwrapped(model), optimizer, seconds, perf_counter))

@@ -132,7 +132,7 @@ def probe(
     loss: Loss | None = None,
     task: Task = "next",
     fresh: nn.Module | Callable[[], nn.Module] | None = None,
-    optimizer: Any = None,
+    optimizer: object = None,
     steps: int | None = None,
     budget: float | str | None = None,
     seeds: int | Sequence[int] = 3,
@@ -239,7 +239,9 @@ def _result(
 class _Learner:
     """One copy that learns: its tensors are its own, the module is borrowed for each step."""
 
-    def __init__(self, model: nn.Module, start: dict[str, Tensor], todo: Prepared, optimizer: Any, seed: int) -> None:
+    def __init__(
+        self, model: nn.Module, start: dict[str, Tensor], todo: Prepared, optimizer: object, seed: int
+    ) -> None:
         trained = {name for name, p in model.named_parameters() if p.requires_grad}
         self._tensors = {
             f"model.{name}": tensor.requires_grad_() if name in trained else tensor for name, tensor in start.items()

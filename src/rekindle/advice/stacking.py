@@ -285,7 +285,7 @@ class Stack:
 _SLOTS = ("exp_avg", "exp_avg_sq")
 
 
-def architecture(model: nn.Module) -> Any:
+def architecture(model: nn.Module) -> object:
     """What two models must have in common to do their passes as one; an error for one that cannot.
 
     >>> architecture(nn.Linear(2, 3)) == architecture(nn.Linear(2, 3)), architecture(nn.Linear(2, 3))[0]
@@ -301,7 +301,7 @@ def architecture(model: nn.Module) -> Any:
     return (repr(model), tuple(shapes))
 
 
-def signature(model: nn.Module, optimizer: Optimizer) -> Any:
+def signature(model: nn.Module, optimizer: Optimizer) -> object:
     """What two models must have in common to be trained as one; an error for one that cannot be."""
     if type(optimizer) not in (Adam, AdamW) or len(optimizer.param_groups) != 1:
         raise Unstackable(f"{type(optimizer).__name__} is not one Adam with one group")
@@ -339,8 +339,8 @@ class _Question(Exception):
     """What a loss calls the model with."""
 
 
-def _asked(loss: Loss, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    def ask(*args: Any, **options: Any) -> Any:
+def _asked(loss: Loss, batch: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def ask(*args: object, **options: object) -> object:
         raise _Question(args, options)
 
     try:
@@ -357,7 +357,7 @@ class _Answer:
     def __init__(self, output: Tensor) -> None:
         self._output: Tensor | None = output
 
-    def __call__(self, *args: Any, **options: Any) -> Tensor:
+    def __call__(self, *args: object, **options: object) -> Tensor:
         output, self._output = self._output, None
         if output is None:
             raise Unstackable("the loss calls the model twice")

@@ -77,7 +77,7 @@ def prepare(
     raise ValueError(f"task={task!r} is not one of {', '.join(map(repr, get_args(Task)))}")
 
 
-def default_loss(model: nn.Module, batch: Any) -> Tensor:
+def default_loss(model: nn.Module, batch: object) -> Tensor:
     """Cross entropy or squared error of (inputs, targets), or the loss that a transformers model computes itself.
 
     >>> float(default_loss(nn.Identity(), (torch.zeros(1, 2), torch.zeros(1, dtype=torch.long)))) > 0.69
@@ -125,7 +125,7 @@ def output(model: nn.Module, batch: Any) -> Tensor:
     return first
 
 
-def _labels(model: nn.Module, batch: Any, generator: torch.Generator) -> Tensor:
+def _labels(model: nn.Module, batch: object, generator: torch.Generator) -> Tensor:
     with torch.no_grad():
         out = output(model, batch)
     if out.dim() < 2 or out.shape[-1] < 2:
@@ -143,11 +143,11 @@ class _Output(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, batch: Any) -> Tensor:
+    def forward(self, batch: object) -> Tensor:
         return output(self.model, batch)
 
 
-def _targets(model: nn.Module, batch: Any, other: Mapping[str, Tensor]) -> Tensor:
+def _targets(model: nn.Module, batch: object, other: Mapping[str, Tensor]) -> Tensor:
     lent = {f"model.{name}": tensor.detach().clone() for name, tensor in other.items()}
     with torch.no_grad():
         out = functional_call(_Output(model), lent, (batch,)).float()

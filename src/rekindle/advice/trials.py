@@ -252,7 +252,7 @@ class Trial:
                 optimizer.step()
         self.after_step(float(plain.detach()))
 
-    def prepare(self, horizon: float) -> Any:
+    def prepare(self, horizon: float) -> object:
         """What comes before a step: the learning rate, the task, training mode; the batch."""
         if self.question.schedule is not None:
             factor = self.question.schedule(min((self.trace.steps + 0.5) / horizon, 1.0))
@@ -401,7 +401,7 @@ def spread_out(batches: Sequence[Any], most: int) -> list[Any]:
     return [batches[round(place * (len(batches) - 1) / (most - 1))] for place in range(most)]
 
 
-def shown(method: Any, batches: Sequence[Any]) -> list[Any]:
+def shown(method: object, batches: Sequence[Any]) -> list[Any]:
     """What a method is applied with: the first batches, as one where it wants all examples at once.
 
     >>> class All:

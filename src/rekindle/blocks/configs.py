@@ -92,7 +92,7 @@ def data_only(config: Mapping[str, Any], level: int = 0) -> dict[str, Any]:
     return kept
 
 
-def _plain(key: str, value: Any, level: int) -> Any:
+def _plain(key: str, value: object, level: int) -> object:
     if level > MOST_LEVELS:
         raise ConfigError("the config is nested too deeply")
     if key in ("id2label", "label2id"):
@@ -142,6 +142,6 @@ def _at_most(limit: int) -> Iterator[None]:
         hook.remove()
 
 
-def _special_float(fields: dict[str, Any]) -> Any:
+def _special_float(fields: dict[str, Any]) -> object:
     """transformers writes infinities and NaN as {"__float__": "Infinity"}."""
     return float(fields["__float__"]) if set(fields) == {"__float__"} else fields

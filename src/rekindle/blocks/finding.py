@@ -185,7 +185,7 @@ class _Finder:
             evidence=self.evidence.get(place.name, ""),
         )
 
-    def _refused(self, place: Location, key: str, parameter: Tensor, refusal: str | None, **more: Any) -> Found:
+    def _refused(self, place: Location, key: str, parameter: Tensor, refusal: str | None, **more: object) -> Found:
         stored = self._storage.get(id(parameter))  # a parametrized weight is computed, not a parameter
         shape = () if stored is not None and stored.lazy else tuple(parameter.shape)
         owner = place.owner

@@ -60,7 +60,7 @@ def may_cut(module: nn.Module, function: ast.expr) -> bool:
     return any(_cuts(code, _DEEP, space) for code, space in _codes(called))
 
 
-def names_used(called: Any, deep: int = _DEEP) -> set[str]:
+def names_used(called: object, deep: int = _DEEP) -> set[str]:
     """The names that a function, or every method of a class, and what these call use; none of torch's own code.
 
     An operator that takes powers is called `pow`.
@@ -84,7 +84,7 @@ def names_used(called: Any, deep: int = _DEEP) -> set[str]:
     return found
 
 
-def _meaning(module: nn.Module, function: ast.expr) -> Any:
+def _meaning(module: nn.Module, function: ast.expr) -> object:
     if isinstance(function, ast.Attribute):
         if isinstance(function.value, ast.Name) and function.value.id == "self":
             return getattr(module, function.attr, None)
@@ -100,7 +100,7 @@ def _meaning(module: nn.Module, function: ast.expr) -> Any:
     return getattr(sys.modules["torch"], function.id, None) if function.id == "torch" else sys.modules.get(function.id)
 
 
-def _codes(called: Any) -> Iterator[tuple[CodeType, dict[str, Any]]]:
+def _codes(called: object) -> Iterator[tuple[CodeType, dict[str, Any]]]:
     """The byte code of a function, of a partial one's function, of every method of a class; none of torch's own."""
     while isinstance(called, functools.partial):
         called = called.func

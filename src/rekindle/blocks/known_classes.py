@@ -23,7 +23,7 @@ _QKV = ("query", "key", "value")
 def _fused(pattern: str, layer: str, heads: str, out: str = "") -> Rule:
     """q, k and v of all heads in one weight, ordered by the pattern; `heads` names the attribute that counts them."""
 
-    def rule(m: Any) -> dict[str, Recipe]:
+    def rule(m: object) -> dict[str, Recipe]:
         count = int(getattr(m, heads))
         return {f"{layer}.weight": matrices(pattern, part=_QKV, head=count, heads="head")} | _output(out, count)
 
@@ -107,7 +107,7 @@ def _multihead(m: nn.MultiheadAttention) -> dict[str, Recipe]:
 
 
 def _halves(layer: str, first: str, second: str, out: str) -> Rule:
-    def rule(m: Any) -> dict[str, Recipe]:
+    def rule(m: object) -> dict[str, Recipe]:
         return {
             f"{layer}.weight": matrices("(part out) in", part=(first, second)),
             f"{out}.weight": matrices("out in", role="mlp-out"),
@@ -116,7 +116,7 @@ def _halves(layer: str, first: str, second: str, out: str) -> Rule:
     return rule
 
 
-def _llama4_experts(m: Any) -> dict[str, Recipe]:
+def _llama4_experts(m: object) -> dict[str, Recipe]:
     return {
         "gate_up_proj": matrices("expert in (part out)", count="expert", part=("gate", "up")),
         "down_proj": matrices("expert in out", count="expert", role="mlp-out"),
@@ -142,7 +142,7 @@ def _mamba2(m: Any) -> dict[str, Recipe]:
     }
 
 
-def _gates(m: Any) -> dict[str, Recipe]:
+def _gates(m: object) -> dict[str, Recipe]:
     gates = {"LSTM": 4, "GRU": 3}.get(str(getattr(m, "mode", type(m).__name__)).removesuffix("Cell"), 1)
     stacked = matrices("(gate out) in", count="gate", gate=gates)
     names: list[str] = getattr(m, "_flat_weights_names", ["weight_ih", "weight_hh"])  # a cell has the latter two
@@ -150,7 +150,7 @@ def _gates(m: Any) -> dict[str, Recipe]:
     return recurrent | {n: matrices("out in") for n in names if n.startswith("weight_hr")}
 
 
-def _torch_layer(m: Any) -> dict[str, Recipe]:
+def _torch_layer(m: object) -> dict[str, Recipe]:
     return {
         "linear1.weight": matrices("out in", role="mlp-in"),
         "linear2.weight": matrices("out in", role="mlp-out"),

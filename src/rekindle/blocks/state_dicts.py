@@ -39,7 +39,7 @@ _LINEAR_ONLY = {"query", "key", "value", "attention-output", "mlp-in", "mlp-gate
 
 
 def find_in_state(
-    tensors: Mapping[str, Tensor], config: Any = None, *, finding: Mapping[str, Any] | None = None
+    tensors: Mapping[str, Tensor], config: object = None, *, finding: Mapping[str, Any] | None = None
 ) -> list[Found]:
     """One `Found` for each tensor, in the order of the keys.
 

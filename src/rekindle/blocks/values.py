@@ -121,7 +121,7 @@ class Value:
     parts: frozenset[tuple[Any, str]] = _NONE
     viewed: bool = False
     turned: bool = False
-    split: Any = None
+    split: object = None
     module: str | None = None
     weight: bool = False
     items: tuple[Value, ...] | None = None

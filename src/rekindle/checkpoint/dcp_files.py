@@ -167,23 +167,23 @@ class DcpStates:
         self.groups: Sequence[Mapping[str, Any]] = table
         self.keys = tuple(listed or slots)
 
-    def slots(self, key: Any) -> dict[str, Any]:
+    def slots(self, key: object) -> dict[str, Any]:
         """The slots of one parameter, tensors without their numbers."""
         part, found = self._part, self._slots.get(key, {})
         return {
             s: part.meta_key(full) if full in part._tensors else part.read_object(full) for s, full in found.items()
         }
 
-    def read(self, key: Any) -> dict[str, Any]:
+    def read(self, key: object) -> dict[str, Any]:
         """The slots of one parameter."""
         part, keys = self._part, self._slots.get(key, {})
         return {slot: part.read_key(k) if k in part._tensors else part.read_object(k) for slot, k in keys.items()}
 
-    def restructure(self, key: Any, slots: Mapping[str, Any]) -> None:
+    def restructure(self, key: object, slots: Mapping[str, Any]) -> None:
         """Refused: a folder keeps its structure."""
         raise CheckpointError(f"{self.label}: this optimizer's state cannot be reset in place: optimizer_state='none'")
 
-    def write(self, key: Any, slots: Mapping[str, Any]) -> None:
+    def write(self, key: object, slots: Mapping[str, Any]) -> None:
         """Put the tensors back."""
         for slot, full in self._slots.get(key, {}).items():
             if isinstance(slots.get(slot), Tensor):
@@ -227,7 +227,7 @@ def _where(chunk: Chunk) -> tuple[slice, ...]:
     return tuple(slice(start, start + size) for start, size in zip(chunk.start, chunk.shape, strict=True))
 
 
-def _loaded(window: IO[bytes], where: str) -> Any:
+def _loaded(window: IO[bytes], where: str) -> object:
     window.seek(0)
     try:
         return torch.load(io.BytesIO(window.read()), map_location="cpu", weights_only=True)

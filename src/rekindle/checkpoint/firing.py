@@ -55,11 +55,11 @@ def fire_file(
     steps: int | None = None,
     dtype: str | torch.dtype | None = None,
     heads: Iterable[str] | str | None = None,
-    include: Any = (),
-    exclude: Any = (),
+    include: object = (),
+    exclude: object = (),
     conv: Literal["taps", "flat"] = "taps",
     split_heads: bool = False,
-    config: Any = None,
+    config: object = None,
     biases: Literal["keep", "zero"] = "keep",
     optimizer_state: str = "fresh",
     force: bool = False,
@@ -312,7 +312,7 @@ def batches(entries: Iterable[PlanEntry]) -> list[tuple[PlanEntry, ...]]:
     return [tuple(group) for group in groups if group]
 
 
-def _planned(checkpoint: Checkpoint, plan: Plan | str | Path | None, config: Any, options: dict[str, Any]) -> Plan:
+def _planned(checkpoint: Checkpoint, plan: Plan | str | Path | None, config: object, options: dict[str, Any]) -> Plan:
     if plan is None:
         return checkpoint.plan(config=config, **options)
     if options["targets"] != "layers" or options["scale"] != "auto" or options["include"] or options["exclude"]:

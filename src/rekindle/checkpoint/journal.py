@@ -100,7 +100,7 @@ class Journal:
         os.fsync(self._file.fileno())
 
 
-def identify(files: Iterable[Path], *parts: Any) -> str:
+def identify(files: Iterable[Path], *parts: object) -> str:
     """Files (size, time, first and last bytes), and everything else that decides a result.
 
     >>> identify([], {"scale": "paper"}) == identify([], {"scale": "nearest"})

@@ -97,7 +97,7 @@ class Checkpoint:
         """Every tensor, read when it is asked for: for `rekindle.plan` with measures."""
         return _ReadOnDemand(self)
 
-    def plan(self, *, config: Any = None, measure: Measuring = "none", **options: Any) -> Plan:
+    def plan(self, *, config: object = None, measure: Measuring = "none", **options: Any) -> Plan:
         """The plan for this checkpoint, laid out by `config` or, without one, by its own.
 
         A config that describes another model, or that transformers does not know, is ignored if it is the checkpoint's

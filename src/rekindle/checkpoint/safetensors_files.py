@@ -122,7 +122,7 @@ def _checked(path: Path, table: dict[str, Any], room: int, begin: int) -> Header
     return Header(spans, metadata, begin)
 
 
-def _span(path: Path, name: str, entry: Any) -> Span:
+def _span(path: Path, name: str, entry: object) -> Span:
     where = f"{path}: tensor {name[:200]!r}"
     if len(name) > LONGEST_NAME:
         raise CheckpointError(f"{path}: a tensor has a name of {len(name)} characters, more than {LONGEST_NAME}")
@@ -157,7 +157,7 @@ def _beyond_torch(shape: list[int]) -> bool:
     return product >= 1 << 59
 
 
-def _counts(values: Any) -> bool:
+def _counts(values: object) -> bool:
     return isinstance(values, list) and all(type(value) is int and 0 <= value < 2**62 for value in values)
 
 

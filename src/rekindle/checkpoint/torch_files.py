@@ -169,7 +169,7 @@ class _Renewal:
         self._tensors: dict[Any, Tensor] = {}
         self._storages: dict[ByteRange, torch.UntypedStorage] = {}
 
-    def renewed(self, value: Any) -> Any:
+    def renewed(self, value: Any) -> object:
         if isinstance(value, Tensor):
             return self._tensor(value)
         if type(value) not in (dict, OrderedDict, list, tuple):
@@ -213,24 +213,24 @@ class TreeStates:
         self.groups: Sequence[Mapping[str, Any]] = [self._numbers(group) for group in groups]
         self.keys = tuple(key for group in groups for key in group["params"])
 
-    def slots(self, key: Any) -> Mapping[str, Any]:
+    def slots(self, key: object) -> Mapping[str, Any]:
         """The slots of one parameter, tensors without their numbers."""
         found: Mapping[str, Any] = self._state.get(key, {})
         return found
 
-    def read(self, key: Any) -> dict[str, Any]:
+    def read(self, key: object) -> dict[str, Any]:
         """The slots of one parameter."""
         found: dict[str, Any] = self._numbers(self.slots(key))
         return found
 
-    def write(self, key: Any, slots: Mapping[str, Any]) -> None:
+    def write(self, key: object, slots: Mapping[str, Any]) -> None:
         """Put the tensors back."""
         old = dict(tensors_in({slot: value for slot, value in self.slots(key).items() if slot in slots}))
         for place, value in tensors_in({slot: value for slot, value in slots.items() if slot in self.slots(key)}):
             if place in old:
                 self._part.tree.write(self._part.file, old[place], value)
 
-    def restructure(self, key: Any, slots: Mapping[str, Any]) -> None:
+    def restructure(self, key: object, slots: Mapping[str, Any]) -> None:
         """Give a parameter these slots; the file will be saved anew."""
         self._state[key] = dict(slots)
         self._part.restructured = True
@@ -245,7 +245,7 @@ class TreeStates:
         return value
 
 
-def _find_weights(path: Path, tree: Any) -> Mapping[Any, Any]:
+def _find_weights(path: Path, tree: object) -> Mapping[Any, Any]:
     """The state dict in a tree: the tree itself, or the one under a name that trainers use."""
     if not isinstance(tree, Mapping):
         raise CheckpointError(f"{path}: holds {type(tree).__name__}, not a state dict")
@@ -292,5 +292,5 @@ def _optimizers(tree: Any) -> Iterator[tuple[str, dict[str, Any]]]:
                 yield from ((f"[{name!r}][{i}]", inner) for i, inner in enumerate(value) if _is_optimizer(inner))
 
 
-def _is_optimizer(value: Any) -> bool:
+def _is_optimizer(value: object) -> bool:
     return isinstance(value, Mapping) and isinstance(value.get("state"), Mapping) and "param_groups" in value

@@ -78,19 +78,19 @@ class States(Protocol):
     groups: Sequence[Mapping[str, Any]]
     keys: tuple[Any, ...]
 
-    def slots(self, key: Any) -> Mapping[str, Any]:
+    def slots(self, key: object) -> Mapping[str, Any]:
         """The slots of one parameter, tensors without their numbers."""
         ...
 
-    def read(self, key: Any) -> dict[str, Any]:
+    def read(self, key: object) -> dict[str, Any]:
         """The slots of one parameter."""
         ...
 
-    def restructure(self, key: Any, slots: Mapping[str, Any]) -> None:
+    def restructure(self, key: object, slots: Mapping[str, Any]) -> None:
         """Give a parameter other slots than it has, or refuse to."""
         ...
 
-    def write(self, key: Any, slots: Mapping[str, Any]) -> None:
+    def write(self, key: object, slots: Mapping[str, Any]) -> None:
         """Put changed slots back."""
         ...
 
@@ -202,7 +202,7 @@ def _jobs(checkpoint: Holder, changed: frozenset[str], policy: str) -> Iterator[
         yield table, chosen
 
 
-def _reset(table: States, key: Any, name: str, state: dict[str, Any], weight: Tensor, policy: str) -> StateReset:
+def _reset(table: States, key: object, name: str, state: dict[str, Any], weight: Tensor, policy: str) -> StateReset:
     """Let `optimizers.reset` do it, on an optimizer made around this one state."""
     kind = _class(table)
     group = next((g for g in table.groups if key in g.get("params", ())), {})
@@ -245,7 +245,7 @@ def _fits(kind: type[Optimizer], state: Mapping[str, Any]) -> bool:
     return True
 
 
-def _known(checkpoint: Holder, table: States, name: Any) -> str:
+def _known(checkpoint: Holder, table: States, name: object) -> str:
     if not isinstance(name, str) or name not in checkpoint.names:
         raise CheckpointError(f"{table.label}: its parameter {name!r} is not among the weights of the file")
     return name

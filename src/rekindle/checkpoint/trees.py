@@ -100,7 +100,7 @@ class TorchTree:
             value = flat
         file.put(place.start, value)
 
-    def _read_archive(self, file: IO[bytes]) -> Any:
+    def _read_archive(self, file: IO[bytes]) -> object:
         found = records(file)
         by_name = {record.name.partition("/")[2]: record for record in found}
         if "constants.pkl" in by_name:
@@ -118,7 +118,7 @@ class TorchTree:
             self._settle(key, record.start, record.size)
         return value
 
-    def _read_sequence(self, file: IO[bytes]) -> Any:
+    def _read_sequence(self, file: IO[bytes]) -> object:
         if self._unpickle(file) != _MAGIC or self._unpickle(file) != _PROTOCOL:
             raise CheckpointError(f"{self._path}: damaged, or not a torch file")
         if self._unpickle(file).get("little_endian") is not True:
@@ -146,7 +146,7 @@ class TorchTree:
         reader.persistent_load = self._list_storage
         return reader.load()
 
-    def _list_storage(self, saved: Any) -> Any:
+    def _list_storage(self, saved: Any) -> object:
         kind, key, _, count, *view = saved[1:]
         dtype = torch.uint8 if kind is torch.UntypedStorage else kind.dtype
         if not isinstance(key, str) or type(count) is not int or not 0 <= count < 1 << 59 or any(view):
@@ -170,7 +170,7 @@ class TorchTree:
         self._places[storage._cdata] = ByteRange(self._offset + start, size)
 
 
-def tensors_in(value: Any) -> Iterator[tuple[str, Tensor]]:
+def tensors_in(value: object) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of a tree with where it is, each container once, so that no cycle is followed.
 
     >>> [place for place, _ in tensors_in({"a": [torch.ones(1), 3], "b": torch.ones(1)})]

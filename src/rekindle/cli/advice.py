@@ -59,14 +59,14 @@ class Asked:
     batches: Any
     text: str = ""
     loss: Any = None
-    optimizer: Any = None
-    old_batches: Any = ()
-    held_out: Any = ()
+    optimizer: object = None
+    old_batches: object = ()
+    held_out: object = ()
     fresh: Any = None
-    candidates: Any = None
-    copy: Any = None
-    judge: Any = None
-    schedule: Any = None
+    candidates: object = None
+    copy: object = None
+    judge: object = None
+    schedule: object = None
     clip: float | None = None
     steps: int | None = None
     advise: Callable[..., Advice] | None = None  # where that is not `rekindle.advise` of what is above
@@ -279,7 +279,7 @@ def _give(asked: Asked, command: str, found: Any, json: bool, html: Path | None,
         typer.echo("\n".join(map(printable, text.splitlines())))  # otherwise unchanged: the call must stay Python
 
 
-def _asked(what: str, boundary: int | None, seed: int, changed: Any) -> Asked:
+def _asked(what: str, boundary: int | None, seed: int, changed: object) -> Asked:
     if what.endswith(".py"):
         if boundary is not None or changed:
             raise ValueError("--boundary and --set are for settings of the laboratory, not for files")

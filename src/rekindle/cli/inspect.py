@@ -117,7 +117,7 @@ def inspect(
 
 
 def examined(
-    path: Path, config: Any, plan: Plan | None, *, cheap: bool = False, what: str = "measuring"
+    path: Path, config: object, plan: Plan | None, *, cheap: bool = False, what: str = "measuring"
 ) -> tuple[FileHealth, dict[str, Any]]:
     """The health of one file with its progress on the terminal, and what the file is."""
     from rekindle.checkpoint import open_checkpoint
@@ -130,7 +130,7 @@ def examined(
         return found, {"source": described(checkpoint)}
 
 
-def usable(checkpoint: Checkpoint, config: Any, plan: Plan | None) -> list[StoredTensor]:
+def usable(checkpoint: Checkpoint, config: object, plan: Plan | None) -> list[StoredTensor]:
     """The tensors of a file; a file without any certain matrix is an error that says what to pass."""
     from rekindle.cli.weights import layers_of
 

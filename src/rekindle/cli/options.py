@@ -133,7 +133,7 @@ Solver = Literal["auto", "fast", "paper", "svd", "products", "halley", "gram"]
 # What options stand for
 
 
-def architecture(config: Path | None, model: str | None) -> Any:
+def architecture(config: Path | None, model: str | None) -> object:
     """What says how tensors are used: the model on the meta device, the config as a dict, or None for the file's own.
 
     >>> architecture(None, "torch.nn:Identity")
@@ -171,7 +171,7 @@ def batches(data: str) -> Any:
     return listed_batches(found, f"--data {data}")
 
 
-def listed_batches(found: Any, where: str) -> Any:
+def listed_batches(found: object, where: str) -> Any:
     """Batches that can be read again; a function is called for them.
 
     >>> listed_batches(lambda: iter([1, 2]), "mine.py: batches")
@@ -201,7 +201,7 @@ def loss(name: str | None) -> Any:
     return named(name, "--loss", f"one of {', '.join(LOSSES)}, or my_loss.py:loss")
 
 
-def _own_loss(model: nn.Module, batch: Any) -> Any:
+def _own_loss(model: nn.Module, batch: Any) -> object:
     """What a transformers model computes itself."""
     return model(**batch).loss
 
@@ -236,7 +236,7 @@ def named(reference: str, option: str, example: str) -> Any:
     return found
 
 
-def run_file(file: Path) -> Any:
+def run_file(file: Path) -> object:
     """A user's file, run: its module. Its own folder comes first, as if it had been started from there."""
     if not file.is_file():
         raise ValueError(f"there is no file {file}")

@@ -179,7 +179,7 @@ def show(text: str) -> None:
         console.print(printable(line), style=style, markup=False)
 
 
-def show_rich(drawn: Any) -> None:
+def show_rich(drawn: object) -> None:
     """Anything that rich draws, on stdout."""
     _Pipe(width=width(), highlight=False).print(drawn)
 
@@ -199,7 +199,7 @@ def as_json(data: Mapping[str, Any], indent: int | None = 1) -> str:
     return json.dumps(_finite(data), indent=indent, allow_nan=False)
 
 
-def _finite(value: Any) -> Any:
+def _finite(value: object) -> object:
     if isinstance(value, Mapping):
         return {str(key): _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

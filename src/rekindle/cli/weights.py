@@ -64,7 +64,9 @@ class FileHealth:
     spectra: Mapping[str, Mapping[str, Any]]
 
 
-def layers_of(checkpoint: Checkpoint, config: Any = None, plan: Plan | None = None) -> tuple[list[StoredTensor], str]:
+def layers_of(
+    checkpoint: Checkpoint, config: object = None, plan: Plan | None = None
+) -> tuple[list[StoredTensor], str]:
     """Every stored tensor with its blocks: as the plan says where one is given, else by config, names and shapes.
 
     The second value is a note where the config beside the file could not be used.

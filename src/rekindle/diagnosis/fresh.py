@@ -27,7 +27,7 @@ _cache: WeakKeyDictionary[nn.Module, tuple[Any, Numbers]] = WeakKeyDictionary()
 
 
 def fresh_numbers(
-    model: nn.Module, batches: Sequence[Batch], measure: Callable[[nn.Module], Numbers], key: Any
+    model: nn.Module, batches: Sequence[Batch], measure: Callable[[nn.Module], Numbers], key: object
 ) -> Numbers | None:
     """The mean of `measure` over fresh networks like `model`; None where none can be drawn.
 
@@ -87,7 +87,7 @@ def _fingerprint(batches: Iterable[Batch]) -> tuple[Any, ...]:
     )
 
 
-def _tensors(batch: Any) -> Iterable[Tensor]:
+def _tensors(batch: object) -> Iterable[Tensor]:
     if isinstance(batch, Tensor):
         yield batch
     elif isinstance(batch, Mapping | list | tuple):

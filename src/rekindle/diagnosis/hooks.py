@@ -121,7 +121,7 @@ class Watch(TorchFunctionMode):
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
-    def __exit__(self, *exception: Any) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._detach()
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
 
@@ -131,14 +131,14 @@ class Watch(TorchFunctionMode):
             return
         own = _opaque_activation(module)
 
-        def enter(module: nn.Module, args: Any) -> None:
+        def enter(module: nn.Module, args: object) -> None:
             if not self._stack:
                 self._begin()
             self._stack.append((name, module))
             self._opaque.append(own)
             self.ran.add(name)
 
-        def leave(module: nn.Module, args: Any, output: Any) -> None:
+        def leave(module: nn.Module, args: Any, output: object) -> None:
             self._stack.pop()
             self._opaque.pop()
             if own and isinstance(output, Tensor) and not self.paused:
@@ -169,7 +169,7 @@ class Watch(TorchFunctionMode):
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    ) -> object:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         inside = name.strip("_") if name.endswith("_") and not name.startswith("__") else name
@@ -211,7 +211,7 @@ class Watch(TorchFunctionMode):
         self._pending.append(_Pending(out, event, {name for name, _ in self._stack[-2:]}))
         self.on_activation(event)
 
-    def _note(self, name: str, args: Any, kwargs: dict[str, Any], out: Any) -> None:
+    def _note(self, name: str, args: Any, kwargs: dict[str, Any], out: object) -> None:
         """What a function that is no activation means for the ones that follow."""
         if name in ("mul", "multiply", "square", "pow"):
             self._combined(name, args, out)
@@ -231,7 +231,7 @@ class Watch(TorchFunctionMode):
                 site = (where or "attention") + (f"#{count}" if count > 1 else "")
                 self.on_attention(Attended(site, weights))
 
-    def _combined(self, name: str, args: Any, out: Any) -> None:
+    def _combined(self, name: str, args: Any, out: object) -> None:
         if not isinstance(out, Tensor) or (name in ("pow", "mul", "multiply") and len(args) < 2):
             return
         if name == "pow" and args[1] != 2:
@@ -341,7 +341,7 @@ def entropy_share(weights: Tensor, rows: Tensor | None = None) -> Tensor:
     return torch.where(count > 0, torch.where(chosen, share, 0).sum((0, 2)) / count, math.nan)
 
 
-def weights_of(name: str, args: Any, kwargs: dict[str, Any], out: Any) -> Callable[[], Tensor] | None:
+def weights_of(name: str, args: Any, kwargs: dict[str, Any], out: object) -> Callable[[], Tensor] | None:
     """A function that computes the attention weights of a call, or None if it was no attention.
 
     >>> weights_of("relu", (), {}, None) is None

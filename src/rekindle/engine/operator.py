@@ -108,7 +108,7 @@ class _Derivative(_SingleLevelFunction):
         ctx.save_for_forward(*inputs[1:], *output[: ctx.count])
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: object, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         return None, *_moved(ctx, grads, like=0)
 
     @staticmethod
@@ -165,7 +165,7 @@ def _below(w: Sequence[Tensor], options: tuple[Any, ...]) -> list[Tensor]:
         return operator(list(w), *options)
 
 
-def _differentiable(_: Any, w: Sequence[Tensor], *options: Any) -> list[Tensor]:
+def _differentiable(_: object, w: Sequence[Tensor], *options: object) -> list[Tensor]:
     tracked = torch.is_grad_enabled() and any(x.requires_grad for x in w)
     if not tracked and forward_ad._current_level < 0:
         return _below(w, options)
@@ -173,7 +173,7 @@ def _differentiable(_: Any, w: Sequence[Tensor], *options: Any) -> list[Tensor]:
         return list(cast(Any, _Derivative).apply(options, *w))
 
 
-def _batched(_: Any, in_dims: Any, w: Sequence[Tensor], *options: Any) -> tuple[list[Tensor], list[int | None]]:
+def _batched(_: object, in_dims: Any, w: Sequence[Tensor], *options: object) -> tuple[list[Tensor], list[int | None]]:
     found = operator([x if d is None else x.movedim(d, 0) for x, d in zip(w, in_dims[0], strict=True)], *options)
     dims = [None if d is None else 0 for d in in_dims[0]]
     beside = len(found) // len(w) - 1

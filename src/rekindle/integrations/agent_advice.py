@@ -52,7 +52,7 @@ _BEGINNING = 0.125  # of a trial: the return until then is where learning began
 
 
 def advise_agent(
-    agent: Any,
+    agent: object,
     make_env: Callable[[], Any],
     *,
     steps: int,
@@ -357,13 +357,13 @@ class _PaceCallback(_callbacks.BaseCallback):  # type: ignore[misc]
         return self._pace.step(taken)
 
 
-def _event(method: Any) -> Any:
+def _event(method: object) -> object:
     """What a method does at once, before the agent goes on; None where it only acts while the agent learns."""
     act = moments(method).get("event")
     return None if getattr(act, "watches", False) and getattr(act, "period", None) else act
 
 
-def _while_learning(method: Any) -> dict[str, Any] | None:
+def _while_learning(method: object) -> dict[str, Any] | None:
     """The arguments of the callback of a method that acts while an agent learns; None for one that does not."""
     act = moments(method).get("event")
     if act is not None and _event(method) is None:
@@ -371,7 +371,7 @@ def _while_learning(method: Any) -> dict[str, Any] | None:
     return {} if moments(method).keys() - {"event"} else None
 
 
-def _silent(agent: Any) -> Any:
+def _silent(agent: Any) -> object:
     """A copy writes no tables and no TensorBoard files, and is not served by the callbacks of the agent."""
     agent.tensorboard_log, agent.verbose = None, 0
     if hasattr(agent, "rekindle_state"):
@@ -379,11 +379,11 @@ def _silent(agent: Any) -> Any:
     return agent
 
 
-def _inner(env: Any) -> Any:
+def _inner(env: object) -> object:
     return getattr(env, "unwrapped", env)
 
 
-def _wrapped(env: Any) -> Iterator[Any]:
+def _wrapped(env: object) -> Iterator[Any]:
     """An environment for several, and those inside it."""
     while env is not None:
         yield env

@@ -50,7 +50,7 @@ class Networks(nn.Module):
         for name, part in parts.items():
             self.add_module(name, part)
 
-    def forward(self, observations: Any, actions: Tensor | None = None, **others: Any) -> dict[str, Any]:
+    def forward(self, observations: object, actions: Tensor | None = None, **others: object) -> dict[str, Any]:
         """The output of each network; a critic only where there are actions. A batch may hold more than both."""
         parts = dict(self.named_children())
         critic = parts.pop("critic", None)
@@ -94,7 +94,7 @@ def fresh_networks(agent: Any) -> Callable[[], nn.Module]:
     return build
 
 
-def refuse_what_breaks(agent: Any, method: Any) -> None:
+def refuse_what_breaks(agent: object, method: object) -> None:
     """Raise for a method that does not work with this agent."""
     for each in members(method):
         if not isinstance(each, PlasticityInjection):
@@ -107,7 +107,9 @@ def refuse_what_breaks(agent: Any, method: Any) -> None:
             )
 
 
-def apply_to_agent(agent: Any, method: Any, *, generator: torch.Generator | None = None, seed: int = 0) -> Receipt:
+def apply_to_agent(
+    agent: object, method: object, *, generator: torch.Generator | None = None, seed: int = 0
+) -> Receipt:
     """Apply a method to all trained networks at once, between two calls of `learn`; targets of what changed follow.
 
     Fresh draws follow the policy's own scheme. A method that needs batches gets what the agent has stored. Of one that
@@ -134,7 +136,7 @@ def apply_to_agent(agent: Any, method: Any, *, generator: torch.Generator | None
         return receipt
 
 
-def members(method: Any) -> list[Any]:
+def members(method: object) -> list[Any]:
     """A method, or those that a `Compose` joins."""
     return [each for part in method.methods for each in members(part)] if isinstance(method, Compose) else [method]
 
@@ -180,7 +182,7 @@ def reset_temperature(agent: Any) -> None:
         optimizer.state.clear()
 
 
-def empty_replay(agent: Any) -> None:
+def empty_replay(agent: object) -> None:
     """Empty the replay buffer; no effect for agents without one."""
     buffer = getattr(agent, "replay_buffer", None)
     if buffer is None:
@@ -237,7 +239,7 @@ def _rows(buffer: Any, stored: Any, count: int) -> Any:
 
 
 def value_regression(
-    agent: Any, *, count: int = 4096, batch: int = 256, seed: int = 0
+    agent: object, *, count: int = 4096, batch: int = 256, seed: int = 0
 ) -> tuple[list[dict[str, Any]], ValueLoss] | None:
     """A task for `rekindle.probe` out of what the agent has stored: from observations to discounted returns.
 
@@ -352,10 +354,10 @@ def _stored_returns(agent: Any) -> tuple[Any, Tensor, Tensor] | None:
     return seen, acted, returns[known].float().to(agent.device)
 
 
-def _rows_of(stored: Any, rows: Tensor) -> Any:
+def _rows_of(stored: object, rows: Tensor) -> object:
     return _map(lambda each: each[rows], stored)
 
 
-def _map(function: Callable[[Any], Any], stored: Any) -> Any:
+def _map(function: Callable[[Any], Any], stored: object) -> object:
     """The function of an observation's array, or of each part where observations are dicts."""
     return {key: function(each) for key, each in stored.items()} if isinstance(stored, Mapping) else function(stored)

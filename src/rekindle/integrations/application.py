@@ -84,7 +84,7 @@ class Application:
         at: int | Iterable[int] | None = None,
         every: int | Literal["epoch"] | None = None,
         when: Trigger | None = None,
-        clock: Any = None,
+        clock: object = None,
         monitor: Monitor | int | Mapping[str, Any] | None = None,
         guard: Guard | None = None,
         mirrors: Mirror | Sequence[Mirror] | Mapping[str, Mirror] = (),
@@ -137,7 +137,7 @@ class Application:
     def bind(
         self,
         model: nn.Module,
-        optimizer: Any,
+        optimizer: object,
         *,
         step: int = 0,
         log: Log | None = None,
@@ -250,7 +250,7 @@ class Application:
         """Apply the method to the model; a trainer's callback adds what else follows."""
         return self.what.event()
 
-    def before_step(self, optimizer: Any) -> None:
+    def before_step(self, optimizer: object) -> None:
         """Between backward pass and optimizer step, for trainers that run closures."""
         if self.clock is not None:
             self.clock.before_step(optimizer)
@@ -434,13 +434,13 @@ class Application:
             )
 
 
-def _pack(value: Any) -> bytes:
+def _pack(value: object) -> bytes:
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()
 
 
-def _unpack(data: Any) -> Any:
+def _unpack(data: object) -> Any:
     if not isinstance(data, bytes):
         raise ValueError(f"this is not the state of rekindle: bytes are expected, got {type(data).__name__}")
     return torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")

@@ -25,7 +25,7 @@ Period = int | Literal["epoch"] | None
 _SHARDING = ("DeepSpeedOptimizerWrapper", "ZeroRedundancyOptimizer")
 
 
-def acting(method: Any) -> Any:
+def acting(method: object) -> object:
     """A method, or the one of this name.
 
     >>> acting("fire")
@@ -43,7 +43,7 @@ def acting(method: Any) -> Any:
     return found
 
 
-def parts(method: Any, timed: bool, guarded: bool) -> dict[Moment, Any]:
+def parts(method: object, timed: bool, guarded: bool) -> dict[Moment, Any]:
     """The parts of a method that is given times, or not; an error where times or a guard mean nothing for it."""
     found = moments(method)
     if timed and "event" not in found:
@@ -55,7 +55,7 @@ def parts(method: Any, timed: bool, guarded: bool) -> dict[Moment, Any]:
     return found
 
 
-def check_kinds(when: Any, guard: Any) -> None:
+def check_kinds(when: object, guard: object) -> None:
     """Raise unless these are a trigger and a guard."""
     if when is not None and not isinstance(when, Trigger):
         raise TypeError(f"when is a trigger of rekindle.triggers, got {type(when).__name__}")
@@ -68,7 +68,7 @@ def has_start(method: Any) -> bool:
     return any(bool(value) for key, value in method.state_dict().items() if key != "generator")
 
 
-def name_of(method: Any) -> str:
+def name_of(method: object) -> str:
     """What a method is called in logs and checkpoints."""
     return str(getattr(method, "name", type(method).__name__))
 
@@ -110,7 +110,7 @@ def watching(monitor: Any) -> Watching:
     raise ValueError(f"monitor is a Monitor, a positive number of steps or a dict of its options, got {monitor!r}")
 
 
-def refuse_shards_of(model: nn.Module, optimizer: Any, method: Any) -> None:
+def refuse_shards_of(model: nn.Module, optimizer: object, method: object) -> None:
     """Raise where shards are hidden (FSDP1, DeepSpeed, ZeRO), or where the method does not work on them.
 
     >>> refuse_shards_of(nn.Linear(1, 1), None, None)
@@ -131,7 +131,7 @@ def refuse_shards_of(model: nn.Module, optimizer: Any, method: Any) -> None:
                 refuse_shards(model, type(member).__name__, member.needs)
 
 
-def _members(method: Any) -> Iterator[Any]:
+def _members(method: object) -> Iterator[Any]:
     joined = getattr(method, "methods", None)
     if joined is None:
         yield method
@@ -140,7 +140,7 @@ def _members(method: Any) -> Iterator[Any]:
             yield from _members(member)
 
 
-def again(batches: Any) -> Any:
+def again(batches: object) -> Any:
     """Batches that can be read at each application, or a function that returns them."""
     if isinstance(batches, Iterator):
         raise TypeError(
@@ -151,5 +151,5 @@ def again(batches: Any) -> Any:
     return batches
 
 
-def _count(value: Any) -> bool:
+def _count(value: object) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)

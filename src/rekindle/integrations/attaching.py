@@ -45,7 +45,7 @@ class Attachment(Application):
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: Any, method: Any, *, log: Log | None = None, **options: Any
+        self, model: nn.Module, optimizer: object, method: Any, *, log: Log | None = None, **options: Any
     ) -> None:
         super().__init__(method, **options)
         if 0 in self.when.at:
@@ -68,7 +68,7 @@ class Attachment(Application):
         return self.clock.count if self.clock.watched else self._calls
 
     def step(
-        self, metrics: Mapping[str, Any] | None = None, /, *, epoch: int | None = None, **more: Any
+        self, metrics: Mapping[str, Any] | None = None, /, *, epoch: int | None = None, **more: object
     ) -> Receipt | None:
         """After `optimizer.step()`: decide whether the method acts before the next step.
 
@@ -152,7 +152,7 @@ class Attachment(Application):
             if hasattr(optimizer, "register_step_pre_hook"):
                 self._next_closure.append(optimizer.register_step_pre_hook(self._before_closure))
 
-    def _before_closure(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+    def _before_closure(self, optimizer: object, args: Any, kwargs: Any) -> None:
         """A closure runs its forward pass inside of the step, where it is too late to reset the optimizer."""
         if any(callable(value) for value in (*args[1:], *kwargs.values())):
             self.start()
@@ -206,7 +206,7 @@ class _Order:
             handle.remove()
         self._handles = []
 
-    def _updated(self, *_: Any) -> None:
+    def _updated(self, *_: object) -> None:
         if self._events[-2:] == ["backward", "call"] and not self._warned:
             self._warned = True
             warnings.warn(
@@ -217,7 +217,7 @@ class _Order:
         self._events.append("update")
 
 
-def attach(model: nn.Module, optimizer: Any, method: Method | Schedule | str = "fire", **options: Any) -> Attachment:
+def attach(model: nn.Module, optimizer: object, method: Method | Schedule | str = "fire", **options: Any) -> Attachment:
     """Apply a method inside your own training loop; use it in a `with` block and call `.step()` in the loop.
 
     Args:

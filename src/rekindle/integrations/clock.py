@@ -44,7 +44,7 @@ class Clock:
     def __init__(
         self,
         optimizers: Sequence[Any],
-        clock: Any = None,
+        clock: object = None,
         *,
         before: Callable[[Any, bool], None] | None = None,
         after: Callable[[], None] | None = None,
@@ -75,7 +75,7 @@ class Clock:
         """Whether the optimizers have hooks, so that steps are counted at all."""
         return bool(self._handles)
 
-    def before_step(self, optimizer: Any) -> None:
+    def before_step(self, optimizer: object) -> None:
         """The backward pass is done and this optimizer is about to step."""
         if self._stepped and id(optimizer) == self._clock:
             self.close()  # it is updated again: the step before is over, whoever was not updated in it
@@ -178,7 +178,7 @@ class Clock:
                 group["lr"] = rate
 
 
-def clock_among(optimizers: Sequence[Any], clock: Any = None) -> Any:
+def clock_among(optimizers: Sequence[Any], clock: object = None) -> object:
     """The optimizer whose updates are the steps: the one that is named, by itself or by its position; else the first.
 
     >>> clock_among(["critic", "actor"], 1)
@@ -197,7 +197,7 @@ def clock_among(optimizers: Sequence[Any], clock: Any = None) -> Any:
     return inner
 
 
-def _scaled(group: dict[str, Any], factor: float) -> Any:
+def _scaled(group: dict[str, Any], factor: float) -> object:
     """Scale the learning rate of a group; its value before."""
     rate = group["lr"]
     if isinstance(rate, Tensor):
@@ -208,7 +208,7 @@ def _scaled(group: dict[str, Any], factor: float) -> Any:
     return rate
 
 
-def _check_gradients(optimizer: Any, args: Any, kwargs: Any) -> None:
+def _check_gradients(optimizer: object, args: Any, kwargs: Any) -> None:
     if any(callable(each) for each in (*args[1:], *kwargs.values())):
         raise ValueError(
             "this method changes gradients, and optimizer.step(closure) makes them only inside the step: "

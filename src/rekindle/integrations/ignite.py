@@ -38,14 +38,14 @@ class RekindleHandler(Application):
     """
 
     def attach(
-        self, engine: Any, model: nn.Module, optimizer: Any, *, evaluator: Any = None, log: Log | None = None
+        self, engine: Any, model: nn.Module, optimizer: object, *, evaluator: Any = None, log: Log | None = None
     ) -> RekindleHandler:
         """Listen to a trainer engine; `log(step, numbers)` receives health and receipts.
 
         For a checkpoint give the handler to Ignite's `Checkpoint` with the others: `{"rekindle": handler, …}`.
         """
 
-        def start(engine: Any) -> None:
+        def start(engine: object) -> None:
             before = self.steps_before  # a trainer that continues keeps its count
             self.bind(model, optimizer, step=before, log=log)
             if before:
@@ -74,6 +74,6 @@ class RekindleHandler(Application):
             evaluator.add_event_handler(_events.COMPLETED, metrics)
         return self
 
-    def _stop(self, engine: Any, error: BaseException) -> None:
+    def _stop(self, engine: object, error: BaseException) -> None:
         self.finish()
         raise error

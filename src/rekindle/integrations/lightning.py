@@ -48,30 +48,32 @@ class RekindleCallback(Application, _Callback):  # type: ignore[misc]
         step = self.steps_before if self._counts else trainer.global_step
         self.bind(pl_module, trainer.optimizers, step=step, log=log, closures=True, counting=self._counts)
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Any, pl_module: object, batch: object, batch_idx: int) -> None:
         """The place between two optimizer steps; the batches of one accumulation have the same `global_step`."""
         assert self.clock is not None
         if self._counts:
             self.clock.close()
         self.begin(self.clock.count if self._counts else trainer.global_step, trainer.current_epoch)
 
-    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+    def on_before_optimizer_step(self, trainer: object, pl_module: object, optimizer: object) -> None:
         """Gradients are there and unscaled, and not clipped yet."""
         self.before_step(optimizer)
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: object, pl_module: object, outputs: object, batch: object, batch_idx: int
+    ) -> None:
         """Metrics of training."""
         self._gather(trainer)
 
-    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_validation_end(self, trainer: object, pl_module: object) -> None:
         """Metrics of a validation."""
         self._gather(trainer)
 
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_end(self, trainer: object, pl_module: object) -> None:
         """Remove the hooks."""
         self.finish()
 
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+    def on_exception(self, trainer: object, pl_module: object, exception: BaseException) -> None:
         """The same when training is interrupted."""
         self.finish()
 

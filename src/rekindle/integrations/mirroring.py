@@ -6,7 +6,7 @@ By default entries that the method changed are copied; all others keep the mirro
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -77,7 +77,7 @@ class Mirrors:
                 complete = complete and len(shared) == len(wanted)
         return complete
 
-    def before(self, model: nn.Module, optimizer: Any = None) -> Callable[..., int]:
+    def before(self, model: nn.Module, optimizer: object = None) -> Callable[..., int]:
         """Check the mirrors and copy the model's present state; calling the result lets them follow what has changed.
 
         It returns how many followed. Called with True, mirrors are moved by what the model was moved by, which keeps

@@ -80,7 +80,7 @@ class Passes:
             remove()
         self._removes.clear()
 
-    def enter(self, module: nn.Module, *_: Any) -> None:
+    def enter(self, module: nn.Module, *_: object) -> None:
         """A module is called: a pass begins, or goes on inside of it."""
         if self._outer is not None or not torch.is_grad_enabled():
             return
@@ -92,7 +92,7 @@ class Passes:
             self._begin()
         self._outer = module, place
 
-    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+    def leave(self, module: nn.Module, args: object, output: object) -> None:
         """A module was called: a backward pass through what it gave makes the place of the pass one of training."""
         if self._outer is None or not torch.is_grad_enabled():  # without gradients it is a recording inside of the pass
             return
@@ -105,7 +105,7 @@ class Passes:
                     learn = lambda _: self._places.add(self._up_to_loop(place))  # noqa: E731
                     tensor.register_hook(learn)  # type: ignore[no-untyped-call]
 
-    def around(self, module: nn.Module, call: Callable[..., Any], *args: Any, **more: Any) -> Any:
+    def around(self, module: nn.Module, call: Callable[..., Any], *args: object, **more: object) -> object:
         """A call of compiled code, which calls no hooks."""
         self.enter(module)
         output = None
@@ -120,7 +120,7 @@ class Passes:
         return any(module is part for part in self._model.modules())
 
     def _surround(self, module: nn.Module, compiled: Any) -> Callable[[], None]:
-        def call(*args: Any, **more: Any) -> Any:
+        def call(*args: object, **more: object) -> object:
             if torch.compiler.is_compiling():
                 return compiled(*args, **more)
             return self.around(module, compiled, *args, **more)
@@ -153,7 +153,7 @@ class _Hook:
     def __init__(self, function: Callable[..., None] | None = None) -> None:
         self._function = function
 
-    def __call__(self, *args: Any) -> None:
+    def __call__(self, *args: object) -> None:
         if not torch.compiler.is_compiling() and self._function is not None:
             self._function(*args)
 
@@ -172,7 +172,7 @@ def _watch_compiled() -> None:
         return
     plain = kind.__call__
 
-    def call(self: Any, *args: Any, **more: Any) -> Any:
+    def call(self: Any, *args: object, **more: object) -> object:
         for passes in list(_LISTENERS):
             if passes.sees(self._orig_mod):
                 return passes.around(self._orig_mod, plain, self, *args, **more)

@@ -201,7 +201,7 @@ def lora_layers(model: nn.Module, skipped: dict[str, str] | None = None) -> Iter
             continue
         lora: Any = module
         active = [adapter for adapter in lora.active_adapters if adapter in lora.lora_A]
-        base: Any = getattr(lora.base_layer, "weight", None)
+        base: object = getattr(lora.base_layer, "weight", None)
         if lora.merged:
             skipped[name] = "its adapter is merged: call unmerge_adapter() first"
         elif len(active) != 1:

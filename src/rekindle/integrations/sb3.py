@@ -116,7 +116,7 @@ class RekindleCallback(Application, _callbacks.BaseCallback):  # type: ignore[mi
         self._updated = 0  # gradient steps when it last acted, or when training began
         self._averaging: RemovableHandle | None = None
         self._stored: _StoredValues | None = None
-        self._episode: Any = None  # the last one that the trigger knows of
+        self._episode: object = None  # the last one that the trigger knows of
         self._shares: dict[int, float] = {}  # of this `learn`: step → fraction
         self._policy: Any = lambda: None  # a weak reference to the policy of the agent that it served last
         self._made = copy.deepcopy(self.state_dict())
@@ -339,11 +339,11 @@ class _StoredValues:
     def __call__(self) -> list[dict[str, Any]]:
         return self._batches
 
-    def read(self, agent: Any) -> None:
+    def read(self, agent: object) -> None:
         found = value_regression(agent)
         self._batches = [] if found is None else found[0]
 
-    def ready(self, agent: Any) -> bool:
+    def ready(self, agent: object) -> bool:
         """Whether there are returns: on-policy a rollout, off-policy an episode that has ended."""
         if isinstance(agent, _off_policy.OffPolicyAlgorithm):
             return agent.replay_buffer is not None and agent.replay_buffer.size() > 0 and agent._episode_num > 0

@@ -54,7 +54,7 @@ class RekindleCallback(Application, _TrainerCallback, _ExportableState):  # type
         self._passes = 0
         self._unwrap: Callable[[], None] | None = None
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+    def on_train_begin(self, args: object, state: Any, control: object, **given: Any) -> None:
         """Bind to what is trained, after restoring what a checkpoint holds."""
         if state.global_step:
             self._load(args, state)
@@ -81,29 +81,31 @@ class RekindleCallback(Application, _TrainerCallback, _ExportableState):  # type
             trainer = _caller(require("transformers", "transformers", "RekindleCallback").Trainer, lambda trainer: True)
             self._unwrap = _after_backward(trainer.accelerator, self.before_clipping) if trainer is not None else None
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+    def on_step_begin(self, args: object, state: Any, control: object, **given: object) -> None:
         """The place between two optimizer steps."""
         self.begin(state.global_step, max(int((state.epoch or 0) + 1e-6), self._passes))
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+    def on_step_end(self, args: object, state: object, control: object, **given: object) -> None:
         """Health of this step, before the loggers are closed after the last one."""
         self.send()
 
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+    def on_epoch_end(self, args: object, state: Any, control: object, **given: object) -> None:
         """One pass over the data is over, whatever share of an epoch `state.epoch` calls it (iterable data sets)."""
         self._passes = math.ceil((state.epoch or 0) - 1e-6)
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **given: Any) -> None:
+    def on_log(
+        self, args: object, state: object, control: object, logs: dict[str, Any] | None = None, **given: object
+    ) -> None:
         """Metrics for the trigger."""
         self.note(logs or {})
 
     def on_evaluate(
-        self, args: Any, state: Any, control: Any, metrics: dict[str, Any] | None = None, **given: Any
+        self, args: object, state: object, control: object, metrics: dict[str, Any] | None = None, **given: object
     ) -> None:
         """Metrics of an evaluation."""
         self.note(metrics or {})
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+    def on_train_end(self, args: object, state: object, control: object, **given: object) -> None:
         """Remove the hooks."""
         self.finish()
 
@@ -121,7 +123,7 @@ class RekindleCallback(Application, _TrainerCallback, _ExportableState):  # type
         attributes = {"rekindle": {"name": self.name, "state": text}}
         return {"args": self._arguments, "attributes": attributes}
 
-    def on_save(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+    def on_save(self, args: Any, state: Any, control: object, **given: object) -> None:
         """Write a large state beside the checkpoint's other files."""
         folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         if everyone().leads and folder.is_dir():
@@ -134,7 +136,7 @@ class RekindleCallback(Application, _TrainerCallback, _ExportableState):  # type
         torch.save(self.state_dict(), buffer)
         return buffer.getvalue()
 
-    def _load(self, args: Any, state: Any) -> None:
+    def _load(self, args: object, state: Any) -> None:
         saved = state.stateful_callbacks.get(type(self).__name__) or []
         saved = saved if isinstance(saved, list) else [saved]
         entries = [each.get("attributes", {}).get("rekindle") for each in saved]
@@ -187,7 +189,7 @@ def _after_backward(accelerator: Any, complete: Callable[[float], None]) -> Call
     """
     original = accelerator.backward
 
-    def backward(*args: Any, **kwargs: Any) -> None:
+    def backward(*args: object, **kwargs: object) -> None:
         original(*args, **kwargs)
         if accelerator.sync_gradients:
             complete(float(accelerator.scaler.get_scale()) if accelerator.scaler is not None else 1.0)

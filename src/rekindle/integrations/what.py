@@ -55,7 +55,7 @@ class What:
         self.method, self.parts, self.guard, self.mirrors = method, parts, guard, mirrors
         self.batches, self.loss, self.run = batches, loss, run
         self.model: nn.Module | None = None
-        self.optimizer: Any = None
+        self.optimizer: object = None
         self.sharded = False
         self.observing: Any = None
         self.also: tuple[nn.Module, ...] = ()  # what a trainer's callback changes after the model: an agent's targets

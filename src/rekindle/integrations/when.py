@@ -27,7 +27,7 @@ class When:
     """
 
     def __init__(
-        self, at: int | Iterable[int] | None = None, every: Any = None, trigger: Trigger | None = None
+        self, at: int | Iterable[int] | None = None, every: object = None, trigger: Trigger | None = None
     ) -> None:
         self.at, self.every, self.trigger = arguments.steps(at), arguments.period(every), trigger
         self.considered: int | None = None

@@ -76,7 +76,7 @@ class Guard:
     def watch(
         self,
         model: nn.Module,
-        optimizer: Any = None,
+        optimizer: object = None,
         *,
         also: nn.Module | Iterable[nn.Module] = (),
         method: Method | None = None,
@@ -85,7 +85,7 @@ class Guard:
         others = (also,) if isinstance(also, nn.Module) else tuple(also)
         return Guarded(self, model, self.measure(model), snapshot((model, *others), optimizer, method))
 
-    def __call__(self, method: Method, model: nn.Module, optimizer: Any = None, **options: Any) -> Receipt:
+    def __call__(self, method: Method, model: nn.Module, optimizer: object = None, **options: Any) -> Receipt:
         """Apply a method under guard; `options` are those of the method's call.
 
         >>> from rekindle.methods import FullReset
@@ -108,7 +108,7 @@ class Guard:
 
 
 def watched(
-    guard: Guard | None, name: str, models: Sequence[nn.Module], optimizer: Any = None, method: Method | None = None
+    guard: Guard | None, name: str, models: Sequence[nn.Module], optimizer: object = None, method: Method | None = None
 ) -> Transaction:
     """What wraps one application of a method: the guard's roll-back where there is a guard, else a transaction.
 

@@ -286,7 +286,7 @@ class Monitor:
             handle.remove()
         self._armed = []
 
-    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+    def _before_step(self, optimizer: object, args: object, kwargs: object) -> None:
         if self._stepping is not None and not self._stepping.begins(optimizer):
             return
         # Before the first step a call without gradients is a summary or a check, not the training.
@@ -299,7 +299,7 @@ class Monitor:
         if self._due():
             self._before = [p.detach().clone() for _, p in self._named]
 
-    def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+    def _after_step(self, optimizer: object, args: object, kwargs: object) -> None:
         if self._stepping is not None and not self._stepping.ends(optimizer):
             return
         due = self._due()

@@ -54,10 +54,10 @@ class Schedule:
         trigger = _own_trigger(method) if trigger is None else trigger
         self.method, self.trigger, self.guard = method, trigger, guard
         self.firings: list[Firing] = []
-        self._sample: Any = None
+        self._sample: object = None
         self._missing = dict.fromkeys(trigger.reads(), True)  # metrics not seen yet, and not warned about
 
-    def bind(self, model: nn.Module, optimizer: Any) -> None:
+    def bind(self, model: nn.Module, optimizer: object) -> None:
         """The model and optimizer that are trained; for schedules that read them. Each `step` updates both."""
 
     def applied(self, receipt: Receipt) -> None:
@@ -69,7 +69,7 @@ class Schedule:
     def step(
         self,
         model: nn.Module,
-        optimizer: Any,
+        optimizer: object,
         metrics: Metrics | Flat | Monitor,
         *,
         batches: Iterable[Batch] | None = None,

@@ -39,7 +39,7 @@ class _Closing:
     def close(self) -> None:
         """Flush and release it."""
 
-    def __enter__(self) -> Any:
+    def __enter__(self) -> object:
         return self
 
     def __exit__(

@@ -43,7 +43,7 @@ class Trigger(ABC):
     _kept: tuple[str, ...] = ()
     _given: tuple[tuple[Any, ...], dict[str, Any]]
 
-    def __new__(cls, *args: Any, **options: Any) -> Self:  # noqa: D102
+    def __new__(cls, *args: object, **options: object) -> Self:  # noqa: D102
         made = super().__new__(cls)
         made._given = args, options
         return made
@@ -131,7 +131,7 @@ class AtBoundary(Trigger):
 
     def __init__(self, *, cooldown: int = 0, most: int | None = None) -> None:
         super().__init__(cooldown=cooldown, most=most)
-        self.task: Any = None
+        self.task: object = None
 
     def reads(self) -> list[tuple[str, ...]]:
         """Either of the two."""

@@ -96,7 +96,7 @@ class Checked:
     drop: bool
 
 
-def check(optimizers: Any, parameters: Mapping[str, Parameter], policy: str = "fresh") -> list[Checked]:
+def check(optimizers: object, parameters: Mapping[str, Parameter], policy: str = "fresh") -> list[Checked]:
     """Raise if `reset` with the same arguments could not be completed; write nothing. The result is for `start_over`.
 
     >>> weight, stray = torch.nn.Parameter(torch.ones(2, 2)), torch.nn.Parameter(torch.ones(2, 2))
@@ -118,7 +118,7 @@ def check(optimizers: Any, parameters: Mapping[str, Parameter], policy: str = "f
     return [_checked(optimizer, parameters, policy) for optimizer in opened]
 
 
-def reset(optimizers: Any, parameters: Mapping[str, Parameter], *, policy: str = "fresh") -> StateReset:
+def reset(optimizers: object, parameters: Mapping[str, Parameter], *, policy: str = "fresh") -> StateReset:
     """Reset the slots of changed `parameters` (name → Parameter) in place, and count them.
 
     policy: "fresh" makes the next step that of a new optimizer with the same settings; "moments" forgets the

@@ -17,7 +17,7 @@ Index = Tensor | Iterable[int] | None
 
 
 def reset_rows(
-    optimizers: Any,
+    optimizers: object,
     parameter: Parameter,
     rows: Index = None,
     columns: Index = None,
@@ -79,7 +79,7 @@ def reset_rows(
     return total
 
 
-def _check_rows(optimizers: Any, name: str, parameter: Parameter) -> None:
+def _check_rows(optimizers: object, name: str, parameter: Parameter) -> None:
     for optimizer in unwrap(optimizers):
         held = list(held_by(optimizer, {name: parameter}))
         if isinstance(optimizer, ONE_HISTORY) or not held:
@@ -110,7 +110,7 @@ def _positions(index: Index, parameter: Parameter, dim: int, name: str) -> Tenso
 
 
 def _reset_places(
-    value: Any,
+    value: object,
     slot: Slot,
     start: Any,
     parameter: Parameter,

@@ -157,7 +157,7 @@ def by_structure(optimizer: Optimizer, parameter: Parameter) -> Mapping[str, Slo
     return found
 
 
-def _is_a(slot: Slot, name: str, value: Any, parameter: Parameter) -> bool:
+def _is_a(slot: Slot, name: str, value: object, parameter: Parameter) -> bool:
     if slot.kind == "count":
         return isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
     if not isinstance(value, Tensor) or not value.is_floating_point():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import sys
 from types import FrameType
-from typing import Any
 
 from torch.optim import Optimizer
 
@@ -30,7 +29,7 @@ class Steps:
     def __init__(self) -> None:
         self._open: dict[int, tuple[FrameType, int]] = {}
 
-    def begins(self, optimizer: Any) -> bool:
+    def begins(self, optimizer: object) -> bool:
         """Called by a hook before the step."""
         frame, depth = self._open.get(id(optimizer), (None, 0))
         if frame is not None and _runs(frame):
@@ -39,7 +38,7 @@ class Steps:
         self._open[id(optimizer)] = sys._getframe(2), 1
         return True
 
-    def ends(self, optimizer: Any) -> bool:
+    def ends(self, optimizer: object) -> bool:
         """Called by a hook after the step."""
         frame, depth = self._open.pop(id(optimizer), (None, 1))
         if frame is None or depth == 1:
@@ -47,7 +46,7 @@ class Steps:
         self._open[id(optimizer)] = frame, depth - 1
         return False
 
-    def running(self, optimizer: Any) -> bool:
+    def running(self, optimizer: object) -> bool:
         """Whether the caller is inside `optimizer.step()`, as a closure is."""
         return id(optimizer) in self._open and _runs(self._open[id(optimizer)][0])
 
@@ -59,7 +58,7 @@ def _runs(frame: FrameType) -> bool:
     return current is not None
 
 
-def nests(optimizer: Any) -> bool:
+def nests(optimizer: object) -> bool:
     """Whether `step()` may call that of a base class, for which torch calls the hooks again.
 
     >>> import torch

@@ -25,7 +25,7 @@ def bias_names(tensor: str) -> list[str]:
     return [*names, f"{tensor}_bias", *(["in_proj_bias"] if tensor in _PACKED else [])]
 
 
-def bias_entries(tensor: str, blocks: tuple[Block, ...], weight: Tensor, size: int) -> Any:
+def bias_entries(tensor: str, blocks: tuple[Block, ...], weight: Tensor, size: int) -> object:
     """An index to the entries of a bias of this size that belong to these blocks of a weight."""
     if tensor in _PACKED:
         each = size // 3

@@ -43,7 +43,7 @@ def _on_partitions(verb: Verb) -> Verb:
     """Wraps a verb: it is called while the parameters of DeepSpeed ZeRO look like shards."""
 
     @wraps(verb)
-    def call(model: Any, optimizer: Any = None, **options: Any) -> Receipt:
+    def call(model: object, optimizer: object = None, **options: object) -> Receipt:
         if not (isinstance(model, nn.Module) and partitioned(model)):
             return verb(model, optimizer, **options)
         refuse_partitioned(options)
@@ -56,7 +56,7 @@ def _on_partitions(verb: Verb) -> Verb:
 @_on_partitions
 def fire(
     model: nn.Module,
-    optimizer: Any = None,
+    optimizer: object = None,
     *,
     plan: Plan | None = None,
     strength: float = 1.0,
@@ -220,7 +220,7 @@ def _without_refused(
     return replace(plan, entries=entries), solved
 
 
-def check_model(model: Any, optimizer: Any = None) -> None:
+def check_model(model: object, optimizer: object = None) -> None:
     """Raise unless this is a model whose weights can be changed."""
     if not isinstance(model, nn.Module):
         if isinstance(optimizer, nn.Module):
@@ -251,7 +251,7 @@ def _finished(
     plan: Plan,
     store: LiveStore,
     states: Sequence[optimizers.Checked],
-    optimizer: Any,
+    optimizer: object,
     policy: str,
 ) -> Receipt:
     """Reset the optimizer slots and drop the gradients of what was really changed."""
@@ -271,7 +271,7 @@ def _finished(
     )
 
 
-def _copied(model: nn.Module, optimizer: Any, store: LiveStore, statistics: bool) -> Restore:
+def _copied(model: nn.Module, optimizer: object, store: LiveStore, statistics: bool) -> Restore:
     """A copy of everything that `fire` may change."""
     layers: Sequence[nn.Module] = list(training_layers(model).values()) if statistics else []
     return snapshot_of((*store.written(), *(buffer for layer in layers for buffer in layer.buffers())), optimizer)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, TypedDict
+from typing import TypedDict
 
 from torch import Tensor, nn
 
@@ -27,13 +27,13 @@ class Planning(TypedDict, total=False):
     min_norm: float
     reference: nn.Module | Mapping[str, Tensor] | None
     layouts: Mapping[str, Recipe] | None
-    example: Any
+    example: object
 
 
 class PlanOptions(Planning, total=False):
     """What `plan` takes: what makes a plan, and how to look at the source."""
 
-    config: Any
+    config: object
     measure: Measuring
     sharded: bool
     allow_empty: bool

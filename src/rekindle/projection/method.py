@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -28,7 +28,7 @@ class Method(Protocol):
     def __call__(
         self,
         model: nn.Module,
-        optimizer: Any = None,
+        optimizer: object = None,
         *,
         batches: Iterable[Batch] | None = None,
         loss: Loss | None = None,

@@ -234,10 +234,10 @@ def _plan(
     split_heads: bool = False,
     conv: Conv = "taps",
     min_norm: float = MIN_NORM,
-    config: Any = None,
+    config: object = None,
     reference: nn.Module | Mapping[str, Tensor] | None = None,
     layouts: Mapping[str, Recipe] | None = None,
-    example: Any = None,
+    example: object = None,
     measure: Measuring = "cheap",
     sharded: bool = True,
     allow_empty: bool = False,
@@ -336,13 +336,13 @@ def _local_looks(
     return {key: (norm, *seen[1:]) for norm, (key, seen) in zip(fetched, found.items(), strict=True)}
 
 
-def _facts(model: Any, example: Any) -> Facts:
+def _facts(model: object, example: object) -> Facts:
     if not isinstance(model, nn.Module):
         raise ValueError("example= goes with a model: a state dict cannot be run. Save the plan of the live model")
     return example if isinstance(example, Facts) else facts_of(record(model, example))
 
 
-def _find(model: Any, config: Any, options: dict[str, Any], sharded: bool) -> list[Found]:
+def _find(model: object, config: object, options: dict[str, Any], sharded: bool) -> list[Found]:
     if isinstance(model, nn.Module):
         if config is not None:
             raise ValueError("config= goes with a state dict; a live model shows its own layouts")

@@ -236,7 +236,7 @@ def _most(values: Iterable[float | None]) -> float | None:
     return max(known, key=lambda value: math.inf if math.isnan(value) else value) if known else None
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -161,7 +161,7 @@ class FIREReinitializer:
     def __init__(self, config: FIREConfig | None = None) -> None:
         self.config = config or FIREConfig()
 
-    def reinitialize(self, weight: Tensor, *, optimizer: Any = None) -> ReinitStats:
+    def reinitialize(self, weight: Tensor, *, optimizer: object = None) -> ReinitStats:
         """Replace `weight` by its scaled nearest isometry, in place; with `optimizer`, start its state afresh too.
 
         A weight whose norm is below `min_weight_norm` is not touched, and the stats say so.

@@ -20,7 +20,7 @@ from rekindle.optimizers import unwrap
 Restore = Callable[[], None]
 
 
-def snapshot(models: Iterable[nn.Module], optimizer: Any = None, *others: Any) -> Restore:
+def snapshot(models: Iterable[nn.Module], optimizer: object = None, *others: object) -> Restore:
     """Copy models, optimizers and what a method has gathered (`others`); the result puts it all back, in place.
 
     >>> layer = nn.Linear(2, 2)
@@ -37,7 +37,7 @@ def snapshot(models: Iterable[nn.Module], optimizer: Any = None, *others: Any) -
     return _all_of(parts)
 
 
-def snapshot_of(tensors: Iterable[Tensor], optimizer: Any = None) -> Restore:
+def snapshot_of(tensors: Iterable[Tensor], optimizer: object = None) -> Restore:
     """Copy these tensors alone, with their gradients and their slots in the optimizers.
 
     >>> weight = nn.Parameter(torch.ones(2))
@@ -71,7 +71,7 @@ class _Copies:
     def __init__(self) -> None:
         self._seen: dict[int, Any] = {}
 
-    def of(self, value: Any) -> Callable[[], Any]:
+    def of(self, value: object) -> Callable[[], Any]:
         if id(value) in self._seen or (not isinstance(value, _MUTABLE) and not _ours(value)):
             return lambda: value
         self._seen[id(value)] = value  # held, so that no other object gets this id
@@ -88,7 +88,7 @@ class _Copies:
             return _all_of([self.module(module) for module in value.modules()])
         attributes = self._mapping(vars(value))
 
-        def ours() -> Any:
+        def ours() -> object:
             attributes()
             return value
 
@@ -200,7 +200,7 @@ class _Copies:
 _MUTABLE = (Tensor, torch.Generator, dict, list, deque, nn.Module)
 
 
-def _ours(value: Any) -> bool:
+def _ours(value: object) -> bool:
     """Whether a method keeps something in this object; what others keep in theirs is not looked into."""
     return type(value).__module__.startswith("rekindle.") and hasattr(value, "__dict__")
 

@@ -270,7 +270,7 @@ def _is_a(f: Found, names: tuple[str, ...]) -> bool:
     return any(c.__name__ in names for c in f.classes) or f.module_type in names
 
 
-def _hint(term: Any, found: Sequence[Found]) -> str:
+def _hint(term: object, found: Sequence[Found]) -> str:
     weights = [f for f in found if f.blocks]
     roles = sorted({b.role for f in weights for b in f.blocks})
     text = f"Presets: {', '.join(PRESETS)}. Roles here: {', '.join(roles) or 'none'}."

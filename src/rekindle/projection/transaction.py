@@ -181,7 +181,7 @@ class Marks:
     `with marks:` what is put back (`isolation.Kept`) counts as not written.
     """
 
-    def __init__(self, models: Iterable[nn.Module], optimizer: Any = None) -> None:
+    def __init__(self, models: Iterable[nn.Module], optimizer: object = None) -> None:
         self._models, self._optimizers = tuple(models), unwrap(optimizer)
         modules = [module for model in self._models for module in model.modules()]
         tensors = [
@@ -301,6 +301,6 @@ def _by_name(slots: _Slots) -> dict[tuple[int, str], Any]:
     return held
 
 
-def _same(old: Any, new: Any) -> bool:
+def _same(old: object, new: object) -> bool:
     plain = (bool, int, float, str, tuple, type(None))
     return old is new or (isinstance(old, plain) and isinstance(new, plain) and old == new)

@@ -126,7 +126,7 @@ class Combining:
         result = [result] if isinstance(result, Tensor) else list(result)
         return [r if tuple(r.shape) == shape else None for r, shape in zip(result, shapes, strict=False)]
 
-    def _replayed(self, arg: Any) -> Any:
+    def _replayed(self, arg: object) -> object:
         if isinstance(arg, Ref):
             kept = self.graph.kept.get(arg.number)
             return NotImplemented if kept is None or kept.device.type != "cpu" else kept

@@ -65,7 +65,7 @@ class FirstPass:
             handle = module.register_forward_hook(lambda _, __, result: self._left(handle, graph.calls[calls], result))
         self._listen(graph)
 
-    def _left(self, handle: RemovableHandle | None, call: ModuleCall, result: Any) -> None:
+    def _left(self, handle: RemovableHandle | None, call: ModuleCall, result: object) -> None:
         assert handle is not None
         handle.remove()
         self._recorder.link(call, result)

@@ -9,7 +9,6 @@ with that as the reason.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -360,7 +359,7 @@ def _owners(layers: dict[str, Layer], graph: Graph) -> dict[str, str]:
     names = {id(parameter): name for name, parameter in graph.parameters.items()}
     found: dict[str, str] = {}
     for path, layer in layers.items():
-        weight: Any = layer.module._parameters.get("weight")
+        weight: object = layer.module._parameters.get("weight")
         if weight is not None and id(weight) in names:
             found.setdefault(names[id(weight)], path)
     return found

@@ -38,7 +38,7 @@ class RecordingError(ValueError):
 
 def record(
     model: nn.Module,
-    batch: Any,
+    batch: object,
     call_model: Callable[[nn.Module, Any], Any] | None = None,
     *,
     training: bool | Collection[nn.Module] = False,
@@ -88,7 +88,7 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-def to_device(batch: Any, device: torch.device | None) -> Any:
+def to_device(batch: object, device: torch.device | None) -> Any:
     """The batch for a model on the meta device; any other model gets what it was given."""
     if device is None or device.type != "meta":
         return batch
@@ -157,12 +157,12 @@ class Recorder(PassMode):
         self._stack.clear()
         super().__exit__(*error)
 
-    def leave(self, result: Any) -> None:
+    def leave(self, result: object) -> None:
         """Note what the caller of the pass gets."""
         for place, tensor in tensors_in(result):
             self.graph.returned[place] = self._number(tensor)
 
-    def link(self, call: ModuleCall, result: Any) -> None:
+    def link(self, call: ModuleCall, result: object) -> None:
         """What a module returned in another pass stands for what it returned in the recorded one."""
         for (_, tensor), number in zip(tensors_in(result, deep=3), call.outputs, strict=False):
             self._numbers[id(tensor)] = weakref.ref(tensor), number
@@ -173,7 +173,7 @@ class Recorder(PassMode):
         self.graph.calls.append(entered)
         self._stack.append(entered)
 
-    def _leave_module(self, module: nn.Module, args: Any, result: Any) -> None:
+    def _leave_module(self, module: nn.Module, args: object, result: object) -> None:
         while self._stack:  # a module that raised inside is left without having returned
             left = self._stack.pop()
             left.last = len(self.graph.operations)
@@ -187,7 +187,7 @@ class Recorder(PassMode):
         if result is not None:
             left.outputs = tuple(self._number(t) for _, t in tensors_in(result, deep=3))
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         kwargs = kwargs or {}
         if torch._C._current_graph_task_id() != -1:  # a backward pass is no part of the recording
             return func(*args, **kwargs)
@@ -213,7 +213,7 @@ class Recorder(PassMode):
                 self._write_through(args[0])
         return result
 
-    def _noted(self, arg: Any, inputs: list[int]) -> Any:
+    def _noted(self, arg: object, inputs: list[int]) -> object:
         if isinstance(arg, Tensor):
             number = self._number(arg)
             inputs.append(number)
@@ -285,7 +285,7 @@ def _has_memory(tensor: Tensor) -> bool:
     return type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
 
 
-def tensors_in(result: Any, place: str = "", deep: int = _DEEP) -> Iterator[tuple[str, Tensor]]:
+def tensors_in(result: object, place: str = "", deep: int = _DEEP) -> Iterator[tuple[str, Tensor]]:
     """The tensors inside a result of any kind, each with its place.
 
     >>> [place for place, _ in tensors_in({"logits": torch.zeros(1), "states": (torch.zeros(1),)})]

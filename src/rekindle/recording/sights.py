@@ -38,14 +38,14 @@ class Sightings(PassMode):
         self._operations = {sight.operation for sight in looks}
         self._stack: list[tuple[str | None, dict[str, int]]] = [("", {})]
 
-    def _enter_module(self, module: nn.Module, args: Any) -> None:
+    def _enter_module(self, module: nn.Module, args: object) -> None:
         self._stack.append((self._names.get(id(module)), {}))
 
-    def _leave_module(self, module: nn.Module, args: Any, result: Any) -> None:
+    def _leave_module(self, module: nn.Module, args: object, result: object) -> None:
         if len(self._stack) > 1:
             self._stack.pop()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
         if func._schema.is_mutable:
@@ -63,7 +63,7 @@ class Sightings(PassMode):
         return result
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def _tensors(value: object) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, list | tuple):

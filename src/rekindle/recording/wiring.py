@@ -358,7 +358,7 @@ def watch(model: nn.Module, group: Group, record: Callable[[Tensor], None]) -> t
     module = model.get_submodule(reading.module)
     if reading.side == "output":
 
-        def after(_: nn.Module, __: Any, output: Tensor) -> None:
+        def after(_: nn.Module, __: object, output: Tensor) -> None:
             record(reading.per_neuron(output.detach(), width))
 
         return module.register_forward_hook(after)

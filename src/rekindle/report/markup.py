@@ -37,7 +37,7 @@ def environment(*packages: str) -> Environment:
     return found
 
 
-def element(tag: str, *children: Any, **attributes: Any) -> Markup:
+def element(tag: str, *children: object, **attributes: object) -> Markup:
     """One element with its children; names and texts are escaped, `class_` is class, `_` in a name is `-`.
 
     >>> element("text", "a < b", x=1.25, class_="tick")
@@ -54,7 +54,7 @@ def element(tag: str, *children: Any, **attributes: Any) -> Markup:
     return made
 
 
-def joined(parts: Any) -> Markup:
+def joined(parts: object) -> Markup:
     """Several elements one after the other; a part that is plain text is escaped.
 
     >>> joined([element("i"), "<"])
@@ -75,9 +75,9 @@ def breakable(name: str) -> Markup:
     return found
 
 
-def _visible(value: Any) -> Any:
+def _visible(value: object) -> object:
     return printable(value) if type(value) is str else value
 
 
-def _rounded(value: Any) -> Any:
+def _rounded(value: object) -> Any:
     return f"{value:.1f}" if isinstance(value, float) else value

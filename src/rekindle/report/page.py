@@ -114,7 +114,7 @@ def document(
     data: Mapping[str, Any],
     style: str = "",
     packages: Sequence[str] = ("rekindle.report",),
-    **parts: Any,
+    **parts: object,
 ) -> str:
     """A page from a template that extends document.html, with the one script that may run and the data it reads."""
     markup = require("markupsafe", "cli", "a page").Markup

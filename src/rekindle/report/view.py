@@ -195,7 +195,7 @@ def columns(table: Sequence[BlockRow]) -> list[Column]:
     return [c for c in listed if any(present(c.value(row)) or (c.pair and present(c.pair(row))) for row in table)]
 
 
-def present(value: Any) -> bool:
+def present(value: object) -> bool:
     """Whether a number was measured.
 
     >>> present(0.0), present(None), present("∞")
