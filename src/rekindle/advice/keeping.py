@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from time import perf_counter
 from typing import Any
 
@@ -450,7 +451,7 @@ class _Running:
         self._process.join()
 
 
-def _answer_in_child(question: Inquiry, model: nn.Module, optimizer: object, seconds: float, pipe: Any) -> None:
+def _answer_in_child(question: Inquiry, model: nn.Module, optimizer: object, seconds: float, pipe: Connection) -> None:
     torch.set_num_threads(1)  # after a fork more threads would wait for ones that do not exist here
     try:
         pipe.send(question.ask(unwrapped(model), optimizer, seconds, perf_counter))

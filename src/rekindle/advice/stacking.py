@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_map
 from rekindle.advice.stacked_layers import StackedLayer, computing
 from rekindle.advice.stacked_layers import Unstackable as Unstackable
 from rekindle.engine.devices import callers_device
-from rekindle.isolation import Loss, explained
+from rekindle.isolation import Batch, Loss, explained
 
 _CLOSE = 1e-3  # relative; a wrong pass is off by the size of the logits
 
@@ -46,7 +46,7 @@ class WithLoss(nn.Module):
         super().__init__()
         self.model, self._loss = model, loss
 
-    def forward(self, batch: Any) -> Tensor:
+    def forward(self, batch: Batch) -> Tensor:
         """The loss of the model on a batch."""
         with explained(self.model, batch), callers_device():
             return self._loss(self.model, batch)

@@ -16,7 +16,7 @@ from rekindle.cli.terminal import heed, progress, refuse_existing, reported, sho
 from rekindle.report.words import printable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from torch import nn
 
@@ -279,7 +279,7 @@ def _give(asked: Asked, command: str, found: Any, json: bool, html: Path | None,
         typer.echo("\n".join(map(printable, text.splitlines())))  # otherwise unchanged: the call must stay Python
 
 
-def _asked(what: str, boundary: int | None, seed: int, changed: object) -> Asked:
+def _asked(what: str, boundary: int | None, seed: int, changed: Sequence[str]) -> Asked:
     if what.endswith(".py"):
         if boundary is not None or changed:
             raise ValueError("--boundary and --set are for settings of the laboratory, not for files")
@@ -352,7 +352,7 @@ def _from_agent(path: Path, defined: Any) -> Asked:
     )
 
 
-def _from_laboratory(name: str, index: int | None, seed: int, changed: Any) -> Asked:
+def _from_laboratory(name: str, index: int | None, seed: int, changed: Sequence[str]) -> Asked:
     from rekindle.lab.boundaries import quiet, reach
     from rekindle.lab.catalog import altered
     from rekindle.lab.settings import setting

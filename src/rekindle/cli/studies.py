@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +32,7 @@ def loaded(
     tune: bool | None,
     folder: Path | None,
     replay: float | None,
-    changed: Any,
+    changed: Sequence[str],
 ) -> Study:
     """The study that the arguments of `run` mean."""
     from rekindle.lab.study import UNNAMED, Study

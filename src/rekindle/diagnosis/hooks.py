@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -138,7 +138,7 @@ class Watch(TorchFunctionMode):
             self._opaque.append(own)
             self.ran.add(name)
 
-        def leave(module: nn.Module, args: Any, output: object) -> None:
+        def leave(module: nn.Module, args: Sequence[Any], output: object) -> None:
             self._stack.pop()
             self._opaque.pop()
             if own and isinstance(output, Tensor) and not self.paused:
@@ -168,7 +168,11 @@ class Watch(TorchFunctionMode):
     _unit_dim: int | None
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> object:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
@@ -211,7 +215,7 @@ class Watch(TorchFunctionMode):
         self._pending.append(_Pending(out, event, {name for name, _ in self._stack[-2:]}))
         self.on_activation(event)
 
-    def _note(self, name: str, args: Any, kwargs: dict[str, Any], out: object) -> None:
+    def _note(self, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: object) -> None:
         """What a function that is no activation means for the ones that follow."""
         if name in ("mul", "multiply", "square", "pow"):
             self._combined(name, args, out)
@@ -231,7 +235,7 @@ class Watch(TorchFunctionMode):
                 site = (where or "attention") + (f"#{count}" if count > 1 else "")
                 self.on_attention(Attended(site, weights))
 
-    def _combined(self, name: str, args: Any, out: object) -> None:
+    def _combined(self, name: str, args: Sequence[Any], out: object) -> None:
         if not isinstance(out, Tensor) or (name in ("pow", "mul", "multiply") and len(args) < 2):
             return
         if name == "pow" and args[1] != 2:
@@ -264,7 +268,7 @@ class _Pending:
     frames: set[str]
 
 
-def _kind(name: str, args: Any, kwargs: dict[str, Any]) -> str | None:
+def _kind(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> str | None:
     if name in ACTIVATIONS:
         return name
     # clamp at zero is how some networks write ReLU.
@@ -276,7 +280,7 @@ def _kind(name: str, args: Any, kwargs: dict[str, Any]) -> str | None:
     return None
 
 
-def _bounds(kind: str, args: Any, kwargs: dict[str, Any]) -> tuple[float | None, float | None] | None:
+def _bounds(kind: str, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[float | None, float | None] | None:
     if kind == "hardtanh":
         low = args[1] if len(args) > 1 else kwargs.get("min_val", -1.0)
         high = args[2] if len(args) > 2 else kwargs.get("max_val", 1.0)
@@ -284,7 +288,7 @@ def _bounds(kind: str, args: Any, kwargs: dict[str, Any]) -> tuple[float | None,
     return BOUNDS.get(kind)
 
 
-def _has_parameter(args: Any) -> bool:
+def _has_parameter(args: Sequence[Any]) -> bool:
     return any(isinstance(each, nn.Parameter) for each in args)
 
 
@@ -341,7 +345,7 @@ def entropy_share(weights: Tensor, rows: Tensor | None = None) -> Tensor:
     return torch.where(count > 0, torch.where(chosen, share, 0).sum((0, 2)) / count, math.nan)
 
 
-def weights_of(name: str, args: Any, kwargs: dict[str, Any], out: object) -> Callable[[], Tensor] | None:
+def weights_of(name: str, args: Sequence[Any], kwargs: dict[str, Any], out: object) -> Callable[[], Tensor] | None:
     """A function that computes the attention weights of a call, or None if it was no attention.
 
     >>> weights_of("relu", (), {}, None) is None
@@ -386,7 +390,7 @@ def _fused(
     return weights if weights.dim() == 4 else weights.reshape(-1, *([1] * (4 - weights.dim())), *weights.shape[1:])
 
 
-def _multi_head(args: Any, kwargs: dict[str, Any]) -> Tensor:
+def _multi_head(args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
     """The same call again, with the weights returned."""
     with torch.no_grad():
         again = {**kwargs, "need_weights": True, "average_attn_weights": False}

@@ -144,11 +144,13 @@ def _derivative(w: Tensor, q: Tensor, direction: Tensor) -> Tensor:
     sums = s[..., :, None] + s[..., None, :]
     of_sums, of_values = torch.where(sums > 0, 1 / sums, 0), torch.where(zero, 0, 1 / s)[..., None]
 
-    def turned(skew: Tensor) -> Any:
-        return u @ ((u.mT @ skew @ u) * of_sums) @ u.mT
+    def turned(skew: Tensor) -> Tensor:
+        result: Tensor = u @ ((u.mT @ skew @ u) * of_sums) @ u.mT
+        return result
 
-    def divided(rows: Tensor) -> Any:
-        return u @ (of_values * (u.mT @ rows))
+    def divided(rows: Tensor) -> Tensor:
+        result: Tensor = u @ (of_values * (u.mT @ rows))
+        return result
 
     a = direction @ q.mT
     skew, outside = a - a.mT, direction - a @ q

@@ -250,7 +250,7 @@ class Application:
         """Apply the method to the model; a trainer's callback adds what else follows."""
         return self.what.event()
 
-    def before_step(self, optimizer: object) -> None:
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Between backward pass and optimizer step, for trainers that run closures."""
         if self.clock is not None:
             self.clock.before_step(optimizer)

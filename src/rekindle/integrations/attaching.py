@@ -21,7 +21,7 @@ import difflib
 import inspect
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -152,7 +152,7 @@ class Attachment(Application):
             if hasattr(optimizer, "register_step_pre_hook"):
                 self._next_closure.append(optimizer.register_step_pre_hook(self._before_closure))
 
-    def _before_closure(self, optimizer: object, args: Any, kwargs: Any) -> None:
+    def _before_closure(self, optimizer: object, args: Sequence[Any], kwargs: Any) -> None:
         """A closure runs its forward pass inside of the step, where it is too late to reset the optimizer."""
         if any(callable(value) for value in (*args[1:], *kwargs.values())):
             self.start()

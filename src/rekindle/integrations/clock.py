@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from rekindle.optimizers import unwrap
@@ -75,7 +76,7 @@ class Clock:
         """Whether the optimizers have hooks, so that steps are counted at all."""
         return bool(self._handles)
 
-    def before_step(self, optimizer: object) -> None:
+    def before_step(self, optimizer: Optimizer) -> None:
         """The backward pass is done and this optimizer is about to step."""
         if self._stepped and id(optimizer) == self._clock:
             self.close()  # it is updated again: the step before is over, whoever was not updated in it
@@ -116,7 +117,7 @@ class Clock:
         """Go on from there."""
         self.count, self._left = state["count"], state["left"]
 
-    def _listen(self, optimizer: Any, counting: bool) -> None:
+    def _listen(self, optimizer: Optimizer, counting: bool) -> None:
         """Register only the hooks that are needed: they cost time at every step."""
         counts = id(optimizer) == self._clock
         if not self._acting:
@@ -162,14 +163,14 @@ class Clock:
         if len(self._stepped) == len(self.optimizers):
             self.close()
 
-    def _slow(self, optimizer: Any) -> None:
+    def _slow(self, optimizer: Optimizer) -> None:
         """Lower the learning rate for this step, if it is one of those after a remedy."""
         self._restore(optimizer)
         if self._left:
             factor = (self._length - self._left + 1) / (self._length + 1)
             self._rates[id(optimizer)] = [_scaled(group, factor) for group in optimizer.param_groups]
 
-    def _restore(self, optimizer: Any) -> None:
+    def _restore(self, optimizer: Optimizer) -> None:
         """The learning rate as it was; also after an interrupted step, whose second hook was not called."""
         for group, rate in zip(optimizer.param_groups, self._rates.pop(id(optimizer), ()), strict=False):
             if isinstance(group["lr"], Tensor):

@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from rekindle.methods.regularizers import Regularizer
 
 
-def add_term(method: Any, model: nn.Module, optimizer: Any, scale: float = 1.0) -> None:
+def add_term(method: Any, model: nn.Module, optimizer: Optimizer, scale: float = 1.0) -> None:
     """Add the gradient of a method's loss term to what an optimizer holds.
 
     Once per step, whatever accumulation and loss scaling do to the loss.
@@ -48,7 +49,7 @@ def add_term(method: Any, model: nn.Module, optimizer: Any, scale: float = 1.0) 
 
 
 @contextmanager
-def only_of(optimizer: Any, model: nn.Module) -> Iterator[None]:
+def only_of(optimizer: Optimizer, model: nn.Module) -> Iterator[None]:
     """The gradients of this optimizer's parameters alone; those of others are back afterwards."""
     own = {id(p) for group in optimizer.param_groups for p in group["params"]}
     others = [p for p in model.parameters() if id(p) not in own]

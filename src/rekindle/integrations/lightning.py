@@ -11,6 +11,7 @@ import warnings
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 
 from rekindle.extras import require
 from rekindle.integrations import arguments
@@ -55,7 +56,7 @@ class RekindleCallback(Application, _Callback):  # type: ignore[misc]
             self.clock.close()
         self.begin(self.clock.count if self._counts else trainer.global_step, trainer.current_epoch)
 
-    def on_before_optimizer_step(self, trainer: object, pl_module: object, optimizer: object) -> None:
+    def on_before_optimizer_step(self, trainer: object, pl_module: object, optimizer: Optimizer) -> None:
         """Gradients are there and unscaled, and not clipped yet."""
         self.before_step(optimizer)
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from rekindle.isolation import Loss, random_states_kept
 from rekindle.lab.arms import ARMS, Arm
 from rekindle.lab.evaluation import loss_of
 from rekindle.lab.settings import Run, Setting, read_source
-from rekindle.lab.sources import Examples, Source, Text, derive, generator
+from rekindle.lab.sources import Examples, Source, Stream, Text, derive, generator
 from rekindle.lab.train import Learner, make_optimizers, rate
 
 _MOST = 256  # batches of the next task
@@ -121,7 +122,7 @@ class Boundary:
         return [each for batches in draws for each in islice(batches, _OLD)]
 
     @cached_property
-    def _stream(self) -> Any:
+    def _stream(self) -> Stream:
         return self.setting.make_stream(self.seed)
 
     @cached_property
@@ -274,7 +275,7 @@ def _example_keys(source: Source) -> list[bytes]:
     return [hashlib.blake2b(x.tobytes() + y.tobytes(), digest_size=16).digest() for x, y in rows]
 
 
-def _sb3() -> Any:
+def _sb3() -> ModuleType:
     from rekindle.integrations import sb3
 
     return sb3

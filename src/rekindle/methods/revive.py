@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -100,7 +100,7 @@ class Revive(Remedy):
                 if self._passes % _EVERY == 0:
                     self._seen.append(Recorded(args, kwargs, None if module is model else module))
 
-        def leave(module: nn.Module, args: Any, output: Any) -> None:
+        def leave(module: nn.Module, args: Sequence[Any], output: Any) -> None:
             inside.pop()
 
         def hooks() -> Iterator[Any]:

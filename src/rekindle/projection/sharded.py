@@ -299,17 +299,17 @@ def _merged(records: Sequence[BlockRecord]) -> BlockRecord:
     def values(name: str) -> list[Any]:
         return [getattr(one, name) for one in records if getattr(one, name) is not None]
 
-    def added(name: str) -> Any:
+    def added(name: str) -> float | None:
         return math.fsum(values(name)) if values(name) else None
 
     def largest(name: str) -> Any:
         return max(values(name), default=None)
 
-    def mean(name: str) -> Any:
+    def mean(name: str) -> float | None:
         known = [(getattr(one, name), one.count) for one in records if getattr(one, name) is not None]
         return math.fsum(v * n for v, n in known) / sum(n for _, n in known) if known else None
 
-    def root(name: str) -> Any:
+    def root(name: str) -> float | None:
         return math.sqrt(math.fsum(v * v for v in values(name))) if values(name) else None
 
     sfe, norm = added("sfe"), root("norm_before")

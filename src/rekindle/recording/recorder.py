@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import is_dataclass
 from typing import Any, Self
@@ -119,10 +119,10 @@ class PassMode(TorchDispatchMode):
             for handle in self._handles:
                 handle.remove()
 
-    def _enter_module(self, module: nn.Module, args: Any) -> None:
+    def _enter_module(self, module: nn.Module, args: Sequence[Any]) -> None:
         raise NotImplementedError
 
-    def _leave_module(self, module: nn.Module, args: Any, result: Any) -> None:
+    def _leave_module(self, module: nn.Module, args: Sequence[Any], result: Any) -> None:
         raise NotImplementedError
 
 
@@ -167,7 +167,7 @@ class Recorder(PassMode):
         for (_, tensor), number in zip(tensors_in(result, deep=3), call.outputs, strict=False):
             self._numbers[id(tensor)] = weakref.ref(tensor), number
 
-    def _enter_module(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+    def _enter_module(self, module: nn.Module, args: Sequence[Any]) -> None:
         given = tuple(self._number(t) for _, t in tensors_in(args, deep=3))
         entered = ModuleCall(module, len(self._stack), len(self.graph.operations), given)
         self.graph.calls.append(entered)
@@ -187,7 +187,7 @@ class Recorder(PassMode):
         if result is not None:
             left.outputs = tuple(self._number(t) for _, t in tensors_in(result, deep=3))
 
-    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
+    def __torch_dispatch__(self, func: Any, types: object, args: Sequence[Any] = (), kwargs: Any = None) -> object:
         kwargs = kwargs or {}
         if torch._C._current_graph_task_id() != -1:  # a backward pass is no part of the recording
             return func(*args, **kwargs)

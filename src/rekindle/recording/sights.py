@@ -13,7 +13,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -45,7 +45,7 @@ class Sightings(PassMode):
         if len(self._stack) > 1:
             self._stack.pop()
 
-    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
+    def __torch_dispatch__(self, func: Any, types: object, args: Sequence[Any] = (), kwargs: Any = None) -> object:
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
         if func._schema.is_mutable:

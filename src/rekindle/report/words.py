@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import unicodedata
-from typing import Any
 
 _MEASURES = """
 dfi_per_dimension   | DfI per dimension        | deviation from isometry at the paper's scale √(out/in)
@@ -86,7 +85,7 @@ def _escape(character: str) -> str:
     return character.encode("unicode_escape").decode()
 
 
-def number(value: Any, kind: str = "") -> str:
+def number(value: float | str | None, kind: str = "") -> str:
     r"""A number as text: three digits, powers of ten where it is far from 1, empty for none.
 
     >>> number(0.123456), number(2.5e-7), number(None), number(0.25, "share"), number(1234567)

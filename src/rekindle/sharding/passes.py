@@ -11,7 +11,7 @@ Messages are seen by a dispatch mode, which lets DTensors turn into the messages
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -102,7 +102,7 @@ class _Messages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.before = before
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> object:
         if any(kind.__name__ == "DTensor" for each in types for kind in each.__mro__):
             return NotImplemented  # it comes back as operations on shards, and messages

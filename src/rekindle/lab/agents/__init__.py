@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from itertools import pairwise
+from types import ModuleType
 from typing import Any, TypedDict, TypeVar, Unpack
 
 from rekindle.lab.sources import derive
@@ -207,7 +208,7 @@ def stream(name: str, seed: int, **options: object) -> AgentStream:
         raise ValueError(f"stream {name!r} does not take {shown}: {error}") from error
 
 
-def _environments() -> Any:
+def _environments() -> ModuleType:
     return import_module("rekindle.lab.agents.building")
 
 
