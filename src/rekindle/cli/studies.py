@@ -37,7 +37,7 @@ def loaded(
     """The study that the arguments of `run` mean."""
     from rekindle.lab.study import UNNAMED, Study
 
-    what: Any = names[0] if len(names) == 1 else names
+    what: str | list[str] = names[0] if len(names) == 1 else names
     study = Study.load(what, _listed(methods), _seeds(seeds), tune=tune, folder=folder)
     changes = list(changed) + ([] if replay is None else [f"replay={replay}"])
     if changes:

@@ -44,7 +44,7 @@ from rekindle.methods.remedy import moments
 from rekindle.projection.method import Method
 
 _callbacks: Any = require("stable_baselines3.common.callbacks", "rl", "advise_agent")
-_monitor: Any = require("stable_baselines3.common.monitor", "rl", "advise_agent")
+_monitor = require("stable_baselines3.common.monitor", "rl", "advise_agent")
 
 _NEVER = 2**62
 _OVERFLOWS = 1e18  # the square of a larger number is not finite in float32

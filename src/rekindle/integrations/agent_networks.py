@@ -23,7 +23,7 @@ from rekindle.projection.receipt import Receipt
 from rekindle.projection.snapshots import snapshot_of
 from rekindle.projection.transaction import Transaction
 
-_off_policy: Any = require("stable_baselines3.common.off_policy_algorithm", "rl", "RekindleCallback")
+_off_policy = require("stable_baselines3.common.off_policy_algorithm", "rl", "RekindleCallback")
 
 # The attribute of a policy that is trained → its target network's.
 _TARGETS = {

@@ -59,7 +59,7 @@ __all__ = [
 ]
 
 _callbacks: Any = require("stable_baselines3.common.callbacks", "rl", "RekindleCallback for stable-baselines3")
-_off_policy: Any = require("stable_baselines3.common.off_policy_algorithm", "rl", "RekindleCallback")
+_off_policy = require("stable_baselines3.common.off_policy_algorithm", "rl", "RekindleCallback")
 
 _KEPT = "rekindle_state"  # an attribute of the agent, which SB3 saves with it
 _NEVER = 2**62

@@ -22,7 +22,7 @@ from rekindle.extras import require
 from rekindle.integrations.application import Application
 from rekindle.sharding.replicas import everyone
 
-_callbacks: Any = require("transformers.trainer_callback", "transformers", "RekindleCallback for transformers")
+_callbacks = require("transformers.trainer_callback", "transformers", "RekindleCallback for transformers")
 _LARGEST = 1 << 18  # bytes of state that are kept in trainer_state.json; more goes to a file of its own
 _FILE = "rekindle-{name}.pt"
 _PER_LAYER = {"weights", "units", "attention", "gradients", "steps"}  # kinds of numbers in Health.flat

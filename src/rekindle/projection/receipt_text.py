@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Any
 
 from rekindle import tables
-
-if TYPE_CHECKING:
-    from rekindle.projection.receipt import BlockRecord, Receipt
 
 _HEADINGS = [
     *("parameter", "role", "matrices", "scale", "DfI", "→", "SFE/‖W‖²", "‖W‖", "→"),
@@ -26,7 +23,7 @@ _FACTS = (
 )
 
 
-def table(receipt: Receipt, width: int | None, rows: int, worded: Callable[[str], str]) -> str:
+def table(receipt: Any, width: int | None, rows: int, worded: Callable[[str], str]) -> str:
     """What `Receipt.table` returns."""
     width = width or tables.terminal_width(100)
     first, *more = map(worded, _sentences(receipt))
@@ -39,7 +36,7 @@ def table(receipt: Receipt, width: int | None, rows: int, worded: Callable[[str]
     return "\n".join(lines)
 
 
-def _sentences(receipt: Receipt) -> list[str]:
+def _sentences(receipt: Any) -> list[str]:
     totals = receipt.totals()
     parameters, matrices = totals["parameters"], totals["matrices"]
     cost = f"{receipt.seconds:.3g} s" + (f", peak memory +{receipt.memory / 1e6:.0f} MB" if receipt.memory else "")
@@ -75,7 +72,7 @@ def _sentences(receipt: Receipt) -> list[str]:
     return said + [f"note: {note}" for note in receipt.notes]
 
 
-def _cells(record: BlockRecord) -> list[str]:
+def _cells(record: Any) -> list[str]:
     name = record.name + (f"[{record.part}]" if record.part else "")
     shape = f"{record.count}×{record.out}×{record.in_}" if record.out else str(record.count)
     numbers = (

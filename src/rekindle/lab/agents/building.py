@@ -29,7 +29,7 @@ from rekindle.lab.sources import derive
 from rekindle.lab.train import Refused, optimizer_of
 
 gymnasium: Any = require("gymnasium", "rl", "an environment for agents")
-_sb3: Any = require("stable_baselines3", "rl", "an agent in the laboratory")
+_sb3 = require("stable_baselines3", "rl", "an agent in the laboratory")
 _extractors: Any = require("stable_baselines3.common.torch_layers", "rl", "an agent in the laboratory")
 
 CHANNELS = 10

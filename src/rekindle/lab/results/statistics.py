@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -109,9 +110,10 @@ def holm(p_values: Mapping[str, float | None]) -> dict[str, float | None]:
     return out
 
 
-def scipy_stats() -> Any:
+def scipy_stats() -> ModuleType:
     """`scipy.stats`, or an error that says how to install it."""
-    return require("scipy.stats", "lab", "an interval")
+    stats: ModuleType = require("scipy.stats", "lab", "an interval")
+    return stats
 
 
 def _too_few(values: Sequence[float]) -> Interval | None:
