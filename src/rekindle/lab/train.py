@@ -358,16 +358,14 @@ def make_optimizers(model: nn.Module, setting: Setting, arm: Arm) -> list[Optimi
     """New optimizers for everything in the model that is trained."""
     kind, options = optimizer_of(setting, arm)
     factor = 1.0 if arm.lr is None else arm.lr
+    lr = factor * options.pop("lr", 1e-2 if kind == "muon" else setting.lr)
     trained = [p for p in model.parameters() if p.requires_grad]
-    if kind in _ADAMS:
-        options = {"fused": True, "lr": setting.lr, **options}
-        made: list[Optimizer] = [_ADAMS[kind](trained, **{**options, "lr": factor * options["lr"]})]
+    if kind == "muon":
+        made = muon(model, **{**options, "lr": lr, "adam_lr": factor * options.get("adam_lr", setting.lr)})
     elif kind == "sgd":
-        options = {"lr": setting.lr, **options}
-        made = [torch.optim.SGD(trained, **{**options, "lr": factor * options["lr"]})]
+        made = [torch.optim.SGD(trained, lr, **options)]
     else:
-        options = {"lr": 1e-2, "adam_lr": setting.lr, **options}
-        made = muon(model, **{**options, "lr": factor * options["lr"], "adam_lr": factor * options["adam_lr"]})
+        made = [_ADAMS[kind](trained, lr, **{"fused": True, **options})]
     for group in (group for optimizer in made for group in optimizer.param_groups):
         group |= {"initial_lr": group["lr"], "raised": arm.raised}
     return made
