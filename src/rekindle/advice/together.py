@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from rekindle.advice.stacked_layers import Unstackable
 from rekindle.advice.stacking import Stack, architecture, signature
@@ -15,7 +16,7 @@ _LARGEST = 1_000_000  # parameters of a network: larger ones keep a CPU busy alo
 _LARGE = 200_000  # parameters of a network that fills a CPU with the candidates of one seed
 
 
-def kind_of(trial: object) -> object:
+def kind_of(trial: Any) -> Any:
     """What trials must have in common to learn as one; None for one that learns alone."""
     if not isinstance(trial, Trial) or trial.trace.error is not None or trial.trace.steps < ALONE:
         return None

@@ -61,7 +61,7 @@ class Asked:
     loss: Any = None
     optimizer: object = None
     old_batches: object = ()
-    held_out: object = ()
+    held_out: Any = ()
     fresh: Any = None
     candidates: object = None
     copy: object = None

@@ -58,7 +58,7 @@ class Boundary:
         return found
 
     @cached_property
-    def optimizer(self) -> Any:
+    def optimizer(self) -> object:
         """What the next task is trained with."""
         if self.setting.agents or not self.setting.new_optimizer:
             return self.learner.optimizers
@@ -181,7 +181,12 @@ class Boundary:
     def advise(self, **options: object) -> Advice:
         """What `rekindle.advise` says here; trials train as the next task will. `options` are its own."""
         if not self.setting.agents:
-            about = {"loss": self.loss, "optimizer": self.optimizer, "steps": self.steps, "held_out": self.held_out}
+            about: dict[str, Any] = {
+                "loss": self.loss,
+                "optimizer": self.optimizer,
+                "steps": self.steps,
+                "held_out": self.held_out,
+            }
             about |= {"judge": self.judge, "schedule": self.schedule, "clip": self.setting.clip}
             return advise(self.model, self.batches, **{**about, **options})
         from rekindle.integrations.agent_advice import advise_agent
@@ -191,7 +196,7 @@ class Boundary:
         made |= {"steps": self.steps}
         return advise_agent(self.learner.agent, lambda: stream.environment(self.index), **{**made, **options})
 
-    def _agent(self) -> Any:
+    def _agent(self) -> object:
         """A copy of the agent."""
         learner = self._learner(_NOTHING)
         learner.restore(copy.deepcopy(self.learner.state()))

@@ -27,7 +27,7 @@ def named(name: str) -> Method:
     """
     known: dict[str, Any] = dict(_SPECIAL)
     for public in methods.__all__:
-        method: Any = getattr(methods, public)
+        method = getattr(methods, public)
         if isinstance(method, type) and isinstance(getattr(method, "name", None), str):
             known[str(getattr(method, "name", ""))] = method
     kind, _, factor = name.partition(":")

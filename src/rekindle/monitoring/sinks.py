@@ -128,7 +128,7 @@ class MlflowSink(_Closing):
         except ImportError as error:
             raise ImportError(f"MlflowSink needs mlflow: {self.needs}") from error
         self._metric = Metric
-        self.client: Any = MlflowClient(tracking_uri)
+        self.client = MlflowClient(tracking_uri)
         self._own = run_id is None
         if run_id is None:
             known = self.client.get_experiment_by_name(experiment)

@@ -210,7 +210,7 @@ class AgentLearner:
             "failed": failed,
         }
 
-    def _callback(self, index: int, steps: int) -> Any:
+    def _callback(self, index: int, steps: int) -> sb3.RekindleCallback | None:
         """What acts while the agent learns; None where nothing does."""
         if not self._acts_inside or (self.setting.spare_first and index == 0):
             return None
