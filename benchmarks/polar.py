@@ -5,9 +5,10 @@
 
 `lean` is a rival for batches of one shape: ten cubic steps on the whole batch, in place; both get one tensor there
 (`as a list` is the same matrices one by one, which costs Python for each). `recipe@10` is the paper's loop, plainly:
-one matrix after the other (each tap of a convolution is a matrix), ten cubic steps. A ratio above 1 means that rekindle
-is faster. DfI/k is the worst of the set; `floor` is the time as a multiple of one product n×n·n×m per matrix; memory is
-anonymous memory beyond the result, each measured in a process of its own.
+one matrix after the other (each tap of a convolution is a matrix), ten cubic steps. `linalg.polar` is torch's own,
+which is an SVD on a CPU, on the whole batch; where this torch has none, that SVD and the product. A ratio above 1 means
+that rekindle is faster. DfI/k is the worst of the set; `floor` is the time as a multiple of one product n×n·n×m per
+matrix; memory is anonymous memory beyond the result, each measured in a process of its own.
 """
 
 from __future__ import annotations
@@ -67,16 +68,21 @@ BATCHES = {
 SETS: dict[str, tuple[Callable[[], Matrices], dict[str, float]]] = {
     "resnet18": (resnet18, {"recipe@10": 2.5}),
     "gpt2-small": (gpt2, {"recipe@10": 4.5}),
-    "1024² gaussian": (some("gaussian", 1, 1024, 1024), {"recipe@10": 2.7, "svd": 2.3}),
-    "1024² trained": (some("trained", 1, 1024, 1024), {"recipe@10": 2.7, "svd": 2.3}),
-    "768×3072 gaussian": (some("gaussian", 1, 768, 3072), {"recipe@10": 6, "svd": 5}),
-    "768×3072 trained": (some("trained", 1, 768, 3072), {"recipe@10": 6, "svd": 5}),
-    "512² gaussian": (some("gaussian", 9, 512, 512), {"lean": 1.0}),
+    "1024² gaussian": (some("gaussian", 1, 1024, 1024), {"recipe@10": 2.7, "linalg.polar": 2.3}),
+    "1024² trained": (some("trained", 1, 1024, 1024), {"recipe@10": 2.7, "linalg.polar": 2.3}),
+    "768×3072 gaussian": (some("gaussian", 1, 768, 3072), {"recipe@10": 6, "linalg.polar": 5}),
+    "768×3072 trained": (some("trained", 1, 768, 3072), {"recipe@10": 6, "linalg.polar": 5}),
+    "512² gaussian": (some("gaussian", 9, 512, 512), {"lean": 1.0, "linalg.polar": 2.0}),
     **{
-        f"{count} × {n}² batch": (some("kaiming", count, n, n), {"recipe@10": 1.0, "lean": 1.0})
+        f"{count} × {n}² batch": (
+            some("kaiming", count, n, n),
+            {"recipe@10": 1.0, "lean": 1.0} | ({"linalg.polar": 2.0} if n >= 64 else {}),
+        )
         for n, counts in BATCHES.items()
         for count in counts
     },
+    # One call for one matrix: below 256² the calls of torch take longer than the products (docs/engine.md).
+    **{f"single {n}²": (some("gaussian", 1, n, n), {"linalg.polar": 2.0}) for n in (64, 128, 256, 512)},
 }
 FAST = {"512² gaussian": 5.0, "1024² gaussian": 5.0, "1024² trained": 5.0}
 LARGE = ("resnet18", "gpt2-small")  # too many for the slow ones
@@ -160,9 +166,15 @@ def _wide_side(w: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
     return run(w) if w.shape[0] <= w.shape[1] else run(w.T).T
 
 
-def svd(w: Tensor) -> Tensor:
-    u, _, vh = torch.linalg.svd(w, full_matrices=False)
-    return u @ vh
+def linalg_polar(w: Tensor) -> Tensor:
+    """The factor of (…, out, in); torch's own wants the tall side first."""
+    tall = w if w.shape[-2] >= w.shape[-1] else w.mT
+    if hasattr(torch.linalg, "polar"):
+        q: Tensor = torch.linalg.polar(tall)[0]
+    else:
+        u, _, vh = torch.linalg.svd(tall, full_matrices=False)
+        q = u @ vh
+    return q if tall is w else q.mT
 
 
 def scipy_polar(w: Tensor) -> Tensor:
@@ -174,7 +186,6 @@ def scipy_polar(w: Tensor) -> Tensor:
 RIVALS: dict[str, Callable[[Tensor], Tensor]] = {
     "recipe@10": recipe,
     "cubic to 1e-6": lambda w: recipe(w, None),
-    "svd": svd,
     "scipy.polar": scipy_polar,
     "muon (float32)": muon,
     "polar express 8": polar_express(8),
@@ -211,6 +222,8 @@ def runners(matrices: Matrices, large: bool) -> dict[str, Callable[[], list[Tens
         "auto, certified": lambda: list(polar(given, certificate=True)[0]),
         "fast": lambda: list(polar(given, solver="fast")),
     }
+    if not large:
+        run["linalg.polar"] = lambda: list(linalg_polar(given)) if batched else list(map(linalg_polar, matrices))
     if batched:
         run["auto, as a list"] = lambda: polar(matrices)
         run["lean"] = lambda: list(lean(given))

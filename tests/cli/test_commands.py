@@ -10,12 +10,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+from typer.testing import CliRunner
 
 import rekindle
 from command_line import checkpoint, one_line, run, weights
 from rekindle.blocks.layouts import matrices
-from rekindle.cli import weights as stored
-from rekindle.cli.weights import POINTS
+from rekindle.checkpoint import comparison as stored
+from rekindle.checkpoint.inspection import POINTS
+from rekindle.cli.app import app
 from rekindle.projection.planning import plan as make_plan
 
 __all__ = ["checkpoint"]  # a fixture
@@ -29,7 +31,7 @@ COMMANDS = ("inspect", "plan", "fire", "compare", "probe", "advise", "rank", "po
 def test_help_teaches() -> None:
     text = run("--help").stdout
     assert all(name in text for name in COMMANDS)
-    assert "rekindle fire ./my-model -o ./rekindled" in text
+    assert "rekindle fire ./my-model -o ./my-model-fire" in text
     assert "Exit codes" in text
 
 
@@ -337,3 +339,18 @@ def test_force_never_replaces_the_input(checkpoint: Path, tmp_path: Path) -> Non
     page = folder / "report.html"
     page.write_text("old", "utf-8")
     assert run("inspect", folder, "--html", page, "--force").exit_code == 0
+
+
+def test_fire_asks_where_the_weights_do_not_call_for_it(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "model-fire.safetensors"
+    refused = run("fire", checkpoint, "-o", out, asked=True)
+    assert refused.exit_code == 2 and "--yes does it all the same" in " ".join(refused.stderr.split())
+    assert "verdict of the weights: unknown" in refused.stderr
+    monkeypatch.setattr("rekindle.cli.fire.on_terminal", lambda: True)
+    for answer, code in (("n", 1), ("", 1), ("y", 0)):
+        assert not out.exists()
+        done = CliRunner().invoke(app, ["fire", str(checkpoint), "-o", str(out)], input=f"{answer}\n")
+        assert done.exit_code == code, done.output
+    assert out.exists()

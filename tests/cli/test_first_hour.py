@@ -288,9 +288,9 @@ def test_the_next_command_follows_from_what_was_found(own: Path, monkeypatch: py
     told = ("--model", "mine.py:build", "--data", "mine.py:batches")
     line = next(each for each in run("inspect", "net.pt", *told).stdout.splitlines() if each.startswith("next: "))
     words = line.removeprefix("next: rekindle ").split()
-    assert words == ["fire", "net.pt", *told[:2], "-o", "net-rekindled.pt", "--biases", "zero"]
+    assert words == ["fire", "net.pt", *told[:2], "-o", "net-fire.pt", "--biases", "zero"]
     assert "2 biases zeroed" in run(*words).stdout
-    assert "next: nothing to do" in run("inspect", "net-rekindled.pt", *told).stdout
+    assert "next: nothing to do" in run("inspect", "net-fire.pt", *told).stdout
     state = torch.load("net.pt", weights_only=True)
     state["0.weight"][0, 0] = float("nan")
     torch.save(state, "broken.pt")

@@ -118,9 +118,9 @@ def commands(folder: Path) -> None:
         done = path.with_name(f"done{path.suffix}")
         assert command("inspect", path, "--html", folder / f"{path.suffix[1:]}.html") == 0
         assert command("plan", path, "-o", folder / f"{path.suffix[1:]}.json") == 0
-        assert command("fire", path, "-o", done, "--html", folder / f"fired-{path.suffix[1:]}.html") == 0
+        assert command("fire", path, "-o", done, "--yes", "--html", folder / f"fired-{path.suffix[1:]}.html") == 0
         assert command("compare", path, done, "--html", folder / f"compared-{path.suffix[1:]}.html") == 0
-        assert command("fire", done, "--in-place") == 0
+        assert command("fire", done, "--in-place", "--yes") == 0
         assert command("inspect", folder / "no such file") == 2
     assert command("doctor") == 0
 

@@ -18,7 +18,10 @@ from typer.testing import CliRunner, Result
 from rekindle.cli.app import app
 
 
-def run(*arguments: object, **environment: str) -> Result:
+def run(*arguments: object, asked: bool = False, **environment: str) -> Result:
+    """A command in this process; `fire` does not ask, unless the test is about that."""
+    if arguments[:1] == ("fire",) and not asked:
+        arguments = (*arguments, "--yes")
     return CliRunner().invoke(app, [str(argument) for argument in arguments], env=environment, prog_name="rekindle")
 
 
@@ -50,7 +53,7 @@ def one_line(result: Result) -> str:
 
 
 def as_user(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, "-m", "rekindle", *map(str, arguments)]
+    line = [sys.executable, "-m", "rekindle", *map(str, arguments), *["--yes"][: arguments[:1] == ("fire",)]]
     known = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
     return subprocess.run(line, capture_output=True, text=True, env=known, timeout=120, check=False)
 

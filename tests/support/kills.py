@@ -57,7 +57,7 @@ def start(*arguments: object) -> int:
             null = os.open(os.devnull, os.O_RDWR)
             for stream in (0, 1, 2):
                 os.dup2(null, stream)
-            sys.argv = ["rekindle", *map(str, arguments)]
+            sys.argv = ["rekindle", *map(str, arguments), *["--yes"][: arguments[:1] == ("fire",)]]
             from rekindle.checkpoint import firing
             from rekindle.cli import main
 

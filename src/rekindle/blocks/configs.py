@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from rekindle.extras import install
+from rekindle.spelling import advice
 
 # Far more than any published model has (the largest has a few thousand), and built in seconds.
 MOST_MODULES = 20_000
@@ -62,7 +63,8 @@ def meta_model(config: Any, tensors: int = 0) -> nn.Module:
             fields = data_only(config)
             kind = fields.pop("model_type", None)
             if kind is None:
-                raise ConfigError("the config has no model_type; pass the model on the meta device as config= instead")
+                how = advice("meta model", "pass the model on the meta device as config= instead")
+                raise ConfigError(f"the config has no model_type; {how}")
             if kind not in transformers.CONFIG_MAPPING:
                 raise ConfigError(f"transformers has no model_type {kind!r:.100}")
             config = transformers.AutoConfig.for_model(kind, **fields)

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from rekindle.blocks.entries import Found
+from rekindle.spelling import argument
 
 
 def named_heads(found: list[Found], heads: Iterable[str] | str) -> set[str]:
@@ -15,7 +16,7 @@ def named_heads(found: list[Found], heads: Iterable[str] | str) -> set[str]:
     for glob in globs:
         if not any(_named(f, glob) for f in found if f.blocks):
             names = ", ".join(f.name for f in found if f.blocks)
-            raise ValueError(f"heads={glob!r} names no weight with matrices; there are: {names}")
+            raise ValueError(f"{argument('heads', glob)} names no weight with matrices; there are: {names}")
     return {f.name for f in found if any(_named(f, glob) for glob in globs)}
 
 

@@ -25,17 +25,21 @@ from rekindle.blocks.heads import mark_heads, named_heads
 from rekindle.blocks.layouts import Block, convolution, matrices
 from rekindle.blocks.names import state_cleaner, unusable
 from rekindle.blocks.outputs import ANYWHERE, USUALLY
+from rekindle.spelling import advice, argument
 
-_UNSURE = "a state dict alone does not show {}; pass config= or a plan saved from the live model"
+_LAYOUT = ("layout", "pass config= or a plan saved from the live model")
 _ASSUMED = (
-    "read with groups=1, but a state dict alone does not show the groups of a convolution; "
-    "ask for it by its name, or pass config= or a plan saved from the live model"
+    "read with groups=1, but a state dict alone does not show the groups of a convolution; ask for it by its name, or "
 )
 # Of three dimensions, (experts, out, in) is as likely as a kernel where the last one is long.
 _LONGEST_KERNEL = 32
 _EMBEDDING = re.compile(r"(^|[._])(wte|wpe|shared|embed\w*|\w*embeddings?|\w*embed)$", re.IGNORECASE)
 _HEADS = {"lm_head", "head", "classifier", "fc", "score", "embed_out", "qa_outputs"}
 _LINEAR_ONLY = {"query", "key", "value", "attention-output", "mlp-in", "mlp-gate", "mlp-out"}
+
+
+def _unsure(what: str) -> str:
+    return f"a state dict alone does not show {what}; {advice(*_LAYOUT)}"
 
 
 def find_in_state(
@@ -171,7 +175,9 @@ def _bare_heads(found: list[Found], heads: Any) -> list[Found]:
     onwards = {f.name: _reads_on(f, weights) for f in plain}
     unsure = unread | {name for name, read in onwards.items() if not (read or (read is None and ends))}
     return mark_heads(
-        found, unsure, "possibly the output head: nothing in the file surely reads it (heads= tells otherwise)"
+        found,
+        unsure,
+        f"possibly the output head: nothing in the file surely reads it ({argument('heads')} tells otherwise)",
     )
 
 
@@ -299,30 +305,30 @@ def _unclear(key: str, leaf: str, does: str, tensor: Tensor, tensors: Mapping[st
     if not tensor.numel():
         return "empty"
     if local != "weight":
-        return _UNSURE.format(f"what {local} is")
+        return _unsure(f"what {local} is")
     if tensor.dim() > 2:
         return _unclear_kernel(module, tensor, tensors)
     out, in_ = tensor.shape
     if FUSED.search(leaf) or (leaf in ("in_proj", "x_proj") and out != in_):
-        return _UNSURE.format(f"how {leaf} is fused")
+        return _unsure(f"how {leaf} is fused")
     if ("lora_a" in key.lower()) or ("lora_b" in key.lower()):
         return "adapter (A or B alone is not the layer's matrix)"
     bias = tensors.get(f"{module}.bias" if module else "bias")
     told = out == in_ or (bias is not None and tuple(bias.shape) in ((out,), (in_,)))
     if told or does in _LINEAR_ONLY or _EMBEDDING.search(module):
         return None
-    return _UNSURE.format("which side of this weight is the output")
+    return _unsure("which side of this weight is the output")
 
 
 def _unclear_kernel(module: str, tensor: Tensor, tensors: Mapping[str, Tensor]) -> str | None:
     long = tensor.dim() == 3 and tensor.shape[-1] > _LONGEST_KERNEL
     if tensor.dim() > 5 or long or "expert" in module.lower():
-        return _UNSURE.format("what this tensor is")
+        return _unsure("what this tensor is")
     if tensor.shape[1] == 1:  # depthwise, or a single input channel
-        return _UNSURE.format("the groups of a convolution")
+        return _unsure("the groups of a convolution")
     bias = tensors.get(f"{module}.bias" if module else "bias")
     fits = bias is None or tuple(bias.shape) in ((tensor.shape[0],), (tensor.shape[1],))
-    return None if fits else _UNSURE.format("the groups of a convolution")
+    return None if fits else _unsure("the groups of a convolution")
 
 
 # Operations that put whole matrices side by side: each tensor on disk is one of the matrices in memory.

@@ -20,6 +20,7 @@ from rekindle.checkpoint.byte_files import ByteFile, Window, copy_file
 from rekindle.checkpoint.dcp_metadata import Chunk, Range, Stored, read_table
 from rekindle.checkpoint.parts import CheckpointError, NeedsCodeError, TensorMeta
 from rekindle.checkpoint.trees import TorchTree
+from rekindle.spelling import argument
 
 _CONTAINERS = ("model", "state_dict", "model_state_dict", "module", "net", "app")
 
@@ -106,7 +107,7 @@ class DcpPart:
     def stage(self, target: Path, changed: frozenset[str], dtype: torch.dtype | None) -> None:
         """Copy the files of the checkpoint to a folder."""
         if dtype is not None:
-            raise CheckpointError(f"{self.path}: a DCP folder keeps its dtypes: leave dtype= out")
+            raise CheckpointError(f"{self.path}: a DCP folder keeps its dtypes: leave {argument('dtype')} out")
         for key, stored in self._tensors.items():  # whatever is not written must be readable too
             for chunk in stored.chunks:
                 self._open_chunk(key, chunk, stored.dtype)
@@ -181,7 +182,9 @@ class DcpStates:
 
     def restructure(self, key: object, slots: Mapping[str, Any]) -> None:
         """Refused: a folder keeps its structure."""
-        raise CheckpointError(f"{self.label}: this optimizer's state cannot be reset in place: optimizer_state='none'")
+        raise CheckpointError(
+            f"{self.label}: this optimizer's state cannot be reset: {argument('optimizer_state', 'none')}"
+        )
 
     def write(self, key: object, slots: Mapping[str, Any]) -> None:
         """Put the tensors back."""

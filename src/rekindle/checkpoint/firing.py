@@ -19,6 +19,7 @@ from torch import Tensor
 from rekindle.blocks.finding import Block
 from rekindle.checkpoint import training_state
 from rekindle.checkpoint.assembling import OutputFiles, check_target
+from rekindle.checkpoint.hub import place_on_hub
 from rekindle.checkpoint.journal import Journal, check_unchanged, identify, states_below
 from rekindle.checkpoint.opening import Checkpoint, match_plan, open_checkpoint, place_of
 from rekindle.checkpoint.parts import CheckpointError, clearly, stored_as
@@ -31,6 +32,7 @@ from rekindle.projection.entries import PlanEntry
 from rekindle.projection.execution import check_finite, execute, too_small
 from rekindle.projection.planning import Plan
 from rekindle.projection.receipt import Meter, Receipt
+from rekindle.spelling import argument
 
 Progress = Callable[[int, int, str], None]
 Biases = dict[str, tuple[str, Any]]
@@ -110,7 +112,9 @@ def fire_file(
                 f"strength={strength} is outside (0, 1]: 1 is the isometry, smaller keeps a share of W"
             )
         if biases not in ("keep", "zero"):
-            raise CheckpointError(f"biases={biases!r} is neither 'keep' nor 'zero'")
+            raise CheckpointError(f"{argument('biases', biases)} is neither 'keep' nor 'zero'")
+        if place_on_hub(source) is not None:
+            raise CheckpointError(f"{place_on_hub(source)}: download it first (`hf download`), and give its folder")
         solve([], **job.solving)  # raises on options that do not go together
         if target is None and not in_place:
             raise CheckpointError("no output: give one, or say in_place")
@@ -353,7 +357,7 @@ def _check_range(source: Checkpoint, dtype: torch.dtype | None) -> None:
                 lost.append(name)
     if lost:
         raise CheckpointError(
-            f"{source.path}: dtype={_name(dtype)!r} cannot hold {', '.join(map(repr, lost[:5]))}"
+            f"{source.path}: {argument('dtype', _name(dtype))} cannot hold {', '.join(map(repr, lost[:5]))}"
             f"{f' and {len(lost) - 5} more' if len(lost) > 5 else ''}: their numbers are too large and would become "
             "infinite; choose bfloat16 or float32"
         )
@@ -384,7 +388,7 @@ def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
         dtype = getattr(torch, names.get(dtype, dtype), dtype)
     if dtype is None or dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         return dtype
-    raise CheckpointError(f"dtype={dtype!r} is not one of float16, bfloat16, float32, float64")
+    raise CheckpointError(f"{argument('dtype', dtype)} is not one of float16, bfloat16, float32, float64")
 
 
 def _name(dtype: torch.dtype | None) -> str | None:

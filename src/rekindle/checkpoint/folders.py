@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -170,7 +170,21 @@ def _walk(folder: Path) -> Iterator[Path]:
 
 
 def _shards(folder: Path, index: Path) -> Weights:
-    weight_map = read_json(index).get("weight_map")
+    table = read_json(index)
+    files = tuple(folder / shard for shard in shards_of(index, table))
+    missing = next((path for path in files if not path.is_file()), None)
+    if missing is not None:
+        raise CheckpointError(f"{index}: the shard {missing.name} is missing")
+    return Weights(files, index, table["weight_map"])
+
+
+def shards_of(index: Path | str, table: Mapping[str, Any]) -> list[str]:
+    """The files that an index names: plain names, and at least one.
+
+    >>> shards_of("index", {"weight_map": {"a": "2.safetensors", "b": "1.safetensors"}})
+    ['1.safetensors', '2.safetensors']
+    """
+    weight_map = table.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index}: has no weight_map")
     for name, shard in weight_map.items():
@@ -179,8 +193,4 @@ def _shards(folder: Path, index: Path) -> Weights:
             raise CheckpointError(
                 f"{index}: {name[:200]!r} is said to be in {shard!r:.200}, which is not a plain file name"
             )
-    files = tuple(folder / shard for shard in sorted(set(weight_map.values())))
-    missing = next((path for path in files if not path.is_file()), None)
-    if missing is not None:
-        raise CheckpointError(f"{index}: the shard {missing.name} is missing")
-    return Weights(files, index, weight_map)
+    return sorted(set(weight_map.values()))

@@ -22,6 +22,7 @@ from rekindle.checkpoint.folders import (
     find_weights,
     read_json,
 )
+from rekindle.checkpoint.hub import HubFile, HubFolder, HubPlace, place_on_hub
 from rekindle.checkpoint.parts import CheckpointError, FilePart, TensorMeta, clearly
 from rekindle.checkpoint.safetensors_files import SafetensorsPart
 from rekindle.projection.entries import PlanEntry
@@ -131,6 +132,15 @@ class Checkpoint:
         """Every file that holds tensors."""
         return tuple(file for part in self.parts for file in part.files())
 
+    @property
+    def size(self) -> int:
+        """Bytes of the files that hold tensors."""
+        sizes = (getattr(part, "size", None) for part in self.parts)
+        return sum(
+            sum(file.stat().st_size for file in part.files()) if size is None else size
+            for part, size in zip(self.parts, sizes, strict=True)
+        )
+
     def companions(self) -> Companions:
         """What else the folder holds."""
         if self.folder is None:
@@ -175,6 +185,7 @@ def place_of(path: str | Path) -> Path:
 def open_checkpoint(path: str | Path, *, writable: bool = False) -> Checkpoint:
     """Open safetensors (single, sharded, Hugging Face folder), torch (.pt, .pth, .bin, .ckpt) or DCP checkpoints.
 
+    `hf://owner/name` is one on the Hugging Face Hub, read by ranges of bytes without a download (extra `hub`).
     Everything about the file is checked before a tensor can be read; a broken or hostile one is a `CheckpointError`.
     Pickles are read with `weights_only=True` only.
 
@@ -186,6 +197,9 @@ def open_checkpoint(path: str | Path, *, writable: bool = False) -> Checkpoint:
     ...         checkpoint.format, checkpoint.names, checkpoint.read("a.weight").sum().item()
     ('torch', ('a.weight',), 6.0)
     """
+    place = place_on_hub(path)
+    if place is not None:
+        return _open_on_hub(place, writable)
     path = place_of(path)
     with clearly(path, "opening it"):
         if beside(path, "replaced").is_dir():
@@ -201,6 +215,17 @@ def open_checkpoint(path: str | Path, *, writable: bool = False) -> Checkpoint:
             raise CheckpointError(f"{path}: neither a file nor a folder")
         part = _open_file(path, writable)
         return Checkpoint(path, _kind(part), [part])
+
+
+def _open_on_hub(place: HubPlace, writable: bool) -> Checkpoint:
+    if writable:
+        raise CheckpointError(f"{place}: what is on the Hub is read only: download it, and give its folder")
+    folder = HubFolder(place)
+    with clearly(str(place), "opening it"):
+        parts: list[FilePart] = [SafetensorsPart(HubFile(folder, name)) for name in folder.weights()]
+        opened = Checkpoint(Path(str(place)), "safetensors", parts)
+        opened.config = folder.config()
+        return opened
 
 
 def _open_folder(folder: Path, writable: bool) -> Checkpoint:

@@ -168,9 +168,9 @@ class SafetensorsPart:
     reserves space in the header for the provenance, which is added at the end.
     """
 
-    def __init__(self, path: Path, *, writable: bool = False) -> None:
-        self.path = path
-        self._file = ByteFile(path, writable=writable)
+    def __init__(self, path: Path | ByteFile, *, writable: bool = False) -> None:
+        self._file = path if isinstance(path, ByteFile) else ByteFile(path, writable=writable)
+        self.path, self.size = self._file.path, self._file.size
         self.header = read_header(self._file)
         self.names = tuple(self.header.spans)
         self.metadata: Mapping[str, str] = self.header.metadata

@@ -24,6 +24,7 @@ from rekindle.checkpoint.parts import CheckpointError, FilePart, TensorMeta
 from rekindle.optimizers import StateReset
 from rekindle.optimizers import resetting as optimizers
 from rekindle.optimizers.live_slots import slots
+from rekindle.spelling import argument
 
 # What transformers' Trainer gives no weight decay, beside LayerNorm modules; and what older scripts do.
 _NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
@@ -135,7 +136,7 @@ def match(checkpoint: Holder, tables: Sequence[States]) -> tuple[list[dict[Any, 
 def check_policy(policy: str) -> None:
     """Refuse what `prepare` and `reset` do not know."""
     if policy not in ("fresh", "moments", "step", "none"):
-        raise CheckpointError(f"optimizer_state={policy!r} is not one of 'fresh', 'moments', 'step', 'none'")
+        raise CheckpointError(f"{argument('optimizer_state', policy)} is not one of 'fresh', 'moments', 'step', 'none'")
 
 
 def prepare(checkpoint: Holder, changed: frozenset[str], policy: str) -> StateReset | None:
@@ -145,7 +146,7 @@ def prepare(checkpoint: Holder, changed: frozenset[str], policy: str) -> StateRe
     the tree that the part will then save anew.
     """
     if checkpoint.unread_state is not None and policy != "none":
-        raise CheckpointError(f"{checkpoint.unread_state}; optimizer_state='none' leaves it as it is")
+        raise CheckpointError(f"{checkpoint.unread_state}; {argument('optimizer_state', 'none')} leaves it as it is")
     total: StateReset | None = None
     for table, names in _jobs(checkpoint, changed, policy):
         count = StateReset(policy, (_class(table).__name__,), parameters=len(names))
@@ -186,14 +187,14 @@ def _jobs(checkpoint: Holder, changed: frozenset[str], policy: str) -> Iterator[
     except CheckpointError as error:
         if policy == "none":  # master copies cannot be found either, and the user asked to keep all
             return
-        raise CheckpointError(f"{error}; optimizer_state='none' (--optimizer-state none) leaves it as it is") from error
+        raise CheckpointError(f"{error}; {argument('optimizer_state', 'none')} leaves it as it is") from error
     owners = {checkpoint.tied.get(name, name) for name in changed}
     held = {checkpoint.tied.get(name, name) for names in matched for name in names.values()}
     stray = sorted(owners - held)
     if stray and policy != "none":
         raise CheckpointError(
             f"{tables[0].label}: {stray[0]!r} changes but is in none of the optimizers of this file: exclude it if it "
-            "is frozen, or say optimizer_state='none'"
+            f"is frozen, or say {argument('optimizer_state', 'none')}"
         )
     for table, names in zip(tables, matched, strict=True):
         chosen = {k: name for k, name in names.items() if checkpoint.tied.get(name, name) in owners}

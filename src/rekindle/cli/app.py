@@ -28,9 +28,9 @@ A checkpoint goes in, a checkpoint comes out; no script is needed:
 
   [bold]rekindle plan[/] ./my-model [dim]· what would be done, and why not[/]
 
-  [bold]rekindle fire[/] ./my-model -o ./rekindled [dim]· project onto isometries, checked[/]
+  [bold]rekindle fire[/] ./my-model -o ./my-model-fire [dim]· project onto isometries, checked[/]
 
-  [bold]rekindle compare[/] ./my-model ./rekindled --html report.html [dim]· what changed[/]
+  [bold]rekindle compare[/] ./my-model ./my-model-fire --html report.html [dim]· what changed[/]
 
 With the live model and its data, plasticity is measured and remedies are tried on copies:
 

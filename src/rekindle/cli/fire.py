@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -14,13 +15,14 @@ from rekindle.cli import options
 from rekindle.cli.inspect import answers, examined, moved_by
 from rekindle.cli.page import made, write_page
 from rekindle.cli.terminal import (
+    FINDINGS,
     as_json,
-    as_options,
     note,
     progress,
     refuse_existing,
     reported,
     say,
+    share,
     show,
     show_json,
     width,
@@ -99,7 +101,7 @@ def plan(
     if json:
         show_json({**drawn.to_dict(), **({"costs": [asdict(cost) for cost in costs]} if costs else {})})
     else:
-        show("\n".join([drawn.table(width(), as_options), *map(str, costs)]))
+        show("\n".join([drawn.table(width()), *map(str, costs)]))
 
 
 def draw(checkpoint: Checkpoint, config: Any, asked: Mapping[str, Any], as_saved: bool = False) -> Plan:
@@ -172,6 +174,9 @@ def fire(
     ] = "fresh",
     in_place: Annotated[bool, typer.Option("--in-place", help="Replace the checkpoint itself.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Continue a large job that was interrupted.")] = False,
+    yes: Annotated[
+        bool, typer.Option("--yes", "-y", help="Do not ask, and do not measure the weights beforehand.")
+    ] = False,
     json: options.Json = False,
     html: options.Html = None,
     force: options.Force = False,
@@ -179,15 +184,16 @@ def fire(
     """Replace the weight matrices of a checkpoint by their nearest isometries, scaled.
 
     Everything is checked first, the input stays as it is, and the output appears under its name only when it is
-    whole. Look first with [bold]rekindle plan[/].
+    whole. Look first with [bold]rekindle plan[/]. Where the weights alone do not say that it is needed, the command
+    asks; scripts say [bold]--yes[/].
 
     [bold]Examples[/]
 
-      rekindle fire model.safetensors -o rekindled.safetensors
+      rekindle fire model.safetensors -o model-fire.safetensors
 
-      rekindle fire ./my-model -o ./rekindled --targets attention.qk --scale nearest --html report.html
+      rekindle fire ./my-model -o ./my-model-fire --targets attention.qk --scale nearest --html report.html
 
-      rekindle fire resnet.pth -o new.pth --plan plan.json
+      rekindle fire resnet.pth -o resnet-fire.pth --plan plan.json --yes
     """
     from rekindle.checkpoint import open_checkpoint
 
@@ -199,14 +205,16 @@ def fire(
     asked = options.planning(targets, include, exclude, heads, scale, conv, split_heads)
     planned, described_by = options.loaded_plan(plan), options.architecture(config, model)
     facts: dict[str, Any] = {}
+    if not yes:
+        ask_first(path, described_by, planned)
     answered = answers(path, model, data)  # before the first write: an in-place job leaves nothing to measure
     if html is not None:
         if planned is None:
             with open_checkpoint(path) as checkpoint:
                 planned = draw(checkpoint, described_by, asked)
             asked = {}
-        before, facts = examined(path, described_by, planned)
-        facts |= {"health": before.health.to_dict(), "plan": planned.to_dict()}
+        before = examined(path, described_by, planned)
+        facts |= {"source": before.source, "health": before.health.to_dict(), "plan": planned.to_dict()}
     how = {"strength": strength, "solver": solver, "tol": tol, "steps": steps, "dtype": dtype, "config": described_by}
     how |= {
         "biases": biases,
@@ -220,18 +228,39 @@ def fire(
         receipt = replace(receipt, outputs_moved=moved_by(answered, answers(target, model, data)))
     facts |= made("fire") | {"receipt": receipt.to_dict()}
     if html is not None:
-        after, written = examined(target, described_by, planned)
+        after = examined(target, described_by, planned)
         spectra = {name: {"before": curve} for name, curve in before.spectra.items()}
         for name, curve in after.spectra.items():
             spectra.setdefault(name, {})["after"] = curve
-        facts |= {"after": after.health.to_dict(), "spectra": spectra, "target": written["source"]}
+        facts |= {"after": after.health.to_dict(), "spectra": spectra, "target": after.source}
         write_page(html, facts, force)
     if json:
         show_json(facts)
     else:
-        show(receipt.table(width(), worded=as_options))
+        show(receipt.table(width()))
     say(f"written: {target}")
     note(MOVED + ("" if answered is not None else f"; {how_far(None)}"))
+
+
+def ask_first(path: Path, config: Any, plan: Plan | None) -> None:
+    """Say the verdict of the weights; where it is no reason to act, ask on a terminal, and refuse elsewhere."""
+    verdict = examined(path, config, plan, cheap=True).health.verdict
+    note(f"verdict of the weights: {verdict} ({verdict.rule})")
+    if verdict == "act":
+        return
+    if not on_terminal():
+        raise ValueError(
+            f"the weights do not say that {path.name} needs this (verdict: {verdict}), and FIRE changes what a network "
+            "computes: --yes does it all the same, rekindle inspect with --model and --data measures more"
+        )
+    if not typer.confirm("FIRE changes what the network computes; do it all the same?", default=False, err=True):
+        say("nothing was written")
+        raise typer.Exit(FINDINGS)
+
+
+def on_terminal() -> bool:
+    """Whether somebody can be asked."""
+    return sys.stdin.isatty() and sys.stderr.isatty()
 
 
 def _target(path: Path, output: Path | None, in_place: bool) -> Path:
@@ -267,13 +296,5 @@ def _check_extension(path: Path, output: Path) -> None:
 def _run(path: Path, target: Path | None, **asked: Any) -> Receipt:
     from rekindle.checkpoint import fire_file
 
-    with progress(f"firing {path.name}", 1.0) as advance:
-        seen = 0.0
-
-        def tell(done: float, total: float, *_: object) -> None:
-            nonlocal seen
-            now = done / total if total else 1.0
-            advance(now - seen)
-            seen = now
-
+    with share(f"firing {path.name}") as tell:
         return fire_file(path, target, progress=tell, **asked)

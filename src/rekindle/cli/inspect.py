@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,27 +11,26 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rekindle.cli import options
-from rekindle.cli.page import described, made, write_page
+from rekindle.cli.page import made, write_page
 from rekindle.cli.terminal import (
     FINDINGS,
-    as_options,
     note,
-    progress,
     refuse_existing,
     reported,
+    share,
     show,
     show_json,
     width,
 )
 from rekindle.report.view import MOVED, how_far
-from rekindle.report.words import plural
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from rekindle.checkpoint import Checkpoint
-    from rekindle.cli.weights import BlockChange, FileHealth, MoreSigns, StoredTensor
+    from rekindle.checkpoint import FileComparison, FileHealth
+    from rekindle.checkpoint.comparison import BlockChange
     from rekindle.diagnosis.examination import Health
+    from rekindle.measures.matrices import Mode
     from rekindle.projection.planning import Plan
 
 _HEADINGS = ("layer", "role", "shape", "drift", "SFE", "DfI/k A", "→ B", "eff. rank A", "→ B", "frame", "∠ out", "∠ in")
@@ -65,6 +64,9 @@ def inspect(
         typer.Option(help="An earlier checkpoint of the same model: raises the confidence.", show_default=False),
     ] = None,
     cheap: options.Cheap = False,
+    headers: Annotated[
+        bool, typer.Option("--headers", help="Names, shapes and layouts only: no weight is read, nothing is judged.")
+    ] = False,
     fail_on: options.FailOn = "never",
     json: options.Json = False,
     html: options.Html = None,
@@ -82,6 +84,8 @@ def inspect(
 
       rekindle inspect ./my-model --html report.html
 
+      rekindle inspect hf://owner/name --headers
+
       rekindle inspect model.pt --model my_model.py:build --data my_data.py:batches --loss cross_entropy
 
       rekindle inspect last.ckpt --reference first.ckpt --fail-on act
@@ -93,11 +97,15 @@ def inspect(
     if loss and not data:
         raise ValueError("--loss needs --data FILE.py:NAME: gradients need batches")
     described_by, planned = options.architecture(config, model), options.loaded_plan(plan)
-    found, facts = examined(path, described_by, planned, cheap=cheap)
+    if headers:
+        _list(path, described_by, planned, json)
+        return
+    found = examined(path, described_by, planned, cheap=cheap)
+    facts: dict[str, Any] = {"source": found.source}
     health = found.health if data is None else _at_work(path, str(model), data, loss, cheap)
     if reference is not None:
         if data is None:
-            earlier = examined(reference, described_by, planned, cheap=cheap)[0].health
+            earlier = examined(reference, described_by, planned, cheap=cheap).health
         else:
             earlier = _at_work(reference, str(model), data, loss, cheap)
         health = health.against(earlier)
@@ -112,45 +120,47 @@ def inspect(
     else:
         from rekindle.diagnosis.results import described as health_text
 
-        show(health_text(health, width(), following, as_options))
+        show(health_text(health, width(), following))
     _exit_on(fail_on, health)
 
 
-def examined(
-    path: Path, config: object, plan: Plan | None, *, cheap: bool = False, what: str = "measuring"
-) -> tuple[FileHealth, dict[str, Any]]:
-    """The health of one file with its progress on the terminal, and what the file is."""
+def examined(path: Path, config: Any, plan: Plan | None, *, cheap: bool = False) -> FileHealth:
+    """The health of one file, with its progress and remarks on the terminal."""
+    from rekindle.checkpoint import inspect_file
+
+    with share(f"measuring {path.name}") as tell:
+        found = inspect_file(path, config=config, plan=plan, mode="cheap" if cheap else "full", progress=tell)
+    for remark in found.remarks:
+        note(remark)
+    return found
+
+
+def _list(path: Path, config: Any, plan: Plan | None, json: bool) -> None:
+    """What the headers of a file say."""
     from rekindle.checkpoint import open_checkpoint
-    from rekindle.cli.weights import examine
+    from rekindle.checkpoint.inspection import described, layers_of
+    from rekindle.tables import table
 
     with open_checkpoint(path) as checkpoint:
-        layers = usable(checkpoint, config, plan)
-        with progress(f"{what} {path.name}", sum(layer.numbers for layer in layers)) as advance:
-            found = examine(checkpoint, layers, mode="cheap" if cheap else "full", advance=advance)
-        return found, {"source": described(checkpoint)}
-
-
-def usable(checkpoint: Checkpoint, config: object, plan: Plan | None) -> list[StoredTensor]:
-    """The tensors of a file; a file without any certain matrix is an error that says what to pass."""
-    from rekindle.cli.weights import layers_of
-
-    layers, remark = layers_of(checkpoint, config, plan)
+        layers, remark = layers_of(checkpoint, config, plan)
+        source = described(checkpoint)
+        dtypes = {layer.key: str(checkpoint.meta(layer.key).dtype).removeprefix("torch.") for layer in layers}
     if remark:
         note(remark)
-    if not any(layer.reason is None for layer in layers):
-        reasons = sorted({layer.reason for layer in layers if layer.reason and len(layer.shape) > 1})
-        why = f": {'; '.join(reasons[:3])}" if reasons else ""
-        raise ValueError(
-            f"{checkpoint.path} holds {len(layers)} tensors and no matrix that can be measured{why}. "
-            "--config, --model or --plan tell how tensors are used"
-        )
-    unsure = sum(layer.reason is not None and "state dict alone" in layer.reason for layer in layers)
-    assumed = sum(layer.assumed for layer in layers)
-    if assumed:
-        note(f"{plural(assumed, 'convolution')} read with groups=1: --model or --plan tell otherwise")
-    if unsure:
-        note(f"{plural(unsure, 'tensor')} skipped; --config, --model or --plan tell how they are used")
-    return layers
+    rows = []
+    for layer in layers:
+        blocks = ", ".join(f"{block.count} × {block.out}×{block.in_}" for block in layer.blocks)
+        role = ", ".join(dict.fromkeys(block.role for block in layer.blocks))
+        shape = "×".join(map(str, layer.shape))
+        rows.append([layer.name, shape, dtypes[layer.key], role, blocks if layer.reason is None else layer.reason])
+    headings = ("tensor", "shape", "dtype", "role", "matrices")
+    if json:
+        tensors = [dict(zip(headings, row, strict=True)) for row in rows]
+        show_json(made("inspect") | {"source": source, "headers": tensors})
+        return
+    lines = table(headings, rows, width(), left=range(len(headings)), drop=(3,))
+    numbers = f"{source['tensors']} tensors, {source['numbers']:,} numbers, {source['bytes']:,} bytes"
+    show("\n".join([*lines, "", numbers]))
 
 
 def _at_work(path: Path, model: str, data: str, loss: str | None, cheap: bool) -> Health:
@@ -203,7 +213,7 @@ def _next(path: Path, health: Health, model: str | None, data: str | None) -> st
     if "broken values" in signs:
         return "restore an earlier checkpoint"
     if signs == {"dormancy"}:  # a projection of weights alone leaves neurons dead that are dead by their bias
-        output = shlex.quote(str(path.with_name(f"{path.stem}-rekindled{path.suffix}")))
+        output = shlex.quote(str(path.with_name(f"{path.stem}-fire{path.suffix}")))
         return f"rekindle fire {file}{more} -o {output} --biases zero"
     if health.verdict in ("watch", "act"):
         return f"rekindle plan {file}{more}"
@@ -246,37 +256,26 @@ def compare(
 
       rekindle compare a.pt b.pt --model my_model.py:build --data my_data.py:batches
     """
-    from rekindle.checkpoint import open_checkpoint
-    from rekindle.cli.weights import changes, examine, more_signs
+    from rekindle.checkpoint import compare_files
 
     if html is not None:
         refuse_existing(html, force, first, second, plan, config)
     described_by, planned = options.architecture(config, model), options.loaded_plan(plan)
     answered = answers(first, model, data), answers(second, model, data)
-    healths, spectra = [], []
-    with open_checkpoint(first) as a, open_checkpoint(second) as b:
-        listed = [usable(checkpoint, described_by, planned) for checkpoint in (a, b)]
-        work = [sum(layer.numbers for layer in layers) for layers in listed]
-        with progress(f"comparing {first.name} and {second.name}", 2 * work[0] + work[1]) as advance:
-            for checkpoint, layers in zip((a, b), listed, strict=True):
-                found = examine(checkpoint, layers, mode="cheap" if cheap else "full", advance=advance)
-                healths.append(found.health)
-                spectra.append(found.spectra)
-            moved = changes(a, b, listed[0], angles=not cheap, advance=advance)
-        files = {"source": described(a), "target": described(b)}
-        different = differences(a.meta_tensors(), b.meta_tensors())
-    if not moved:
-        raise ValueError(f"{first} and {second} share no matrix of the same name and shape: not the same model")
-    signs = more_signs(*healths)
-    now = healths[1].against(healths[0])
-    facts = made("compare") | files
+    mode: Mode = "cheap" if cheap else "full"
+    with share(f"comparing {first.name} and {second.name}") as tell:
+        found = compare_files(first, second, config=described_by, plan=planned, mode=mode, progress=tell)
+    for remark in found.first.remarks:
+        note(remark)
+    spectra, now = (found.first.spectra, found.second.spectra), found.health
+    facts = made("compare") | {"source": found.first.source, "target": found.second.source}
     facts |= {
         "outputs_moved": moved_by(*answered),
-        "health": healths[0].to_dict(),
+        "health": found.first.health.to_dict(),
         "after": now.to_dict(),
-        "changes": [asdict(change) for change in moved],
-        "tired": asdict(signs),
-        "differences": different,
+        "changes": [asdict(change) for change in found.changes],
+        "tired": asdict(found.signs),
+        "differences": found.differences,
         "spectra": {
             name: {"before": spectra[0].get(name), "after": spectra[1].get(name)}
             for name in {**spectra[0], **spectra[1]}
@@ -287,7 +286,7 @@ def compare(
     if json:
         show_json(facts)
     else:
-        show(text(moved, healths, signs, different, now, width(), facts["outputs_moved"]))
+        show(text(found, width(), facts["outputs_moved"]))
     _exit_on(fail_on, now)
 
 
@@ -303,29 +302,12 @@ def moved_by(before: list[Tensor] | None, after: list[Tensor] | None) -> float |
     return relative_change(before, after)
 
 
-def differences(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> dict[str, list[str]]:
-    """Which tensors only one file has, and which differ in shape or dtype."""
-    both = [name for name in first if name in second]
-    return {
-        "only_A": [name for name in first if name not in second],
-        "only_B": [name for name in second if name not in first],
-        "shape": [name for name in both if first[name].shape != second[name].shape],
-        "dtype": [name for name in both if first[name].dtype != second[name].dtype],
-    }
-
-
-def text(
-    moved: Sequence[BlockChange],
-    healths: Sequence[Health],
-    signs: MoreSigns,
-    different: Mapping[str, list[str]],
-    now: Health,
-    columns: int,
-    outputs_moved: float | None = None,
-) -> str:
+def text(found: FileComparison, columns: int, outputs_moved: float | None = None) -> str:
     """The comparison for a terminal: a line per layer, then what follows from them."""
     from rekindle.tables import table, wrapped
 
+    moved, now, different = found.changes, found.health, found.differences
+    healths = (found.first.health, found.second.health)
     rows = [_cells(change, healths) for change in moved if not change.same]
     same = sum(change.same for change in moved)
     drop = (1, *range(len(_HEADINGS) - 1, 4, -1))
@@ -339,7 +321,7 @@ def text(
     words = {"only_A": "only in A", "only_B": "only in B", "shape": "other shape", "dtype": "other dtype"}
     said += [f"{words[kind]}: {len(names)} ({', '.join(names[:4])}…)" for kind, names in different.items() if names]
     said += [f"! {line}" for line in now.verdict.lines()]
-    said += [signs.text, f"verdict: {now.verdict} for B against A ({now.verdict.rule})"]
+    said += [found.signs.text, f"verdict: {now.verdict} for B against A ({now.verdict.rule})"]
     return "\n".join([*lines, "", *(part for sentence in said for part in wrapped(sentence, columns))])
 
 

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 import shlex
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 import rekindle
 from rekindle import files
 from rekindle.cli import options
-from rekindle.cli.terminal import page_as_options, refuse_existing, reported, say
-
-if TYPE_CHECKING:
-    from rekindle.checkpoint import Checkpoint
+from rekindle.cli.terminal import refuse_existing, reported, say
 
 
 def made(command: str) -> dict[str, Any]:
@@ -48,25 +44,11 @@ def made(command: str) -> dict[str, Any]:
     }
 
 
-def described(checkpoint: Checkpoint) -> dict[str, Any]:
-    """What was read."""
-    tensors, path = checkpoint.meta_tensors(), Path(checkpoint.path)
-    return {
-        "path": str(path),
-        "name": os.path.basename(os.path.abspath(path)),  # as the user gave it, a link included
-        "format": checkpoint.format,
-        "tensors": len(checkpoint.names),
-        "numbers": sum(tensor.numel() for tensor in tensors.values()),
-        "bytes": sum(file.stat().st_size for file in checkpoint.files()),
-        "dtypes": sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()}),
-    }
-
-
 def write_page(path: Path, data: Mapping[str, Any] | str, force: bool) -> None:
     """The page of a result, or one that is rendered, written whole or not at all."""
     from rekindle.report import render
 
-    text = data if isinstance(data, str) else page_as_options(render(data))
+    text = data if isinstance(data, str) else render(data)
     files.write(path, text, overwrite=force)
     say(f"page: {path} ({len(text.encode()) / 1e6:.2g} MB)")
 

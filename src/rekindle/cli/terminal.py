@@ -23,7 +23,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from rekindle import files
+from rekindle import files, spelling
 from rekindle.cli.interrupt import pressed
 from rekindle.report.words import printable
 
@@ -32,18 +32,14 @@ _COLORS = {"healthy": "green", "watch": "yellow", "act": "red", "unknown": "brig
 _PATIENCE = 2.0  # seconds without a progress bar
 _WIDE = 220  # columns where no terminal limits them: full layer names fit
 
-# The library's hints name arguments; here they are options.
-_AS_OPTIONS = {
-    "pass config= or a plan saved from the live model": "give --config, --model or --plan",
-    "pass reference= an earlier Health or a fresh model": "give --reference, an earlier checkpoint",
-    "pass the model on the meta device as config= instead": "give --model instead",
-    "include=… asks for them by name": "--include asks for them by name",
-    "FIRE with biases='zero'": "rekindle fire --biases zero",
+# What the library's messages call something else where a command runs.
+_ADVICE = {
+    "layout": "give --config, --model or --plan",
+    "layout tells": "--config, --model or --plan tells",
+    "earlier": "give --reference, an earlier checkpoint",
+    "meta model": "give --model instead",
+    "remedy for dormancy": "recycle the dormant neurons (ReDo, continual backprop), or rekindle fire --biases zero",
 }
-
-_OPTIONS = "targets|include|exclude|heads|scale|conv|split_heads|dtype|solver|biases|optimizer_state"
-_ARGUMENT = re.compile(rf"\b({_OPTIONS})='([^']*)'")
-_ARGUMENT_ALONE = re.compile(rf"\b({_OPTIONS}|config|plan)=(?=\s)")
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -57,7 +53,7 @@ def reported(command: Callable[P, R]) -> Callable[P, R]:
         _told.clear()
         try:
             # torch's warnings about an unusual pickle are hidden: the file is read, or refused with our own error.
-            with warnings.catch_warnings():
+            with warnings.catch_warnings(), spelling.options(_ADVICE):
                 warnings.filterwarnings("ignore", category=UserWarning, module="torch")
                 done = command(*args, **kwargs)
                 heed()
@@ -122,34 +118,7 @@ def _line(error: Exception) -> str:
     known = isinstance(error, ValueError | OSError | ImportError | TypeError) or type(error).__name__ == "MethodError"
     if not known:
         text = f"{type(error).__name__}: {text} (REKINDLE_TRACEBACK=1 shows where)"
-    return printable(as_options(text))
-
-
-def as_options(text: str) -> str:
-    """A sentence of the library with arguments replaced by options of the command line.
-
-    >>> as_options("include=… asks for them by name"), as_options("targets='mlp' matches nothing")
-    ('--include asks for them by name', '--targets mlp matches nothing')
-    >>> as_options("taken for the output head (heads= tells otherwise)")
-    'taken for the output head (--heads tells otherwise)'
-    """
-    for argument, option in _AS_OPTIONS.items():
-        text = text.replace(argument, option)
-    text = text.replace(", include=[], exclude=[]", "").replace(", exclude=[]", "")
-    text = _ARGUMENT.sub(lambda found: f"--{found[1].replace('_', '-')} {found[2]}", text)
-    return _ARGUMENT_ALONE.sub(lambda found: f"--{found[1].replace('_', '-')}", text)
-
-
-def page_as_options(page: str) -> str:
-    """The hints on a page that a command made, as options of the command line.
-
-    >>> page_as_options("<b>pass reference= an earlier Health or a fresh model</b>")
-    '<b>give --reference, an earlier checkpoint</b>'
-    """
-    for argument, option in (*_AS_OPTIONS.items(), ("(heads= tells", "(--heads tells")):
-        page = page.replace(argument, option)  # in its data
-        page = page.replace(argument.replace("'", "&#39;"), option.replace("'", "&#39;"))  # in its text
-    return page
+    return printable(text)
 
 
 def say(text: str, label: str = "", style: str = "") -> None:
@@ -172,7 +141,7 @@ def show(text: str) -> None:
     """A result as text on stdout; a line that holds a verdict is colored by it."""
     heed()
     console = _Pipe(soft_wrap=True, highlight=False)
-    for line in as_options(text).splitlines():
+    for line in text.splitlines():
         word = re.match(r"(?:! |.*?verdict: )?(healthy|watch|act|unknown)?", line)
         level = word[1] if word else None
         style = _COLORS[level] if level and "verdict" in line else "yellow" if line.startswith("! ") else None
@@ -242,6 +211,25 @@ def progress(what: str, total: float, quiet: bool = False) -> Iterator[Callable[
         yield advance
     finally:
         bar.stop()
+
+
+@contextmanager
+def share(what: str) -> Iterator[Callable[..., None]]:
+    """A bar for work that says how much is done, and of how much.
+
+    >>> with share("measuring") as tell:
+    ...     tell(5, 10)
+    """
+    with progress(what, 1.0) as advance:
+        seen = 0.0
+
+        def tell(done: float, total: float, *_: object) -> None:
+            nonlocal seen
+            now = done / total if total else 1.0
+            advance(now - seen)
+            seen = now
+
+        yield tell
 
 
 def refuse_existing(path: Path, force: bool, *inputs: Path | None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -18,6 +18,7 @@ from rekindle.diagnosis.verdict import LEVELS, Numbers, Thresholds, Verdict, jud
 from rekindle.extras import install
 from rekindle.measures.matrices import Mode
 from rekindle.report.showing import Page
+from rekindle.spelling import advice
 from rekindle.tables import number, share, table, terminal_width, wrapped
 
 if TYPE_CHECKING:
@@ -252,11 +253,11 @@ class Comparison:
         return compared(self, terminal_width(110, 10_000))
 
 
-def described(health: Health, width: int, following: str | None = None, worded: Callable[[str], str] = str) -> str:
-    """The whole of a Health as text; `following` is what to do next, `worded` rewrites hints for the command line."""
+def described(health: Health, width: int, following: str | None = None) -> str:
+    """The whole of a Health as text; `following` is what to do next."""
 
     def fitted(text: str) -> list[str]:
-        return _wrap(worded(text), width)
+        return _wrap(text, width)
 
     lines = [f"Health ({health.mode}, {health.seconds:.2g} s)"]
     rates = any("effective_lr" in numbers for numbers in health.weights.values())
@@ -282,7 +283,8 @@ def described(health: Health, width: int, following: str | None = None, worded: 
     if not verdict.sure and (verdict != "unknown" or health.weights):
         against = "fresh networks of this class" if health.fresh is not None else "fixed thresholds"
         lines += fitted(
-            f"low confidence: judged against {against} only; pass reference= an earlier Health or a fresh model"
+            f"low confidence: judged against {against} only; "
+            + advice("earlier", "pass reference= an earlier Health or a fresh model")
         )
     if verdict != "unknown" and "broken values" not in verdict.signs_to_act():
         lines += fitted(STANDING["health"])

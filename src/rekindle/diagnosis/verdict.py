@@ -21,6 +21,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from rekindle.spelling import advice
+
 Level = Literal["unknown", "healthy", "watch", "act"]
 LEVELS: tuple[Level, ...] = ("healthy", "watch", "act")  # in order; "unknown" is below all
 
@@ -190,6 +192,10 @@ REMEDIES = {
 }
 
 
+def _remedy(sign: str) -> str:
+    return advice(f"remedy for {sign}", REMEDIES[sign])
+
+
 def judge(
     now: Numbers,
     then: Numbers | None,
@@ -254,7 +260,7 @@ def judge(
 
 
 def _finding(layer: str, sign: str, level: Level, text: str, rule: str, *, absolute: bool = False) -> Finding:
-    return Finding(layer, sign, level, text, rule, REMEDIES[sign], absolute)
+    return Finding(layer, sign, level, text, rule, _remedy(sign), absolute)
 
 
 def _broken(now: Numbers) -> Iterator[Finding]:

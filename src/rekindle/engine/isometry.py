@@ -70,7 +70,7 @@ def polar(
     for i, x in enumerate(tensors):
         _check(x, "w" if isinstance(w, Tensor) else f"w[{i}]")
     found = operator(tensors, solver, tol, options.steps, complete, seed, certificate) if tensors else []
-    factors = [q.to(x.dtype) for x, q in zip(tensors, found, strict=False)]
+    factors = [q.to(x.dtype) for x, q in zip(tensors, found[: len(tensors)], strict=True)]
     if not certificate:
         return factors[0] if isinstance(w, Tensor) else factors
     measured = found[len(tensors) :]

@@ -20,6 +20,7 @@ from rekindle.engine.arithmetic import Solved, Start, norm2
 from rekindle.engine.bulk import MOST, by_bulk
 from rekindle.engine.devices import full_precision, has_float64, to_float64, to_host
 from rekindle.engine.tuning import tuning
+from rekindle.spelling import argument
 
 Solver = Literal["auto", "fast", "paper", "svd", "products", "halley", "gram"]
 CONVERGING = ("auto", "svd", "products", "halley", "gram")  # the solvers that promise the tolerance
@@ -39,12 +40,17 @@ WIDE = 1.5  # m/n from which on working on the n×n side pays
 class Certificate:
     """What is known of each polar factor, and of the matrix that it came from: tensors with one entry per matrix.
 
-    `residual` is DfI/k of the factor in the arithmetic that it was computed in, before any cast. `completed` counts the
-    directions in which the matrix was zero and that were filled from the seed (0 with `complete=False`, where
-    `residual` is taken over the other directions). `converged` says whether `residual` is within the tolerance.
-    `norm` ‖W‖_F, `gram_norm` ‖WWᵀ‖_F on the smaller side and `spectral_norm` (σ_max by a short power iteration, from
-    below: up to 15 % low where the spectrum is flat) describe W; `nuclear` is tr(QᵀW), which is ‖W‖_* for the polar
-    factor and less for any other isometry; `factor_norm` is ‖Q‖_F.
+    Attributes:
+        residual: DfI/k of the factor in the arithmetic that it was computed in, before any cast; with `complete=False`
+            over the directions that the matrix has.
+        steps: how many steps the solver took.
+        completed: directions in which the matrix was zero and that were filled from the seed; 0 with `complete=False`.
+        converged: whether `residual` is within the tolerance.
+        norm: ‖W‖_F.
+        gram_norm: ‖WWᵀ‖_F on the smaller side.
+        spectral_norm: σ_max by a short power iteration, from below: up to 15% low where the spectrum is flat.
+        nuclear: tr(QᵀW), which is ‖W‖_* for the polar factor and less for any other isometry.
+        factor_norm: ‖Q‖_F.
     """
 
     residual: Tensor
@@ -359,7 +365,7 @@ def checked_options(
 ) -> Options:
     """The keywords of `polar`, or an error that says what is wrong with one."""
     if solver not in get_args(Solver):
-        raise ValueError(f"solver={solver!r} is not one of {', '.join(map(repr, get_args(Solver)))}")
+        raise ValueError(f"{argument('solver', solver)} is not one of {', '.join(map(repr, get_args(Solver)))}")
     if not 0 <= tol < 1:
         raise ValueError(f"tol={tol!r} must be at least 0 and below 1 (it bounds DfI/k; 0 asks for the rounding floor)")
     if steps is not None and solver != "paper":

@@ -34,6 +34,7 @@ class Tuning:
 DEFAULT = Tuning(8, 112, 64, "the row of AMD with AVX2")
 TABLE: dict[tuple[str, str], Tuning] = {
     ("AuthenticAMD", "AVX2"): Tuning(8, 112, 64, "measured on EPYC (family 25, model 17), under load"),
+    ("AuthenticAMD", "AVX512"): Tuning(8, 80, 64, "measured on EPYC (family 26, model 2), under load"),
     # Derived, not measured: a product costs a quarter, Cholesky 2.0 products at 64² and 3.3 at 128². Ten cubic steps
     # are 20 products there; the Halley route was measured at 1/.91 of that at 64² and 1/1.19 at 128², and polynomials
     # take 22 at any size, so that the two meet just above 64.

@@ -26,6 +26,7 @@ from rekindle.optimizers.slots import (
     Slot,
     register,
 )
+from rekindle.spelling import argument
 
 __all__ = ["Policy", "StateReset", "check", "register", "reset", "unwrap"]
 
@@ -105,7 +106,9 @@ def check(optimizers: object, parameters: Mapping[str, Parameter], policy: str =
     ValueError: 'stray' changes but is in none of the given optimizers (Adam)...
     """
     if policy not in get_args(Policy):
-        raise ValueError(f"optimizer_state={policy!r} is not one of {', '.join(map(repr, get_args(Policy)))}")
+        raise ValueError(
+            f"{argument('optimizer_state', policy)} is not one of {', '.join(map(repr, get_args(Policy)))}"
+        )
     opened = unwrap(optimizers)
     members = {id(p) for optimizer in opened for group in optimizer.param_groups for p in group["params"]}
     for name, parameter in parameters.items() if opened else ():

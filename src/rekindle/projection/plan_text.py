@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from rekindle import tables
@@ -12,7 +12,7 @@ from rekindle.projection.entries import PlanEntry
 _HEADINGS = ("parameter", "role", "shape", "matrices", "scale", "DfI now", "evidence", "action")
 
 
-def table(entries: Sequence[PlanEntry], made_by: str, width: int | None, worded: Callable[[str], str]) -> str:
+def table(entries: Sequence[PlanEntry], made_by: str, width: int | None) -> str:
     """One line per parameter, and a sum; made_by: the scale and targets in words."""
     width = width or tables.terminal_width(120)
     chosen = [entry for entry in entries if entry.refusal is None]
@@ -31,8 +31,7 @@ def table(entries: Sequence[PlanEntry], made_by: str, width: int | None, worded:
     against = [f"{e.name} ({e.overruled})" for e in entries if e.overruled]
     if against:
         foot += f". The recorded pass overruled what class, source or name say: {', '.join(against)}"
-    rows = [[*cells[:-1], worded(cells[-1])] for cells in map(_cells, entries)]
-    lines = tables.table(_HEADINGS, rows, width, left=range(len(_HEADINGS)), drop=(1,))
+    lines = tables.table(_HEADINGS, list(map(_cells, entries)), width, left=range(len(_HEADINGS)), drop=(1,))
     return "\n".join([*lines, *tables.wrapped(foot, width, "")])
 
 

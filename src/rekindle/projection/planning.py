@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -38,6 +38,7 @@ from rekindle.recording.invariance import norms_behind
 from rekindle.report.showing import Page
 from rekindle.sharding.spread import Spread
 from rekindle.sharding.team import SOLO, opened
+from rekindle.spelling import argument
 
 if TYPE_CHECKING:
     import pandas
@@ -107,10 +108,10 @@ class Plan(Page):
 
     __repr__ = __str__  # `rekindle.plan(model)` at a prompt shows the table
 
-    def table(self, width: int | None = None, worded: Callable[[str], str] = str) -> str:
-        """One line per parameter, at most `width` columns wide; `worded` rewrites hints for the command line."""
+    def table(self, width: int | None = None) -> str:
+        """One line per parameter, at most `width` columns wide."""
         why = f" ({self.why})" if self.why else ""
-        return plan_text.table(self.entries, f"scale {self.scale}{why}, targets {self.targets}", width, worded)
+        return plan_text.table(self.entries, f"scale {self.scale}{why}, targets {self.targets}", width)
 
     def scale_values(
         self, entry: PlanEntry, block: Block, norm: Tensor | None = None, nuclear: Tensor | None = None
@@ -296,7 +297,7 @@ def _plan(
         entries = tuple(tried(e, f, model, drafted.scale_values) for e, f in zip(entries, found, strict=True))
     if not allow_empty and all(e.refusal is not None for e in entries):
         reasons = "; ".join(f"{e.name}: {e.refusal}" for e in entries if e.blocks)
-        raise ValueError(f"targets={targets!r}: nothing is left to project. {reasons[:2000]}")
+        raise ValueError(f"{argument('targets', targets)}: nothing is left to project. {reasons[:2000]}")
     if measures and isinstance(model, nn.Module):
         norms = norms_behind(unwrapped(model))
         entries = tuple(replace(e, norm=norms.get(e.name.removesuffix(".weight"), "")) for e in entries)

@@ -11,7 +11,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -210,16 +210,15 @@ class Receipt(Page):
             rows.append(row)
         return pandas.DataFrame(rows)
 
-    def table(self, width: int | None = None, rows: int = 40, worded: Callable[[str], str] = str) -> str:
+    def table(self, width: int | None = None, rows: int = 40) -> str:
         """The receipt as text that fits a terminal of `width` columns; more than `rows` records are cut in the middle.
 
-        `worded` puts hints into the words of the caller (options of the command line).
 
         >>> text = Receipt("fire", (BlockRecord("encoder.layer.0.attention.query.weight", out=8, in_=4),)).table(60)
         >>> max(len(line) for line in text.splitlines()) <= 60
         True
         """
-        return receipt_text.table(self, width, rows, worded)
+        return receipt_text.table(self, width, rows)
 
     def __str__(self) -> str:
         return self.table()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from rekindle import tables
@@ -23,10 +22,10 @@ _FACTS = (
 )
 
 
-def table(receipt: Any, width: int | None, rows: int, worded: Callable[[str], str]) -> str:
+def table(receipt: Any, width: int | None, rows: int) -> str:
     """What `Receipt.table` returns."""
     width = width or tables.terminal_width(100)
-    first, *more = map(worded, _sentences(receipt))
+    first, *more = _sentences(receipt)
     lines = tables.wrapped(first, width)
     if receipt.records:
         cells = [_cells(record) for record in receipt.records]

@@ -21,6 +21,7 @@ from rekindle.blocks.configs import meta_model
 from rekindle.blocks.evidence import Facts
 from rekindle.blocks.layouts import Block
 from rekindle.blocks.normalization import normalizes, state_normalizes
+from rekindle.spelling import argument
 
 _MEASURED = ("nearest", "norm", "reference")
 _SCHEMES = ("kaiming", "xavier", "lecun", "torch", "normal", "orthogonal")
@@ -82,17 +83,19 @@ class Scale:
         elif scheme or rule not in ("auto", "paper", "fan_in", *_MEASURED):
             raise ValueError(_unknown(spec))
         if rule == "auto" and (number is not None or depth is not None):
-            raise ValueError(f"scale={spec!r}: auto takes no factor and no depth")
+            raise ValueError(f"{argument('scale', spec)}: auto takes no factor and no depth")
         if number is not None and number <= 0:
-            raise ValueError(f"scale={spec!r}: the number must be positive")
+            raise ValueError(f"{argument('scale', spec)}: the number must be positive")
         if depth is not None and (int(depth) < 1 or rule in _MEASURED):
-            raise ValueError(f"scale={spec!r}: depth is a positive number of layers, for rules that know the shape")
+            raise ValueError(
+                f"{argument('scale', spec)}: depth is a positive number of layers, for rules that know the shape"
+            )
         return cls(rule, scheme, number, int(depth) if depth else None)
 
     @classmethod
     def _number(cls, value: float, spec: object) -> Scale:
         if not math.isfinite(value) or value <= 0:
-            raise ValueError(f"scale={spec!r}: a number must be positive and finite")
+            raise ValueError(f"{argument('scale', spec)}: a number must be positive and finite")
         return cls("number", value=value)
 
     def __str__(self) -> str:
@@ -242,7 +245,7 @@ def _float(text: str | None, spec: str) -> float | None:
 
 def _unknown(spec: object) -> str:
     return (
-        f'scale={spec!r} is not known. Choose "auto", or "paper", "nearest", "norm", "reference" or "fan_in", with a '
+        f'{argument("scale", spec)} is not known. Choose "auto", or "paper", "nearest", "norm", "reference" or "fan_in", with a '
         f'factor as "paper:0.3", "init:SCHEME" with a scheme of {", ".join(_SCHEMES)} (as "init:normal(0.02)"), or a '
         'positive number; shape rules take "/depth(L)"'
     )

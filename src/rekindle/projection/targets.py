@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from rekindle.blocks.finding import Found
 from rekindle.blocks.layouts import ROLES, Block, Recipe, matrices
 from rekindle.projection.entries import PlanEntry
+from rekindle.spelling import argument
 
 
 @runtime_checkable
@@ -95,7 +96,7 @@ def choose(
         chosen = _never_heads_alone(found, chosen)
     if not allow_empty and not any(f.refusal is None for f in chosen):
         asked = ", ".join(
-            f"{name}={value!r}"
+            argument(name, value)
             for name, value in (("targets", targets), ("include", include), ("exclude", exclude))
             if value != ()
         )
@@ -200,7 +201,7 @@ def _matcher(term: Term, found: Sequence[Found], place: str) -> _Matcher:
         refused = [f.name for f in found if f.refusal and len(f.shape) > 1]
         if place == "exclude" and isinstance(term, str) and fnmatch.filter(refused, term):
             return matcher  # it is skipped already: a target network that did not run in the recorded step
-        raise ValueError(f"{place}={term!r} matches no weight with matrices. {_hint(term, found)}")
+        raise ValueError(f"{argument(place, term)} matches no weight with matrices. {_hint(term, found)}")
     return matcher
 
 
@@ -292,4 +293,4 @@ def _what_there_was(found: Sequence[Found]) -> str:
     refused = Counter(f.refusal for f in found if not f.blocks and len(f.shape) > 1)
     lines += [f"{n} × {reason}" for reason, n in refused.most_common(5)]
     return f"The model has {len(weights)} weights with matrices, all skipped: {'; '.join(lines) or 'none'}. \
-include=… asks for them by name"
+{argument('include')} asks for them by name"

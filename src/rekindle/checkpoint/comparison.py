@@ -1,7 +1,4 @@
-"""Stored weights measured: the health of one checkpoint, and what changed between two, a few tensors at a time.
-
-The rules are those of `rekindle.health`; what needs data (dormancy, feature rank, gradients) stays unmeasured and is
-reported so. Besides the numbers, each block's spectrum is kept, thinned out, for the page.
+"""compare_files(): what changed between two checkpoints of one model, a few tensors at a time.
 
 With A and B the same matrix in two files:
 - drift ‖B − A‖_F/‖A‖_F; SFE ‖B − A‖²_F; both beside the DfI of each, because a change alone is neither good nor bad;
@@ -14,163 +11,22 @@ With A and B the same matrix in two files:
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rekindle.blocks.finding import Block
-from rekindle.blocks.state_dicts import find_in_state
-from rekindle.checkpoint import Checkpoint
-from rekindle.checkpoint.opening import match_plan
-from rekindle.diagnosis.activity import Unmeasured
-from rekindle.diagnosis.examination import Health, HealthBuilder, Thresholds
+from rekindle.checkpoint.inspection import FileHealth, StoredTensor, examine, measurable
+from rekindle.checkpoint.opening import Checkpoint, open_checkpoint
+from rekindle.checkpoint.parts import CheckpointError
+from rekindle.diagnosis.examination import Health
 from rekindle.engine.isometry import polar
 from rekindle.measures.matrices import Mode, frobenius_norm, gram, squared_frobenius_error
 from rekindle.projection.planning import Plan
-
-Advance = Callable[[float], None]
-# Enough for a curve that looks smooth; a page of 500 layers stays near one megabyte.
-POINTS = 48
-# Rows of an embedding are looked up, a depthwise kernel has 1-wide matrices: their spectra say nothing.
-_PASSED_OVER = ("embedding", "depthwise")
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """A stored tensor with the matrices that it holds, or the reason why it is not measured."""
-
-    name: str
-    key: str
-    shape: tuple[int, ...]
-    blocks: tuple[Block, ...]
-    reason: str | None
-    assumed: bool = False  # its layout is a guess, which is reported
-
-    @property
-    def numbers(self) -> int:
-        """How many numbers a measurement has to read: the unit of progress."""
-        return torch.Size(self.shape).numel() if self.reason is None else 0
-
-
-@dataclass(frozen=True)
-class FileHealth:
-    """The health of a file, and the thinned spectra of its blocks."""
-
-    health: Health
-    spectra: Mapping[str, Mapping[str, Any]]
-
-
-def layers_of(
-    checkpoint: Checkpoint, config: object = None, plan: Plan | None = None
-) -> tuple[list[StoredTensor], str]:
-    """Every stored tensor with its blocks: as the plan says where one is given, else by config, names and shapes.
-
-    The second value is a note where the config beside the file could not be used.
-
-    >>> import tempfile
-    >>> from rekindle.checkpoint import open_checkpoint
-    >>> with tempfile.NamedTemporaryFile(suffix=".pt") as file:
-    ...     torch.save({"a.weight": torch.zeros(4, 6), "a.bias": torch.zeros(4)}, file.name)
-    ...     [(layer.name, layer.reason) for layer in layers_of(open_checkpoint(file.name))[0]]
-    [('a.weight', None), ('a.bias', 'vector')]
-    """
-    tensors = checkpoint.meta_tensors()
-    if plan is not None:
-        return _planned(tensors, match_plan(plan, checkpoint)), ""
-    note = ""
-    own = checkpoint.own_config() if config is None else config
-    try:
-        found = find_in_state(tensors, own)
-    except Exception as error:  # whatever transformers makes of a config that it does not know
-        if config is not None or own is None:
-            raise
-        note = f"config.json was not used ({' '.join(str(error).split())[:300]})"
-        found = find_in_state(tensors)
-    layers = []
-    for f in found:
-        reason = f.refusal or next((f.marks[mark] for mark in _PASSED_OVER if mark in f.marks), None)
-        reason = reason if f.blocks or reason else "no matrix"
-        layers.append(StoredTensor(f.name, f.key, f.shape, f.blocks, reason, reason is None and "assumed" in f.marks))
-    return layers, note
-
-
-def _planned(tensors: Mapping[str, Tensor], plan: Plan) -> list[StoredTensor]:
-    entries = {entry.key: entry for entry in plan.entries}
-    layers = []
-    for key, tensor in tensors.items():
-        shape, entry = tuple(tensor.shape), entries.get(key)
-        if entry is None:
-            layers.append(StoredTensor(key, key, shape, (), "not in the plan"))
-        elif entry.shape != shape:
-            layers.append(StoredTensor(key, key, shape, (), f"has shape {shape}, the plan says {entry.shape}"))
-        else:
-            passed = entry.role in _PASSED_OVER or not entry.blocks
-            layers.append(StoredTensor(key, key, shape, entry.blocks, (entry.reason or entry.role) if passed else None))
-    return layers
-
-
-def examine(
-    checkpoint: Checkpoint,
-    layers: Iterable[StoredTensor],
-    *,
-    mode: Mode = "full",
-    advance: Advance = lambda done: None,
-    thresholds: Thresholds | None = None,
-) -> FileHealth:
-    """Measure the layers; `advance` is called with how many numbers have been done.
-
-    >>> import tempfile
-    >>> from rekindle.checkpoint import open_checkpoint
-    >>> with tempfile.NamedTemporaryFile(suffix=".pt") as file:
-    ...     torch.save({"a.weight": torch.eye(3)}, file.name)
-    ...     stored = open_checkpoint(file.name)
-    ...     found = examine(stored, layers_of(stored)[0])
-    >>> str(found.health.verdict), found.spectra["a.weight"]["mean"]
-    ('unknown', [1.0, 1.0, 1.0])
-    """
-    limits = thresholds or Thresholds()
-    start = time.perf_counter()
-    reading = HealthBuilder(mode=mode, tau=limits.tau)
-    chosen = []
-    for layer in layers:
-        if layer.reason is None:
-            chosen.append(layer)
-        elif len(layer.shape) > 1:
-            reading.unmeasured.append(Unmeasured(layer.name, "weight", layer.reason))
-    spectra: dict[str, Mapping[str, Any]] = {}
-    weights = ((layer, checkpoint.read(layer.key)) for layer in chosen)
-    for layer, (_, found) in zip(chosen, reading.measured(weights, sum(each.numbers for each in chosen)), strict=True):
-        spectra |= {name: thinned(each.spectrum) for name, each in found.items() if each.spectrum is not None}
-        advance(layer.numbers)
-    reading.unmeasured.append(Unmeasured("", "activity and gradients", "a file holds weights only, no data"))
-    return FileHealth(reading.result(time.perf_counter() - start, limits), spectra)
-
-
-def thinned(spectrum: Tensor, points: int = POINTS) -> dict[str, Any]:
-    """At most `points` singular values of matrices (count, k): mean over the matrices, and their range if several.
-
-    >>> thinned(torch.tensor([[3.0, 1.0], [5.0, 1.0]]))
-    {'k': 2, 'count': 2, 'mean': [4.0, 1.0], 'low': [3.0, 1.0], 'high': [5.0, 1.0]}
-    """
-    flat = spectrum.reshape(-1, spectrum.shape[-1]).double()
-    count, k = flat.shape
-    at = torch.linspace(0, k - 1, min(points, k)).round().long()
-    kept = flat[:, at]
-    curve: dict[str, Any] = {"k": k, "count": count, "mean": _short(kept.mean(0))}
-    if count > 1:
-        curve |= {"low": _short(kept.amin(0)), "high": _short(kept.amax(0))}
-    return curve
-
-
-def _short(values: Tensor) -> list[float]:
-    return [float(f"{value:.4g}") for value in values.tolist()]
-
-
-# Two files
 
 _LARGEST_SPAN = 64
 # A relative gap below this leaves the span of the leading directions to rounding.
@@ -210,6 +66,74 @@ class MoreSigns:
     which: str
     text: str
     counts: Mapping[str, Mapping[str, int]]
+
+
+@dataclass(frozen=True)
+class FileComparison:
+    """What changed between two files A and B: block by block, in what there is, and in health (B against A)."""
+
+    changes: tuple[BlockChange, ...]
+    signs: MoreSigns
+    first: FileHealth
+    second: FileHealth
+    differences: Mapping[str, list[str]]
+
+    @property
+    def health(self) -> Health:
+        """The health of B with A as its reference."""
+        return self.second.health.against(self.first.health)
+
+
+def compare_files(
+    first: str | Path,
+    second: str | Path,
+    *,
+    config: Any = None,
+    plan: Plan | None = None,
+    mode: Mode = "full",
+    progress: Callable[[float, float], object] | None = None,
+) -> FileComparison:
+    """Measure two checkpoints of one model and what changed between them; cheap mode leaves out the angles.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     for name, scale in (("a", 1.0), ("b", 2.0)):
+    ...         torch.save({"w.weight": scale * torch.eye(3)}, f"{folder}/{name}.pt")
+    ...     found = compare_files(f"{folder}/a.pt", f"{folder}/b.pt")
+    >>> found.changes[0].drift, found.signs.which
+    (1.0, 'neither')
+    """
+    with open_checkpoint(first) as a, open_checkpoint(second) as b:
+        (layers, remarks), (others, _) = (measurable(checkpoint, config, plan) for checkpoint in (a, b))
+        total = 2 * sum(layer.numbers for layer in layers) + sum(layer.numbers for layer in others)
+        done = 0.0
+
+        def advance(more: float) -> None:
+            nonlocal done
+            done += more
+            if progress is not None:
+                progress(done, total)
+
+        healths = [
+            examine(checkpoint, each, mode=mode, advance=advance) for checkpoint, each in ((a, layers), (b, others))
+        ]
+        moved = changes(a, b, layers, angles=mode == "full", advance=advance)
+        different = differences(a.meta_tensors(), b.meta_tensors())
+    if not moved:
+        raise CheckpointError(f"{first} and {second} share no matrix of the same name and shape: not the same model")
+    signs = more_signs(*(found.health for found in healths))
+    return FileComparison(tuple(moved), signs, replace(healths[0], remarks=remarks), healths[1], different)
+
+
+def differences(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> dict[str, list[str]]:
+    """Which tensors only one file has, and which differ in shape or dtype."""
+    both = [name for name in first if name in second]
+    return {
+        "only_A": [name for name in first if name not in second],
+        "only_B": [name for name in second if name not in first],
+        "shape": [name for name in both if first[name].shape != second[name].shape],
+        "dtype": [name for name in both if first[name].dtype != second[name].dtype],
+    }
 
 
 def changes(
