@@ -190,7 +190,7 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     large = {f"layers.{i}.q_proj.weight": torch.randn(1024, 1024, generator=generator) for i in range(24)}
     save_file(large, tmp_path / "large.safetensors")
-    process = as_user("fire", tmp_path / "large.safetensors", "-o", tmp_path / "out.safetensors")
+    process = as_user("fire", tmp_path / "large.safetensors", "-o", tmp_path / "out.safetensors", "--yes")
     deadline = time.monotonic() + 60
     while len(list(tmp_path.iterdir())) == 1 and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.01)

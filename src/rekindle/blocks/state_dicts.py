@@ -264,7 +264,17 @@ def _bare_convolution(key: str, tensor: Tensor, tensors: Mapping[str, Tensor], d
     transposed = bias is not None and tuple(bias.shape) == (shape[1],) != (shape[0],)
     recipe = convolution(shape, groups=1, transposed=transposed, flat=flat)
     does = "conv" if does == "other" else does
-    return Found(key, key, does, shape, tensor.dtype, recipe(shape, does), module, "", marks={"assumed": _ASSUMED})
+    return Found(
+        key,
+        key,
+        does,
+        shape,
+        tensor.dtype,
+        recipe(shape, does),
+        module,
+        "",
+        marks={"assumed": _ASSUMED + advice(*_LAYOUT)},
+    )
 
 
 def _is_head(steps: list[str], tensors: Mapping[str, Tensor]) -> bool:
