@@ -22,16 +22,18 @@ def version() -> str:
 def page(readme: str, repository: str, tag: str) -> str:
     """The README with absolute targets: pictures as files, all else as pages; code stays as it is.
 
-    >>> page("![a](b.svg) [c](d.md#e) [f](#g)", "https://h", "v1")
-    '![a](https://h/raw/v1/b.svg) [c](https://h/blob/v1/d.md#e) [f](#g)'
+    >>> page("[![a](b.svg)](d.md#e) [f](#g)", "https://h", "v1")
+    '[![a](https://h/raw/v1/b.svg)](https://h/blob/v1/d.md#e) [f](#g)'
     """
+
+    def absolute(link: re.Match[str]) -> str:
+        kind = "raw" if link[2].endswith((".svg", ".png")) else "blob"
+        return f"{link[1]}{repository}/{kind}/{tag}/{link[2]}"
+
     pieces = re.split(r"(^```.*?^```$)", readme, flags=re.S | re.M)
     for i in range(0, len(pieces), 2):
         text = re.sub(r"^> \[!(\w+)\]$", lambda kind: f"> **{kind[1].capitalize()}.**", pieces[i], flags=re.M)
-        text = re.sub(r"(!\[[^]]*\]\()(?!\w+:|#)([^)\s]+)", rf"\g<1>{repository}/raw/{tag}/\g<2>", text)
-        pieces[i] = re.sub(
-            r"(?<!!)(\[(?:[^]!]|!\[)[^]]*\]\()(?!\w+:|#)([^)\s]+)", rf"\g<1>{repository}/blob/{tag}/\g<2>", text
-        )
+        pieces[i] = re.sub(r"(\]\()(?!\w+:|#)([^)\s]+)", absolute, text)
     return "".join(pieces)
 
 
