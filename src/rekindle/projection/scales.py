@@ -245,7 +245,7 @@ def _float(text: str | None, spec: str) -> float | None:
 
 def _unknown(spec: object) -> str:
     return (
-        f'{argument("scale", spec)} is not known. Choose "auto", "paper", "nearest", "norm", "reference" or "fan_in", with a '
-        f'factor as "paper:0.3", "init:SCHEME" with a scheme of {", ".join(_SCHEMES)} (as "init:normal(0.02)"), or a '
-        'positive number; shape rules take "/depth(L)"'
+        f'{argument("scale", spec)} is not known. Choose "auto", "paper", "nearest", "norm", "reference" or "fan_in", '
+        f'with a factor as "paper:0.3", "init:SCHEME" with a scheme of {", ".join(_SCHEMES)} (as "init:normal(0.02)"), '
+        'or a positive number; shape rules take "/depth(L)"'
     )
