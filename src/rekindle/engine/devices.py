@@ -57,8 +57,9 @@ def learning(*, on_host: bool = True) -> Iterator[None]:
     ...     torch.ones(1, requires_grad=True).mul(2).requires_grad
     True
     """
-    here = on_host or torch.get_default_device().type == "meta"
-    with torch.inference_mode(False), torch.enable_grad(), _on_the_host() if here else nullcontext():
+    meta = torch.get_default_device().type == "meta"  # for the forward passes inside too
+    host = torch.device("cpu") if meta else _on_the_host() if on_host else nullcontext()
+    with torch.inference_mode(False), torch.enable_grad(), host:
         yield
 
 
@@ -76,14 +77,14 @@ def _on_the_host() -> Iterator[None]:
 
 @contextmanager
 def callers_device() -> Iterator[None]:
-    """The caller's default device again, for a forward pass of their model; not "meta", which has no numbers.
+    """The caller's default device again, for a forward pass of their model.
 
-    >>> with full_precision(), callers_device():
+    >>> with torch.device("meta"), full_precision(), callers_device():
     ...     torch.ones(1).device
-    device(type='cpu')
+    device(type='meta')
     """
     device = _CALLERS.get()
-    if device is None or device.type == "meta":
+    if device is None:
         yield
         return
     with torch.device(device):
