@@ -315,10 +315,17 @@ def _is_tuner(module: nn.Module) -> bool:
 
 
 def head_dim(place: Location) -> int | None:
-    """How wide an attention head is, where the modules around a layer say so."""
+    """How wide an attention head is, where the modules around a layer or beside it say so."""
     for module in place.modules[-2:-4:-1]:
-        for attribute in ("head_dim", "attention_head_size", "key_value_proj_dim", "head_size", "dim_head"):
-            value = getattr(module, attribute, None)
-            if isinstance(value, int) and value > 0:
-                return value
+        if width := _width_of_heads(module):
+            return width
+    beside = {_width_of_heads(module) for module in place.modules[-3].children()} if len(place.modules) > 2 else set()
+    return next(iter(beside - {None})) if len(beside - {None}) == 1 else None
+
+
+def _width_of_heads(module: nn.Module) -> int | None:
+    for attribute in ("head_dim", "attention_head_size", "key_value_proj_dim", "head_size", "dim_head"):
+        value = getattr(module, attribute, None)
+        if isinstance(value, int) and value > 0:
+            return value
     return None
