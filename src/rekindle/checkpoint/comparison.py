@@ -88,7 +88,7 @@ def compare_files(
     first: str | Path,
     second: str | Path,
     *,
-    config: Any = None,
+    config: object = None,
     plan: Plan | None = None,
     mode: Mode = "full",
     progress: Callable[[float, float], object] | None = None,

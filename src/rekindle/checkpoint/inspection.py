@@ -64,7 +64,7 @@ class FileHealth:
 def inspect_file(
     path: str | Path,
     *,
-    config: Any = None,
+    config: object = None,
     plan: Plan | None = None,
     mode: Mode = "full",
     thresholds: Thresholds | None = None,
@@ -103,7 +103,7 @@ def inspect_file(
 
 
 def measurable(
-    checkpoint: Checkpoint, config: Any = None, plan: Plan | None = None
+    checkpoint: Checkpoint, config: object = None, plan: Plan | None = None
 ) -> tuple[list[StoredTensor], tuple[str, ...]]:
     """The tensors of a file, and remarks; a file without any certain matrix is an error that says what to pass."""
     layers, remark = layers_of(checkpoint, config, plan)
@@ -139,7 +139,9 @@ def described(checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
-def layers_of(checkpoint: Checkpoint, config: Any = None, plan: Plan | None = None) -> tuple[list[StoredTensor], str]:
+def layers_of(
+    checkpoint: Checkpoint, config: object = None, plan: Plan | None = None
+) -> tuple[list[StoredTensor], str]:
     """Every stored tensor with its blocks: as the plan says where one is given, else by config, names and shapes.
 
     The second value is a note where the config beside the file could not be used.

@@ -242,7 +242,7 @@ def fire(
     note(MOVED + ("" if answered is not None else f"; {how_far(None)}"))
 
 
-def ask_first(path: Path, config: Any, plan: Plan | None) -> None:
+def ask_first(path: Path, config: object, plan: Plan | None) -> None:
     """Say the verdict of the weights; where it is no reason to act, ask on a terminal, and refuse elsewhere."""
     verdict = examined(path, config, plan, cheap=True).health.verdict
     note(f"verdict of the weights: {verdict} ({verdict.rule})")

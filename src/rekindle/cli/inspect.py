@@ -124,7 +124,7 @@ def inspect(
     _exit_on(fail_on, health)
 
 
-def examined(path: Path, config: Any, plan: Plan | None, *, cheap: bool = False) -> FileHealth:
+def examined(path: Path, config: object, plan: Plan | None, *, cheap: bool = False) -> FileHealth:
     """The health of one file, with its progress and remarks on the terminal."""
     from rekindle.checkpoint import inspect_file
 
@@ -135,7 +135,7 @@ def examined(path: Path, config: Any, plan: Plan | None, *, cheap: bool = False)
     return found
 
 
-def _list(path: Path, config: Any, plan: Plan | None, json: bool) -> None:
+def _list(path: Path, config: object, plan: Plan | None, json: bool) -> None:
     """What the headers of a file say."""
     from rekindle.checkpoint import open_checkpoint
     from rekindle.checkpoint.inspection import described, layers_of
