@@ -127,7 +127,7 @@ class Advice(Page):
         old = any(not math.isnan(each.old_end) for each in self.rows)
         at_once = any(not math.isnan(each.rise) for each in self.rows)
         heads = ["candidate", self.measure, "− nothing", "95% interval", "ranks"]
-        heads += ["expected"] * short + ["right after"] * at_once
+        heads += ["right after"] * at_once
         heads += ["old: right after", "old: at the end"] * old + ["drift"] * at_once
         lines = []
         for each in self.rows:
@@ -143,8 +143,6 @@ class Advice(Page):
                 f"[{low:+.3g}, {high:+.3g}]" if own else "",
                 "/".join(map(str, each.ranks)),
             ]
-            fitted = each.share < 1 and not math.isnan(each.expected_error)
-            line += [f"{each.expected:.3g} ± {each.expected_error:.2g}" if fitted else ""] * short
             line += [_around(each.rise, each.rise_interval) if own else ""] * at_once
             line += [_around(each.old_rise, each.old_rise_interval) if own else ""] * old
             line += [_around(each.old_end, each.old_end_interval)] * old
@@ -160,7 +158,7 @@ class Advice(Page):
             f"{self.measure}: on {self.judged_on}, mean over the last quarter of the steps;",
             f"ranks: {RANKED}{at_first}; [95% intervals]",
         ]
-        notes += ["expected: the curve's line in log(step) at the whole horizon ± the error of the fit"] * short
+        notes += ["with a share: dropped there, clearly behind; its difference is the one at that depth"] * short
         return "\n".join([self.sentence, self.call, "", *shown, "", *notes, STANDING["advise"]])
 
 
@@ -200,28 +198,32 @@ def advise(
 ) -> Advice:
     """Try remedies on copies of the model and say which to apply, if any. The model itself is not changed.
 
-    new_batches, old_batches: what is to be learned now, and (optional) what should not be forgotten.
-    tasks: several lists of batches instead of new_batches, learned one after the other with the remedy at the
-        beginning of each; candidates are judged on the last, so that a remedy that stops helping is seen.
-    held_out: batches of the new data that the model has never seen and that are not trained on: candidates are then
-        judged by the loss on these (what generalizes) instead of the loss while learning (what fits). `judge(model,
-        batch)` is another number to judge them by, less is better: the share of wrong answers, where that counts.
-    loss: `loss(model, batch)`; without it cross entropy of (inputs, labels), or the model's own `.loss`.
-    schedule, clip: as training will be: the factor of the learning rate by the share of the training that has passed
-        (0 to 1; `lambda share: min(1, share / 0.1)` is a warm-up), and the largest norm of the gradients.
-    candidates: methods or names ("fire", "lr:3", "he-reset"), or a mapping of names to methods; without it those of
-        `candidates_for(model)`: doing nothing, other learning rates, FIRE, a reset, and what fits the model.
-    layers: also FIRE on each group of layers alone, by kind (convolutions, queries and keys, MLPs, …) and by depth.
-    otherwise: the candidate that is chosen where trials cannot tell, if they did not show that it does harm; without
-        it that is doing nothing.
-    epochs, steps: the horizon, how long training will go on: passes over the new batches, or steps; 20 steps at least.
-        `epochs=None` without steps: as long as the budget allows.
-    budget: seconds at most, or a text such as "90s", "2m", "1h". One that ends before a quarter of the horizon gives
-        "cannot tell".
-    seeds: how many, or which; at least three for a useful interval.
-    copy: a function that returns a copy of the model, for models that cannot be deep-copied.
-    workers, on: how many processes (as many as cores without it), and "ray" for Ray. Each candidate has one copy of
-        the model and of the optimizer's state per seed; those of dropped candidates are freed.
+    Args:
+        model: The network; its copies learn.
+        new_batches: What is to be learned now.
+        tasks: Several lists of batches instead, learned one after the other with the remedy at the beginning of each;
+            candidates are judged on the last, so that a remedy that stops helping is seen.
+        loss: `loss(model, batch)`; without it cross entropy of (inputs, labels), or the model's own `.loss`.
+        old_batches: What should not be forgotten.
+        held_out: Batches that the model has never seen and that are not trained on: candidates are then judged by the
+            loss on these (what generalizes) instead of the loss while learning (what fits).
+        optimizer: The optimizer of the model; copies have one like it, with its state.
+        candidates: Methods or names ("fire", "lr:3", "he-reset"), or a mapping of names to methods; without it those
+            of `candidates_for(model)`.
+        layers: Whether FIRE is also tried on each group of layers alone, by kind and by depth.
+        otherwise: The candidate that is chosen where trials cannot tell, if they did not show that it does harm.
+        judge: `judge(model, batch)`: another number to judge held-out batches by; less is better.
+        schedule: The factor of the learning rate by the share of the training that has passed (0 to 1).
+        clip: The largest norm of the gradients.
+        budget: Seconds at most, or a text such as "90s", "2m", "1h"; below a quarter of the horizon it cannot tell.
+        epochs: The horizon, how long training will go on, in passes over the new batches. None without steps: as long
+            as the budget allows.
+        steps: The horizon in steps, 20 at least.
+        seeds: How many, or which; at least three for a useful interval.
+        copy: A function that returns a copy of the model, for models that cannot be deep-copied.
+        workers: How many processes; as many as cores without it. Each candidate has one copy per seed.
+        on: "ray" for Ray.
+        progress: Whether to report progress on stderr; None does after five seconds.
 
     >>> import torch
     >>> _ = torch.manual_seed(0)

@@ -141,16 +141,20 @@ def probe(
 ) -> ProbeResult:
     """How well does the model learn, against a fresh network? The model itself is not changed.
 
-    new_batches: what is learned, in the order of training; repeated as needed.
-    loss: `loss(model, batch)`; without it cross entropy of (inputs, labels), or the model's own `.loss`.
-    task: "next" learns the batches as they are; "random-labels" their inputs with labels drawn anew;
-        "regression" the outputs of another fresh network on their inputs; "next-token" the next token of each.
-    fresh: a fresh model, or a factory of one; without it each module's own scheme is drawn again.
-    optimizer: its class and settings are used for the copies; Adam with lr 1e-3 without one.
-    steps, budget: how long; the budget is seconds or a text such as "30s", "2m". With neither, 30 seconds. The number
-        of steps grows within the budget until the fresh network has lowered its loss by `gain`; fixed `steps` are
-        taken as they are.
-    seeds: how many, or which: each draws a fresh network, an order of batches and the noise of dropout.
+    Args:
+        model: The network; its copies learn.
+        new_batches: What is learned, in the order of training; repeated as needed.
+        loss: `loss(model, batch)`; without it cross entropy of (inputs, labels), or the model's own `.loss`.
+        task: "next" learns the batches as they are; "random-labels" their inputs with labels drawn anew; "regression"
+            the outputs of another fresh network on their inputs; "next-token" the next token of each.
+        fresh: A fresh model, or a factory of one; without it each module's own scheme is drawn again.
+        optimizer: Its class and settings are used for the copies; Adam with lr 1e-3 without one.
+        steps: How long, as a fixed number of steps.
+        budget: How long, as seconds or a text such as "30s", "2m". With neither, 30 seconds: the number of steps grows
+            within the budget until the fresh network has lowered its loss by `gain`.
+        seeds: How many, or which: each draws a fresh network, an order of batches and the noise of dropout.
+        gain: The share of its loss that the fresh network must have lost.
+        progress: Whether to report progress on stderr; None does after five seconds.
     """
     began = perf_counter()
     check_asked("probe", model, new_batches)
