@@ -1,13 +1,17 @@
 """The numerical claims of the paper and of what was written about it, measured, for docs/evidence/claims.md.
 
-    OMP_NUM_THREADS=1 python benchmarks/claims.py          # about a minute
+    OMP_NUM_THREADS=1 python benchmarks/claims.py          # two minutes; writes docs/evidence/runs/claims.json
+    python benchmarks/claims.py --check                    # the pages of evidence and README against all stored runs
 
-Every line has ten seeds (mean, and the smallest and largest in brackets) unless it is exact. Then every table of the
-six pages of evidence is computed again from its stored runs; the exit code is 1 if one differs.
+Every number is stored for each of its seeds; the page's sentences are filled from them (studies/figures.py). The exit
+code of --check is 1 if a table or a figure of a page is not that of its stored runs.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -17,8 +21,11 @@ import torch
 from torch import Tensor, nn
 
 import rekindle
+from measuring import processor
 from rekindle.lab.networks import network
 
+HOME = Path(__file__).resolve().parents[1]
+STORED = HOME / "docs" / "evidence" / "runs" / "claims.json"
 SEEDS = range(10)
 
 
@@ -32,11 +39,6 @@ def recipe(w: Tensor, steps: int, spectral: bool = False) -> Tensor:
 
 def dfi(x: Tensor) -> float:
     return float((x.double().mT @ x.double() - torch.eye(x.shape[1], dtype=torch.float64)).square().sum())
-
-
-def over_seeds(measure: Callable[[int], float]) -> str:
-    values = [measure(seed) for seed in SEEDS]
-    return f"{sum(values) / len(values):.3g} [{min(values):.3g}, {max(values):.3g}]"
 
 
 def gaussian(n: int, seed: int) -> Tensor:
@@ -84,9 +86,9 @@ def adam_after(policy: str) -> float:
     return float((w.detach() - before).abs().mean() / 1e-3)
 
 
-def cost(name: str, shape: tuple[int, ...], classes: int, batch: Tensor, **sizes: int) -> float:
-    """How many training steps one `fire` takes as long as."""
-    model = network(name, shape=shape, classes=classes, seed=0, **sizes)
+def cost(seed: int, name: str, shape: tuple[int, ...], classes: int, batch: Tensor, **sizes: int) -> float:
+    """How many training steps the first `fire` of a network takes as long as, both in process time."""
+    model = network(name, shape=shape, classes=classes, seed=seed, **sizes)
     optimizer = torch.optim.Adam(model.parameters())
 
     def step() -> None:
@@ -95,20 +97,15 @@ def cost(name: str, shape: tuple[int, ...], classes: int, batch: Tensor, **sizes
         optimizer.step()
         optimizer.zero_grad()
 
-    def timed(act: Callable[[], object], times: int) -> float:
-        found = []
-        for _ in range(times):
-            began = time.perf_counter()
-            act()
-            found.append(time.perf_counter() - began)
-        return sorted(found)[times // 4]
+    def timed(act: Callable[[], object]) -> float:
+        began = time.process_time()
+        act()
+        return time.process_time() - began
 
     step()
-    return timed(lambda: rekindle.fire(model, optimizer), 8) / timed(step, 20)
-
-
-def smallest(seed: int, steps: int) -> float:
-    return float(torch.linalg.svdvals(recipe(gaussian(512, seed), steps))[-1])
+    before = [timed(step) for _ in range(5)]
+    fire = timed(lambda: rekindle.fire(model, optimizer))
+    return fire / statistics.median(before + [timed(step) for _ in range(5)])
 
 
 def largest_met(seed: int) -> float:
@@ -118,39 +115,54 @@ def largest_met(seed: int) -> float:
     return max(float(torch.linalg.svdvals(recipe(w, steps))[0]) for steps in range(0, 100, 5))
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    print("DfI that the recipe leaves on Gaussian 512×512, and the smallest singular value:")
-    for steps in (5, 8, 10, 15, 20, 30):
-        left = over_seeds(lambda seed, n=steps: dfi(recipe(gaussian(512, seed), n)))
-        print(f"  {steps:3d} steps: {left}; {over_seeds(lambda seed, n=steps: smallest(seed, n))}")
-    print("  rekindle.polar:", over_seeds(lambda seed: dfi(rekindle.polar(gaussian(512, seed)))))
-    print("steps until DfI < 1e-6, dividing by the Frobenius norm; by the spectral norm:")
-    for n in (64, 512):
-        frobenius, spectral = (over_seeds(lambda seed, n=n, b=b: steps_to(1e-6, n, seed, b)) for b in (False, True))
-        print(f"  Gaussian {n}²: {frobenius}; {spectral}")
-    nets = [trained(seed) for seed in SEEDS]
-    five, ten = (over_seeds(lambda seed, n=n: max(dfi(recipe(w, n)) for w in nets[seed])) for n in (5, 10))
-    print(f"DfI after 5 and 10 steps on trained 64² weights: {five}; {ten}")
-    print("largest singular value in 100 steps from a spread of 1e8:", over_seeds(largest_met))
-    grown = 512 / float(nn.Linear(512, 512).weight.detach().norm())
-    print(f"‖√fan_in·Q‖ over ‖W‖ of a new Linear(512, 512): {grown:.1f}")
+def measured() -> dict[str, list[float]]:
+    """Every number of the page, by name, for each of its seeds."""
+    found = {
+        f"dfi-gaussian-512-after-{steps}": [dfi(recipe(gaussian(512, seed), steps)) for seed in SEEDS]
+        for steps in (5, 8, 10)
+    }
+    found["dfi-gaussian-512-exact"] = [dfi(rekindle.polar(gaussian(512, seed))) for seed in SEEDS]
+    for name, n, spectral in (("64", 64, False), ("64-spectral", 64, True), ("512", 512, False)):
+        found[f"steps-{name}"] = [steps_to(1e-6, n, seed, spectral) for seed in SEEDS]
+    found["dfi-trained-64-after-5"] = [max(dfi(recipe(w, 5)) for w in trained(seed)) for seed in SEEDS]
+    found["largest-met"] = [largest_met(seed) for seed in SEEDS]
+    found["growth-fan-in"] = [512 / float(nn.Linear(512, 512).weight.detach().norm())]
     torch.manual_seed(0)
     for policy in ("kept", "moments", "fresh"):
-        print(
-            f"first step of Adam in learning rates, {policy}:", over_seeds(lambda _, policy=policy: adam_after(policy))
-        )
-    print("one fire in training steps:")
-    print(f"  MLP 784-128³-10, batch 32: {cost('mlp', (784,), 10, torch.randn(32, 784)):.1f}")
+        found[f"adam-{policy}"] = [adam_after(policy) for _ in SEEDS]
     images, tokens = torch.randn(128, 3, 16, 16), torch.randint(100, (32, 32))
-    print(f"  ResNet-18 width 8, batch 128: {cost('resnet18', (3, 16, 16), 10, images, width=8):.2f}")
-    print(f"  GPT 2×64, batch 32×32: {cost('gpt', (32,), 100, tokens, layers=2, heads=2, width=64):.2f}")
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "studies"))
-    import evidence
+    rekindle.fire(nn.Sequential(nn.Linear(8, 8)))  # what only the first call of a process pays
+    for seed in SEEDS:
+        mlp = cost(seed, "mlp", (784,), 10, torch.randn(32, 784))
+        resnet = cost(seed, "resnet18", (3, 16, 16), 10, images, width=8)
+        gpt = cost(seed, "gpt", (32,), 100, tokens, layers=2, heads=2, width=64)
+        for name, value in (("mlp", mlp), ("resnet", resnet), ("gpt", gpt)):
+            found.setdefault(f"cost-{name}", []).append(value)
+    return found
 
-    wrong = evidence.differing()
-    print("pages that differ from their stored runs:", ", ".join(wrong) or "none")
-    sys.exit(bool(wrong))
+
+def differing() -> list[str]:
+    """What in README and the pages of evidence is not what their stored runs say."""
+    sys.path.insert(0, str(HOME / "studies"))
+    import evidence
+    import figures
+
+    wrong = [f"{name}: a table is not that of its runs" for name in evidence.differing()]
+    return wrong + [f"{path.name}: {said}" for path in figures.pages() for said in figures.unfounded(path)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true")
+    if parser.parse_args().check:
+        wrong = differing()
+        print("\n".join(wrong) or "all pages are what their runs say")
+        sys.exit(bool(wrong))
+    torch.set_num_threads(1)
+    kept = {"cpu": processor(), "torch": torch.__version__, "values": measured()}
+    STORED.write_text(json.dumps(kept, indent=1) + "\n", "utf-8")
+    for name, found in kept["values"].items():
+        print(f"{name}: {statistics.mean(found):.3g} [{min(found):.3g}, {max(found):.3g}]")
 
 
 if __name__ == "__main__":

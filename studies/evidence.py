@@ -6,8 +6,8 @@
 
 In a page, what stands between `<!-- table: … -->` and `<!-- end -->` is made here: `KIND ARGUMENTS`, see `TABLES`.
 The rest is written by hand, but every figure in a sentence has a line in docs/evidence/figures.yaml that says which
-stored value it is (`figures.py`), or says that it is none. tests/lab/test_evidence.py checks them all,
-`benchmarks/claims.py` those of the tables.
+stored value it is (`figures.py`), or says that it is none. tests/lab/test_evidence.py checks tables and figures, and
+so does `benchmarks/claims.py --check`.
 """
 
 from __future__ import annotations

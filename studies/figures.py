@@ -1,6 +1,6 @@
 """Figures in sentences: which stored value each is.
 
-    python studies/figures.py            # what is wrong with the figures of docs/evidence
+    python studies/figures.py            # what is wrong with the figures of README and docs/evidence
 
 docs/evidence/figures.yaml holds, by page, pieces of its sentences. What is in braces there is put in from the stored
 runs; a piece without braces holds a figure that is not measured here, and says in a comment whose it is.
@@ -11,30 +11,33 @@ runs; a piece without braces holds a figure that is not measured here, and says 
     {size STORE SETTING ARM OTHER}     the same without it
     {gap STORE SETTING ARM OTHER}      its interval
     {METRIC:mean STORE SETTING ARM}    another number of the task rows
+    {drawn NAME}                       the mean over seeds of a number of benchmarks/claims.py
+    {spread NAME}                      the smallest and the largest of them
 """
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
+from statistics import fmean
 
 import yaml
-from evidence import PAGES, results
+from evidence import HOME, PAGES, STORES, results
 
 from rekindle.lab.results.statistics import t_interval
 from rekindle.lab.results.wording import measure
 
-# dawn.md is made by a script; claims.md has the figures of other pages and what benchmarks/claims.py prints.
-ELSEWHERE = ("dawn.md", "claims.md")
+ELSEWHERE = ("dawn.md",)  # a script makes it
 _MADE = re.compile(r"<!-- table:.*?<!-- end -->|```.*?```|<!--.*?-->", re.DOTALL)
-_NO_FIGURE = re.compile(r"`[^`]*`|\]\([^)]*\)|\d{4}\.\d{5}|(torch|Python) \d[\d.]*|\b95 ?%")
+_NO_FIGURE = re.compile(r"`[^`]*`|\]\([^)]*\)|\d{4}\.\d{5}|(torch|Python|Apache-|GPT-)\s?\d[\d.]*|\b95 ?%")
 _FIGURE = re.compile(r"[+−]?\d[\d,]*\.\d+|\B\.\d+|[+−]\d[\d,]*|\d[\d,]*(?= ?%| points| nats| times|-fold|×)")
 
 
 def pages() -> list[Path]:
-    """The pages of evidence that people wrote."""
-    return [path for path in sorted(PAGES.glob("*.md")) if path.name not in ELSEWHERE]
+    """README and the pages of evidence that people wrote."""
+    return [HOME / "README.md", *(path for path in sorted(PAGES.glob("*.md")) if path.name not in ELSEWHERE)]
 
 
 def filled(piece: str) -> str:
@@ -45,6 +48,9 @@ def filled(piece: str) -> str:
 def _value(words: str) -> str:
     metric, _, rest = words.rpartition(":")
     kind, *given = rest.split()
+    if kind in ("drawn", "spread"):
+        found = json.loads((STORES / "claims.json").read_text("utf-8"))["values"][given[0]]
+        return f"{fmean(found):.3g}" if kind == "drawn" else f"[{min(found):.3g}, {max(found):.3g}]"
     store, setting, arm, *other = (word.replace("+tuned", " (tuned)") for word in given)
     found = results(store).comparisons[setting]
     unit = measure(metric) if metric else found.headline
