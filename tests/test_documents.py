@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import re
 from pathlib import Path
 from types import ModuleType
@@ -123,6 +124,24 @@ def test_the_reference_has_every_public_name() -> None:
     elsewhere |= {name: f"monitoring.{name}" for name in ("sinks", "triggers")}
     for name in (*rekindle.__all__, *rekindle._MODULES):
         assert f"rekindle.{elsewhere.get(name, name)}" in listed, name
+
+
+PUBLIC = {
+    **{f"rekindle.{name}": getattr(rekindle, name) for name in rekindle.__all__},
+    **{f"rekindle.methods.{name}": getattr(rekindle.methods, name) for name in rekindle.methods.__all__},
+}
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_a_public_name_says_what_each_argument_is(name: str) -> None:
+    """In the form that the reference renders as a list: `Args:`, or `Attributes:` of what a verb returns."""
+    public = PUBLIC[name]
+    if not callable(public):
+        return
+    parameters = [p.name for p in inspect.signature(public).parameters.values() if p.kind not in (p.VAR_KEYWORD,)]
+    section = re.search(r"^(?:Args|Attributes):\n((?:    .*\n?|\n)*)", inspect.getdoc(public) or "", flags=re.M)
+    said = re.findall(r"^    (\w+):", section[1] if section else "", flags=re.M)
+    assert [p for p in parameters if p not in ("self", *said)] == []
 
 
 def test_examples_in_docstrings_are_rendered_as_code() -> None:

@@ -24,9 +24,6 @@ from rekindle.projection.receipt import Receipt
 class Advised(Remedy):
     """Apply what `rekindle.advise` recommends on the batches of the call, which may be nothing.
 
-    steps, budget, candidates, otherwise, seeds, workers: those of `advise`.
-    held_out: the share of the batches that candidates are judged on instead of trained on.
-    new_optimizer: training goes on with a new optimizer, so that candidates are tried with one.
     `last` is the advice that was followed; its sentence is the first note of the receipt.
 
     >>> import torch
@@ -37,6 +34,17 @@ class Advised(Remedy):
     >>> receipt = Advised(steps=20, candidates=[FIRE()])(net, batches=data)
     >>> receipt.method in ("fire", "nothing"), receipt.notes[0].startswith("advised: ")
     (True, True)
+
+    Args:
+        steps: how far ahead to look, as for `rekindle.advise`.
+        budget: how long it may take, in seconds or as "2m".
+        candidates: the methods to try, as for `rekindle.advise`.
+        otherwise: the candidate that is taken where trials cannot tell.
+        seeds: how many trials each candidate gets.
+        held_out: the share of the batches that candidates are judged on instead of trained on.
+        new_optimizer: training goes on with a new optimizer, so that candidates are tried with one.
+        workers: processes at once.
+        seed: what its own random numbers start from.
     """
 
     name = "advised"

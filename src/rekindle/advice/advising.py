@@ -51,10 +51,23 @@ from rekindle.tables import table, terminal_width
 
 @dataclass(frozen=True)
 class Advice(Page):
-    """What was found. `choice` is the method to apply, None for doing nothing; prints as a table.
+    """What was found; prints as a table.
 
-    `passes` is the horizon in passes over the new data; `price` the time that it all took, in trainings of one network
-    over the horizon.
+    Attributes:
+        answer: "apply", "do nothing", "do not" or "cannot tell".
+        sentence: the answer in words.
+        choice: the method to apply, None for doing nothing.
+        rows: what was measured of each candidate.
+        steps: how many were trained.
+        horizon: how many the question was about.
+        seeds: how many trials each candidate had.
+        seconds: what it took.
+        judged_on: the data that candidates were judged on.
+        measure: the number that they were judged by.
+        passes: the horizon in passes over the new data.
+        price: the time that it all took, in trainings of one network over the horizon.
+        candidates: what was tried.
+        tried_with: the data, loss and settings of the trials, which `apply` uses again.
     """
 
     page = "advice"

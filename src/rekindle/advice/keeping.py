@@ -72,21 +72,6 @@ class Reply:
 class Keeper(Schedule):
     """Probe, advise and apply automatically, within `share` of the training time.
 
-    batches, loss: what is learned now; a function that gives the batches is called each time.
-    every: steps between two probes; a monitor's verdict "act" probes earlier, after at least a tenth of them.
-    share: the most of the training time that probes and advice may take, 2 % by default. The full time of a background
-        process counts. The first probe waits until a second is available; after one that was too short for a result,
-        the next waits for twice its time.
-    steps: how far ahead advice looks; without it as far as its time allows.
-    candidates, old_batches, fresh, seeds: those of `advise` and `probe`.
-    advise: how a remedy is chosen among the same candidates: a function of the seconds that it may take, which returns
-        an `Advice`. Without it `rekindle.advise` on the batches. For an agent copies should play instead:
-        `lambda seconds: advise_agent(agent, make_env, steps=…, candidates=…, budget=seconds, workers=1)`.
-    monitor: the `every` of a `Monitor` of its own; its numbers are then looked at too.
-    background: whether copies are tried in a forked process while training goes on. By default where the network is on
-        the CPU and there is more than one core.
-    guard, sinks: as in `Schedule` and `Monitor`; sinks get keeper/score and keeper/seconds.
-
     `log` says what was probed, found and applied, and why.
 
     >>> net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
@@ -95,6 +80,28 @@ class Keeper(Schedule):
     >>> keeper = Keeper(data, every=100)
     >>> keeper.step(net, optimizer, {}) is None
     True
+
+    Args:
+        batches: what is learned now, or a function that gives it and is called each time.
+        loss: `loss(model, batch)`, as for `rekindle.advise`.
+        every: steps between two probes; a monitor's verdict "act" probes earlier, after at least a tenth of them.
+        share: the most of the training time that probes and advice may take; the full time of a background process
+            counts. The first probe waits until a second is available; after one that was too short for a result, the
+            next waits for twice its time.
+        steps: how far ahead advice looks; without it as far as its time allows.
+        candidates: the methods to choose from.
+        old_batches: data that should not be forgotten.
+        fresh: a fresh model, or a function that makes one.
+        seeds: how many trials.
+        advise: how a remedy is chosen: a function of the seconds that it may take, which returns an `Advice`. Without
+            it `rekindle.advise` on the batches. For an agent copies should play instead:
+            `lambda seconds: advise_agent(agent, make_env, steps=…, candidates=…, budget=seconds, workers=1)`.
+        monitor: the `every` of a `Monitor` of its own; its numbers are then looked at too.
+        background: whether copies are tried in a forked process while training goes on. By default where the network
+            is on the CPU and there is more than one core.
+        guard: as for `rekindle.Schedule`.
+        sinks: as for `rekindle.Monitor`; they get keeper/score and keeper/seconds.
+        clock: the optimizer whose updates are the steps.
     """
 
     trigger: Asking

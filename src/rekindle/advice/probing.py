@@ -49,12 +49,25 @@ _MOST_STEPS = 20_000
 class ProbeResult(Page):
     """What a probe measured.
 
-    `score` is the mean over seeds of learned(model) / learned(fresh), with the `interval` in which one more fresh
-    network would lie in 95 % of all cases (around the score instead of around 1); `difference` is
-    learned(model) − learned(fresh), in units of the loss. `speed` is how many steps the fresh network needs for each
-    step of the model, to the loss halfway between the untrained level and the fresh network's last; a model that never
-    reaches it counts as reaching it at its last step. A geometric mean over seeds. `enough` is False where even the
-    fresh network did not learn the wanted amount within the budget: then the score is meaningless.
+    Attributes:
+        task: what was learned.
+        score: the mean over seeds of learned(model) / learned(fresh).
+        interval: around the score: where one more fresh network would lie in 95% of all cases.
+        difference: learned(model) − learned(fresh), in units of the loss.
+        difference_interval: of the difference.
+        speed: how many steps the fresh network needs for each step of the model, to the loss halfway between the
+            untrained level and the fresh network's last. A model that never reaches it counts as reaching it at its
+            last step. A geometric mean over seeds.
+        speed_interval: of the speed.
+        enough: False where even the fresh network did not learn the wanted amount: then the score is meaningless.
+        gained: how much it did learn, as a share of the untrained loss.
+        gain: the wanted amount.
+        steps: how many were trained.
+        seeds: how many trials.
+        level: the untrained loss.
+        model: the model's losses, a row per seed.
+        fresh: those of the fresh networks.
+        seconds: what it took.
     """
 
     page = "probe"

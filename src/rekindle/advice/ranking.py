@@ -51,7 +51,14 @@ _ROUNDS = 8  # looks at the clock
 class Ranking(Page):
     """Models in the order in which they will learn best; prints as a table.
 
-    `rows` hold for each the loss that it reached and the paired difference from the first, `order` their names.
+    Attributes:
+        sentence: the answer in words.
+        rows: for each model the loss that it reached and the paired difference from the first.
+        steps: how many were trained.
+        horizon: how many the question was about.
+        seeds: how many trials each model had.
+        seconds: what it took.
+        judged_on: the data of the loss.
     """
 
     page = "ranking"

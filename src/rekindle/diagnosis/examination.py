@@ -69,12 +69,6 @@ def health(
 ) -> Health:
     """Measure a model, and judge it: against `reference`, an earlier Health or another model (a fresh one), if given.
 
-    Without batches only weights are measured, without a `loss(model, batch)` no gradients. `curvature` adds the
-    largest Hessian eigenvalue (up to 100 Hessian-vector products). Cheap mode finds no eigenvalue of a weight.
-    Experts, codes of a quantizer, latents of a sparse autoencoder and ranks of an adapter are found on the first batch
-    by what they do; `units` names them by hand, {"codebook.embed": "codes"}, or leaves them out (None).
-    Weights with a normalization behind them are named (`about[…]["norm"]`): their scale does not change the function;
-    with the `optimizer` each has its effective learning rate lr/‖W‖².
     The model is left as it was: weights, `.grad`, buffers, modes, hooks and random numbers. On a model with DTensor
     parameters every process must make the call; weights are measured whole, units on each rank's own batches.
 
@@ -83,6 +77,20 @@ def health(
     >>> _ = nn.init.ones_(spoilt.weight)
     >>> health(spoilt, reference=fresh).verdict.findings[0].sign
     'similar neurons'
+
+    Args:
+        model: any module. Weights that a normalization follows are named (`about[…]["norm"]`): their scale does not
+            change the function.
+        batches: data to run it on; without them only weights are measured. Experts, codes, latents of a sparse
+            autoencoder and ranks of an adapter are found on the first batch, by what they do.
+        loss: `loss(model, batch)`; without it no gradients are measured.
+        reference: an earlier Health or another model (a fresh one) to compare with.
+        mode: "full", or "cheap", which finds no eigenvalue of a weight.
+        curvature: also the largest Hessian eigenvalue, by up to 100 Hessian-vector products.
+        max_batches: stop after so many.
+        thresholds: those of the verdict.
+        optimizer: with it each weight that a normalization follows has its effective learning rate lr/‖W‖².
+        units: names stacks of units by hand, {"codebook.embed": "codes"}, or leaves them out (None).
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"health needs an nn.Module, got {type(model).__name__}")

@@ -46,13 +46,22 @@ _MOST_CHANGES = 40
 class Health(Page):
     """Measures of one model at one moment, and a verdict. A number that is not here was not measured.
 
-    `weights` and `units` map a layer to its numbers, `stacks` the experts, codes, latents, ranks or rows of one place
-    to theirs, `about` each layer to words (role, shape; for units the kind of
-    activation and the place `at` which it was seen). Units are named by the layer that makes them, as methods and
-    `targets=` take it. `heads` each attention to the entropy share of its most collapsed head, `gradients` and `steps`
-    each parameter to ‖∂L/∂w‖ and to ‖update‖/‖w‖ (a monitor's); `whole` holds numbers of the whole model, and
-    `reference` those that it was judged against; `fresh` what fresh networks of this class showed, drawn where there
-    was no reference and an absolute rule fired.
+    Attributes:
+        weights: numbers of each weight.
+        units: numbers of each layer's neurons, named by the layer that makes them, as `targets=` takes it.
+        heads: for each attention the entropy share of its most collapsed head.
+        gradients: ‖∂L/∂w‖ of each parameter.
+        steps: ‖update‖/‖w‖ of each parameter, of a monitor.
+        whole: numbers of the whole model.
+        about: words about each layer: role, shape; for units the kind of activation and the place where it was seen.
+        broken: weights with NaN or Inf.
+        stacks: numbers of the experts, codes, latents, ranks or rows of each place.
+        unmeasured: what could not be measured, with the reason.
+        mode: "full" or "cheap".
+        seconds: what it took.
+        thresholds: of the verdict.
+        reference: the numbers that it was judged against.
+        fresh: what fresh networks of this class showed, where there was no reference and an absolute rule fired.
 
     >>> from torch import nn
     >>> from rekindle.diagnosis.examination import health

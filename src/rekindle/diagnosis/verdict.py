@@ -29,33 +29,39 @@ LEVELS: tuple[Level, ...] = ("healthy", "watch", "act")  # in order; "unknown" i
 
 @dataclass(frozen=True)
 class Thresholds:
-    """Every threshold of the verdict. `docs/evidence/instruments.md` says how they were set and how often they err,
-    `docs/evidence/instruments.md` how they agree with the probe.
+    """Every threshold of the verdict. `docs/evidence/instruments.md` says how they were set and how often they err.
 
-    Absolute rules, which need no reference (where fresh networks of the class could be drawn, the number must also
-    exceed theirs, by the thresholds against a reference):
-    - `tau`: a neuron is dormant where its score is at most this (ReDo's 0.025).
-    - `dormant_watch`, `dormant_act`: share of a layer's neurons that are dormant.
-    - `saturation_watch`: share of a bounded activation's values that lie at its bounds.
-    - `dead_rows_watch`: share of a weight's rows that are zero.
-    - `similar_watch`: share of neuron pairs with |cosine| > 0.8, for neurons with at least 8 inputs.
-    - `entropy_watch`: attention entropy of a head, as a share of its maximum, at or below which it has collapsed.
-    - `gradient_watch`: total gradient norm at or below which learning has stopped.
-    - `dead_units_watch`, `dead_units_act`: share of the experts, codes, latents or ranks of one stack that are dead.
-    - `load_watch`, `load_act`: evenness of the load of experts, 0 where the same few get every token.
+    The rules down to `load_act` are absolute; where fresh networks of the class could be drawn, the number must also
+    exceed theirs. The others compare with a reference.
 
-    Rules against a reference:
-    - `dormant_rise_watch`, `dormant_rise_act`: rise of the dormant share, as a difference.
-    - `dormant_limit`: share that is reported even where the reference was as bad.
-    - `rank_fall_watch`, `rank_fall_act`: feature rank then ÷ now.
-    - `usage_fall_watch`: usage then ÷ now.
-    - `saturation_rise_act`: rise of the saturated share of a bounded activation, as a difference.
-    - `norm_growth_watch`, `norm_growth_act`: weight norm now ÷ then, over all weights.
-    - `weight_rank_fall_watch`, `weight_rank_fall_act`: rank of a weight then ÷ now.
-    - `dfi_growth_watch`: scale-free DfI now ÷ then (and a rise of at least 1 per dimension).
-    - `gradient_fall_act`: gradient norm then ÷ now while the loss is no lower than then.
-    - `curvature_growth_watch`: |eigenvalue| now ÷ then.
-    - `signs_to_act`: how many different signs at their act threshold make the verdict `act`.
+    Attributes:
+        tau: a neuron is dormant where its score is at most this (ReDo's 0.025).
+        dormant_watch: share of a layer's neurons that are dormant.
+        dormant_act: the same, from which on the verdict is `act`.
+        saturation_watch: share of a bounded activation's values that lie at its bounds.
+        dead_rows_watch: share of a weight's rows that are zero.
+        similar_watch: share of neuron pairs with |cosine| > 0.8, for neurons with at least 8 inputs.
+        entropy_watch: attention entropy of a head, as a share of its maximum, at or below which it has collapsed.
+        gradient_watch: total gradient norm at or below which learning has stopped.
+        dead_units_watch: share of the experts, codes, latents or ranks of one stack that are dead.
+        dead_units_act: the same, from which on the verdict is `act`.
+        load_watch: evenness of the load of experts, 0 where the same few get every token.
+        load_act: the same, from which on the verdict is `act`.
+        dormant_rise_watch: rise of the dormant share, as a difference.
+        dormant_rise_act: the same, from which on the verdict is `act`.
+        dormant_limit: share that is reported even where the reference was as bad.
+        rank_fall_watch: feature rank then ÷ now.
+        rank_fall_act: the same, from which on the verdict is `act`.
+        usage_fall_watch: usage then ÷ now.
+        saturation_rise_act: rise of the saturated share of a bounded activation, as a difference.
+        norm_growth_watch: weight norm now ÷ then, over all weights.
+        norm_growth_act: the same, from which on the verdict is `act`.
+        weight_rank_fall_watch: rank of a weight then ÷ now.
+        weight_rank_fall_act: the same, from which on the verdict is `act`.
+        dfi_growth_watch: scale-free DfI now ÷ then (and a rise of at least 1 per dimension).
+        gradient_fall_act: gradient norm then ÷ now while the loss is no lower than then.
+        curvature_growth_watch: |eigenvalue| now ÷ then.
+        signs_to_act: how many different signs at their act threshold make the verdict `act`.
 
     >>> Thresholds(dormant_act=0.9).dormant_watch
     0.25

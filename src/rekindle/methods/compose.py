@@ -29,6 +29,9 @@ class Compose(Remedy):
     >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
     >>> Compose([Rescale(), HeadReset()])(model).changed
     ('0.weight', '2.weight', '2.bias')
+
+    Args:
+        methods: the methods, in the order in which they act.
     """
 
     name = "compose"

@@ -153,6 +153,12 @@ class SingularClip(MatrixRemedy):
     >>> _ = SingularClip(low=0.5, high=2.0, scale=1.0)(model)
     >>> [round(v, 4) for v in torch.linalg.svdvals(model[0].weight).tolist()]
     [2.0, 1.0, 0.5]
+
+    Args:
+        low: the least singular value, in units of the scale.
+        high: the largest one.
+        scale: the scale rule, as for `rekindle.fire`.
+        options: targets, optimizer_state and seed.
     """
 
     name = "singular-clip"
@@ -186,6 +192,12 @@ class FreshAtNorm(FromStart):
     >>> _ = FreshAtNorm()(model)
     >>> torch.allclose(before, model[0].weight), torch.allclose(before.norm(), model[0].weight.norm())
     (False, True)
+
+    Args:
+        targets: which parameters, as for `rekindle.plan`.
+        fresh: a function that returns a new model, where modules' own schemes are not how the model starts.
+        optimizer_state: what becomes of the state of changed parameters: "fresh", "moments", "step" or "none".
+        seed: what its own random numbers start from, when the call gives no generator.
     """
 
     name = "fresh-at-norm"

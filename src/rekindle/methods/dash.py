@@ -33,6 +33,13 @@ class DASH(Remedy):
     >>> receipt = DASH(targets="weight")(model, batches=batches, loss=lambda m, x: m(x).square().mean())
     >>> receipt.totals()["counts"]
     {'units': 4, 'at the floor': 4}
+
+    Args:
+        alpha: weight of a new batch in the average of the negative gradients.
+        lam: the least factor that a row, kernel or bias is multiplied by.
+        targets: which parameters, as for `rekindle.plan`.
+        optimizer_state: what becomes of the state of changed parameters: "fresh", "moments", "step" or "none".
+        seed: what its own random numbers start from, when the call gives no generator.
     """
 
     name = "dash"

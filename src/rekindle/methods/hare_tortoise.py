@@ -33,6 +33,11 @@ class HareTortoise(Remedy):
     >>> _ = method(model)
     >>> model.weight.item()
     2.0
+
+    Args:
+        momentum: of the average, per step.
+        optimizer_state: what becomes of the state of changed parameters: "fresh", "moments", "step" or "none".
+        seed: what its own random numbers start from, when the call gives no generator.
     """
 
     name = "hare-tortoise"

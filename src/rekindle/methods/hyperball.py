@@ -41,6 +41,12 @@ class Hyperball(KeptNorms):
     >>> adam.step()
     >>> abs(model[0].weight.norm().item() - norm) < 1e-5
     True
+
+    Args:
+        rate: the angle of a step, instead of the optimizer's learning rate.
+        targets: which parameters, as for `rekindle.plan`.
+        norms: the norms R by name, instead of those that `remember` saw.
+        seed: what its own random numbers start from, when the call gives no generator.
     """
 
     name = "hyperball"

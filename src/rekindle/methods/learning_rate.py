@@ -29,6 +29,10 @@ class LearningRate(Remedy):
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     >>> print(LearningRate(3.0)(model, optimizer).notes[0])
     learning rate 0.1 → 0.3
+
+    Args:
+        factor: what every rate is multiplied by.
+        scheduler: the scheduler whose stored rates are multiplied too.
     """
 
     name = "learning-rate"
@@ -76,6 +80,10 @@ class Rewarm(Remedy):
     ...     print(round(optimizer.param_groups[0]["lr"], 3), end=" ")
     ...     _ = method.at("step")(model, optimizer)
     0.3 0.2 0.1
+
+    Args:
+        factor: how much the rate is raised.
+        steps: of the optimizer, over which it falls back.
     """
 
     name = "rewarm"

@@ -31,6 +31,15 @@ def muon(
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     >>> [type(optimizer).__name__ for optimizer in muon(model)]
     ['Muon', 'AdamW']
+
+    Args:
+        model: whose parameters are divided among Muon and Adam.
+        lr: Muon's learning rate.
+        adam_lr: that of the other parameters.
+        targets: which matrices Muon trains.
+        weight_decay: of both.
+        adam: the optimizer of the other parameters.
+        options: further ones of `torch.optim.Muon`.
     """
     picked, _ = chosen_weights(model, targets)
     weights = [p for c in picked for p in c.parameters().values() if p.ndim == 2]

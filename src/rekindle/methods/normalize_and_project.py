@@ -91,6 +91,11 @@ class NormalizeAndProject(KeptNorms):
     >>> _ = method(model)
     >>> abs(model[0].weight.norm().item() - norm) < 1e-5
     True
+
+    Args:
+        targets: which parameters, as for `rekindle.plan`.
+        norms: the norms to keep by name, instead of those that `remember` saw.
+        seed: what its own random numbers start from, when the call gives no generator.
     """
 
     name = "normalize-and-project"

@@ -59,6 +59,11 @@ class PlasticityInjection(Remedy):
     >>> receipt = PlasticityInjection()(model, sgd)
     >>> torch.equal(before, model(torch.ones(1, 2))), len(sgd.param_groups)
     (True, 2)
+
+    Args:
+        head: the name of the module that is injected into; the output layer by default.
+        fresh: a function that returns a new model, where modules' own schemes are not how the model starts.
+        seed: what its own random numbers start from, when the call gives no generator.
     """
 
     name = "plasticity-injection"

@@ -50,6 +50,14 @@ class FullReset(FromStart):
     >>> receipt = FullReset()(model)
     >>> len(receipt.changed), model[1].running_mean.tolist()
     (4, [0.0, 0.0, 0.0])
+
+    Args:
+        start: "fresh", "init", "he" or "orthogonal", see above.
+        gain: of the starts "he" and "orthogonal"; √2 is that of a ReLU.
+        initial: stored first weights by name, instead of those that `remember` saw.
+        fresh: a function that returns a new model, where modules' own schemes are not how the model starts.
+        optimizer_state: what becomes of the state of changed parameters: "fresh", "moments", "step" or "none".
+        seed: what its own random numbers start from, when the call gives no generator.
     """
 
     name = "full-reset"
@@ -119,6 +127,12 @@ class LayerReset(FullReset):
     >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 1))
     >>> LayerReset(last=2)(model).changed
     ('2.weight', '2.bias', '4.weight', '4.bias')
+
+    Args:
+        layers: names or globs of modules.
+        last: how many layers with weights, counted from the output.
+        kind: the class of the layers, such as "Linear".
+        options: start, gain, initial, fresh, optimizer_state and seed, as for `FullReset`.
     """
 
     name = "layer-reset"
@@ -171,6 +185,10 @@ class HeadReset(LayerReset):
 
     >>> HeadReset()(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))).changed
     ('2.weight', '2.bias')
+
+    Args:
+        heads: names of the output layers, where they are not those that the plan would take.
+        options: start, gain, initial, fresh, optimizer_state and seed, as for `FullReset`.
     """
 
     name = "head-reset"
@@ -199,6 +217,10 @@ class LayerNormReset(LayerReset):
     >>> _ = LayerNormReset()(model)
     >>> model[1].weight.tolist()
     [1.0, 1.0, 1.0]
+
+    Args:
+        optimizer_state: what becomes of the state of changed parameters: "fresh", "moments", "step" or "none".
+        seed: what its own random numbers start from, when the call gives no generator.
     """
 
     name = "layer-norm-reset"
@@ -231,6 +253,10 @@ class OptimizerReset(Remedy):
     >>> model(torch.ones(1, 2)).sum().backward(); adam.step()
     >>> OptimizerReset()(model, adam).optimizer.parameters, adam.state[model.weight]["exp_avg"].abs().max().item()
     (2, 0.0)
+
+    Args:
+        targets: which parameters, as for `rekindle.plan`.
+        seed: what its own random numbers start from, when the call gives no generator.
     """
 
     name = "optimizer-reset"
@@ -261,6 +287,10 @@ class AdamRel(OptimizerReset):
     >>> model(torch.ones(1, 2)).sum().backward(); adam.step()
     >>> AdamRel()(model, adam).optimizer.reset, adam.state[model.weight]["step"].item()
     (2, 0.0)
+
+    Args:
+        targets: which parameters, as for `rekindle.plan`.
+        seed: what its own random numbers start from, when the call gives no generator.
     """
 
     name = "adam-rel"

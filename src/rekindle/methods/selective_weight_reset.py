@@ -34,6 +34,16 @@ class SelectiveWeightReset(FromStart):
     {'weights': 5}
     >>> int((model.weight != before).sum())
     5
+
+    Args:
+        factor: the share of weights, or the threshold as a share of the mean utility.
+        every: steps between two resets.
+        utility: "gradient" is |g·w|, "magnitude" is |w|.
+        choose: "proportional" takes a share, "threshold" all below.
+        decay: of the moving average of utilities; 0 takes the last step's.
+        targets: which parameters, as for `rekindle.plan`.
+        fresh: a function that returns a new model, where modules' own schemes are not how the model starts.
+        seed: what its own random numbers start from, when the call gives no generator.
     """
 
     name = "selective-weight-reset"

@@ -32,6 +32,16 @@ class ShrinkPerturb(FromStart):
     >>> _ = method(model)
     >>> torch.allclose(model.weight, 0.5 + 0.5 * before)
     True
+
+    Args:
+        coefficient: how much of the way to the start.
+        noise: the start: "init", the stored one, or "fresh", a new draw.
+        sigma: the factor of the start, instead of `coefficient`.
+        targets: which parameters, as for `rekindle.plan`.
+        initial: stored first weights by name, instead of those that `remember` saw.
+        fresh: a function that returns a new model, where modules' own schemes are not how the model starts.
+        optimizer_state: what becomes of the state of changed parameters: "fresh", "moments", "step" or "none".
+        seed: what its own random numbers start from, when the call gives no generator.
     """
 
     name = "shrink-perturb"

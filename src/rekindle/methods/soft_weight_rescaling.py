@@ -36,6 +36,13 @@ class SoftWeightRescaling(KeptNorms):
     >>> _ = method(model)
     >>> round(model[0].weight.norm().item() / first, 4)
     2.0
+
+    Args:
+        coefficient: how far a norm goes back to its start at each step.
+        head: whether the output layer is included.
+        targets: which parameters, as for `rekindle.plan`.
+        norms: the norms to keep by name, instead of those that `remember` saw.
+        seed: what its own random numbers start from, when the call gives no generator.
     """
 
     name = "soft-weight-rescaling"

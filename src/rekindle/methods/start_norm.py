@@ -46,6 +46,12 @@ class StartNorm(FromStart):
     >>> _ = model[0].weight.data.mul_(7.0)
     >>> method(model).changed, round(model[0].weight.norm().item() / start, 4)
     (('0.weight',), 0.5)
+
+    Args:
+        factor: the norm, as a share of the first one.
+        per: "weight", or "channel".
+        optimizer_state: what becomes of the state of changed parameters: "fresh", "moments", "step" or "none".
+        seed: what its own random numbers start from, when the call gives no generator.
     """
 
     name = "start-norm"

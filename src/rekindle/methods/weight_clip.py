@@ -24,6 +24,11 @@ class WeightClip(Remedy):
     >>> _ = nn.init.constant_(model.weight, 9.0)
     >>> WeightClip(kappa=2, targets="weight")(model).totals()["counts"], model.weight[0, 0].item()
     ({'clipped': 4}, 1.0)
+
+    Args:
+        kappa: the bound, in units of the standard deviation that a weight starts with.
+        targets: which parameters, as for `rekindle.plan`.
+        seed: what its own random numbers start from, when the call gives no generator.
     """
 
     name = "weight-clip"
