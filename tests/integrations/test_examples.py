@@ -103,7 +103,7 @@ def test_torchrl_losses_and_batches_are_understood() -> None:
     actor = QValueActor(MLP(in_features=3, out_features=2, num_cells=[8, 8]), action_space="one-hot")
     batch = TensorDict({"observation": torch.randn(16, 3), "reward": torch.zeros(16, 1)}, [16])
     assert rekindle.health(actor, [batch]).units and set(batch.keys()) == {"observation", "reward"}
-    assert len(rekindle.plan(actor, example=batch).selected) == 2
+    assert len(rekindle.plan(actor, example=batch, targets="auto").selected) == 2
     loss = DQNLoss(actor, action_space="one-hot")
     for verb in (rekindle.plan, rekindle.fire, rekindle.health):
         with pytest.raises(TypeError, match="DQNLoss holds parameters without their layers"):

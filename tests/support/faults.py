@@ -136,6 +136,7 @@ class Before:
         held: dict[str, Any] = {"random": torch.get_rng_state(), "python": random.getstate()}
         # Of a call that has ended nothing may be taken for what is around a later one.
         held |= {"transaction": transaction._INNERMOST.get(), "watchers": len(WATCHERS.get())}
+        held["global hooks"] = global_hooks()
         for name, module in self.model.named_modules():
             hooks = [module._forward_hooks, module._forward_pre_hooks, module._backward_hooks]
             held[f"mode of {name}"] = module.training
@@ -145,6 +146,12 @@ class Before:
             held[f"trained {name}"] = parameter.requires_grad
         held["optimizer hooks"] = [len(each._optimizer_step_post_hooks) for each in self.optimizers]
         return held
+
+
+def global_hooks() -> dict[str, int]:
+    """How many hooks each of torch's tables for all modules holds, and the depth of its stack of dispatch modes."""
+    tables = {name: len(held) for name, held in vars(nn.modules.module).items() if name.startswith("_global_") and held}
+    return tables | {"modes": torch._C._len_torch_dispatch_stack()}
 
 
 def judged(error: BaseException | None, before: Before, *, whole: bool) -> str | None:

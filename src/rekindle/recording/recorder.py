@@ -24,9 +24,10 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
 
 from rekindle.blocks.names import Location, locations, unwrapped
-from rekindle.isolation import attributes_kept, call, isolated
+from rekindle.isolation import attributes_kept, call, isolated, surely
 from rekindle.recording.graph import Graph, ModuleCall, Operation, Ref
 
 _DEEP = 6  # how far results are opened: a list in a dict in a dataclass, a distribution's fields
@@ -104,20 +105,32 @@ def to_device(batch: object, device: torch.device | None) -> Any:
 class PassMode(TorchDispatchMode):
     """A dispatch mode that also notices when a module is entered and left, as subclasses define it."""
 
+    _handles: tuple[RemovableHandle, ...] = ()
+    _inside = False
+
     def __enter__(self) -> Self:
-        self._handles = [
-            register_module_forward_pre_hook(self._enter_module),
-            register_module_forward_hook(self._leave_module, always_call=True),
-        ]
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
+        try:
+            self._handles += (register_module_forward_pre_hook(self._enter_module),)
+            self._handles += (register_module_forward_hook(self._leave_module, always_call=True),)
+            self._inside = super().__enter__() is self  # type: ignore[no-untyped-call]
+            return self
+        except BaseException:  # nobody will call __exit__
+            surely(self._close)
+            raise
 
     def __exit__(self, *error: object) -> None:
         try:
-            super().__exit__(*error)  # type: ignore[no-untyped-call]
-        finally:
-            for handle in self._handles:
-                handle.remove()
+            self._close()
+        except BaseException:  # Ctrl-C on the way out: every module of the program would go on calling these hooks
+            self._close()
+            raise
+
+    def _close(self) -> None:
+        """What `__enter__` did is undone; a second time there is nothing left to do."""
+        for handle in self._handles:
+            handle.remove()
+        if self._inside:
+            self._inside = super().__exit__(None, None, None) is not None  # type: ignore[no-untyped-call]
 
     def _enter_module(self, module: nn.Module, args: Sequence[Any]) -> None:
         raise NotImplementedError
@@ -153,9 +166,9 @@ class Recorder(PassMode):
         self._numbers: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self._stack: list[ModuleCall] = []
 
-    def __exit__(self, *error: object) -> None:
+    def _close(self) -> None:
         self._stack.clear()
-        super().__exit__(*error)
+        super()._close()
 
     def leave(self, result: object) -> None:
         """Note what the caller of the pass gets."""
