@@ -114,6 +114,12 @@ def test_the_links_lead_somewhere(page: Path) -> None:
         assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
+def test_markdown_inside_of_html_is_rendered() -> None:
+    """Else the site shows `[word](page)` as it stands here."""
+    for page in (ROOT / "docs").rglob("*.md"):
+        assert not re.search(r"<details(?! markdown)", page.read_text("utf-8")), page.name
+
+
 def test_the_reference_has_every_public_name() -> None:
     listed = set(re.findall(r"^::: (\S+)", (ROOT / "docs" / "reference.md").read_text("utf-8"), flags=re.M))
     elsewhere = {
