@@ -9,7 +9,9 @@ from typing import Any
 
 GLOSSARY = Path(__file__).parent.parent / "glossary.md"
 # What is no running text: code, links, pictures, headings, HTML.
-_APART = re.compile(r"```.*?```|`[^`]*`|!?\[[^\]]*\]\([^)]*\)|^#.*?$|^    .*?$|^<.*?$|<[^>]*>", re.DOTALL | re.MULTILINE)
+_APART = re.compile(
+    r"```.*?```|`[^`]*`|!?\[[^\]]*\]\([^)]*\)|^#.*?$|^    .*?$|^<.*?$|<[^>]*>", re.DOTALL | re.MULTILINE
+)
 
 
 def terms() -> dict[str, str]:
