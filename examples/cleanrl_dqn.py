@@ -1,8 +1,8 @@
 """DQN in one file, in the manner of CleanRL: `rekindle.fire` at each task switch, and nothing else of rekindle.
 
 CartPole's four observations come in a new order and with new signs in each task, so what was learned is of no use and
-only the ability to learn counts. At a switch the hidden layers become isometries, their optimizer slots start again,
-the target network follows with `load_state_dict` (biases and heads too), and the replay, which holds the old
+only the ability to learn counts. At a switch all three layers become isometries, their optimizer slots start again,
+the target network follows with `load_state_dict` (biases too), and the replay, which holds the old
 observations, is emptied.
 
     python examples/cleanrl_dqn.py --tasks 6 --steps 8000 --remedy fire      # or: --remedy nothing
@@ -89,7 +89,7 @@ def learn(options: Options) -> list[float]:
     found = []
     for index in range(options.tasks):
         if index and options.remedy == "fire":
-            receipt = rekindle.fire(online, optimizer)  # all layers; targets="auto" keeps the output layer
+            receipt = rekindle.fire(online, optimizer)  # all layers; "auto" as targets keeps the output layer
             target.load_state_dict(online.state_dict())
             print(f"task {index}: {len(receipt.changed)} matrices projected")
         found.append(one_task(Task(index, options.seed), online, target, optimizer, numbers, options))

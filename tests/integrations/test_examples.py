@@ -50,7 +50,7 @@ def test_dqn_in_one_file(capsys: pytest.CaptureFixture[str]) -> None:
     found = {remedy: made.learn(made.Options(remedy=remedy, **small)) for remedy in ("nothing", "fire")}
     assert found["nothing"][0] == found["fire"][0]
     assert all(math.isfinite(value) and value > 0 for values in found.values() for value in values)
-    assert capsys.readouterr().out.count("task 1: 2 matrices projected") == 1
+    assert capsys.readouterr().out.count("task 1: 3 matrices projected") == 1
 
 
 def test_sac_counts_updates_of_its_critics() -> None:

@@ -264,7 +264,7 @@ def _unseen(model: nn.Module, watch: Watch, observer: _Observer) -> list[Unmeasu
     clean = cleaner(model)
     for raw, module in model.named_modules():
         name = clean(raw)
-        if name in watch.blind or not any(p.dim() > 1 for p in module.parameters(recurse=False)):
+        if name in watch.blind or not any(p is not None and p.dim() > 1 for p in module._parameters.values()):
             continue
         # An embedding has no units; a MultiheadAttention uses its projection's weight without calling it.
         if isinstance(module, nn.Embedding | nn.EmbeddingBag | nn.modules.linear.NonDynamicallyQuantizableLinear):
