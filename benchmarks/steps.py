@@ -8,7 +8,8 @@ of 100, so that what comes seldom (a health sample of the weights at one step in
 is counted as often as it comes. "median" is the median over the rounds of the ratio to the plain loop of the same
 round; "least" is the ratio of the shortest turns, which leaves other processes out, and what comes seldom too.
 "alone" is the method as its paper writes it, in plain torch and for this network only, without any check: what a user
-would write by hand. At last the time of one `fire` call on this network, beside its projection alone.
+would write by hand. Then the time of one `fire` call on this network, beside its projection alone. At last "units":
+networks with experts, latents and codes that `revive` watches, one sample in 100 steps, each beside its own plain loop.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ from torch import Tensor, nn
 
 import rekindle
 from measuring import processor
+from rekindle.lab.evaluation import score
+from rekindle.lab.networks import network as lab_network
 from rekindle.methods import UPGD, ContinualBackprop, L2Init, ReDo
+from rekindle.triggers import DeadAbove
 
 BATCH, BLOCK, TURNS, NEVER = 128, 100, 10, 10**9
 GOALS = {"monitor": 1.03, "redo": 1.08, "l2-init": 1.20, "upgd": 1.60, "continual-backprop": 1.45}
@@ -220,6 +224,45 @@ def main() -> None:
         print(f"{name:26}{1e3 * plain * least:>10.3f}{100 * (ratio - 1):>+9.1f}%{100 * (least - 1):>+9.1f}%{text:>8}")
     if not options.loops or "fire".startswith(tuple(options.loops)):
         fire_call()
+    for kind in UNITS:
+        if not options.loops or f"units-{kind}".startswith(tuple(options.loops)):
+            units(kind, min(options.rounds, 10))
+
+
+UNITS = {
+    "experts": ("expert-gpt", lambda: torch.randint(60, (16, 64)), {}),
+    "latents": ("autoencoder", lambda: torch.randn(16, 32, 384), {"latents": 768}),
+    "codes": ("vq-vae", lambda: torch.randn(64, 1, 28, 28), {}),
+}
+
+
+def units(kind: str, rounds: int) -> None:
+    """A network that `revive` watches beside the same network alone, in turns of 100 steps."""
+    name, draw, settings = UNITS[kind]
+    data = [draw() for _ in range(4)]
+    loops = []
+    for watched in (False, True):
+        model = lab_network(name, shape=tuple(data[0].shape[1:]), classes=60, seed=0, **settings)
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
+        # The trigger never fires: what is measured is the watching.
+        options = {"when": DeadAbove(1.0), "monitor": 100}
+        remedy = rekindle.attach(model, optimizer, "revive", **options) if watched else None
+        loops.append((model, optimizer, remedy))
+    turns: list[list[float]] = [[], []]
+    for turn in range(rounds + 1):
+        for mine, (model, optimizer, remedy) in zip(turns, loops, strict=True):
+            began = time.process_time()
+            for step in range(BLOCK):
+                optimizer.zero_grad()
+                score(model, data[step % 4], data[step % 4])[1].backward()
+                optimizer.step()
+                if remedy is not None:
+                    remedy.step()
+            if turn:  # the first allocates
+                mine.append((time.process_time() - began) / BLOCK)
+    ratio, least = statistics.median(b / a for a, b in zip(*turns, strict=True)), min(turns[1]) / min(turns[0])
+    cost = f"{100 * (ratio - 1):>+9.1f}%{100 * (least - 1):>+9.1f}%{'+3%':>8}"
+    print(f"{'units-' + kind:26}{1e3 * min(turns[1]):>10.3f}{cost}", flush=True)
 
 
 def fire_call(calls: int = 300) -> None:

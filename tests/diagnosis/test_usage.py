@@ -109,6 +109,40 @@ def test_what_did_not_run_is_listed() -> None:
     assert not usage.stacks and usage.verdict != "healthy"
 
 
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("FSQ", {"levels": [4, 4, 4]}),
+        ("ResidualFSQ", {"levels": [4, 4], "num_quantizers": 2}),
+        ("LFQ", {"codebook_size": 64}),
+        ("LFQ", {"codebook_size": 64, "spherical": True}),
+        ("ResidualLFQ", {"codebook_size": 64, "num_quantizers": 2}),
+        ("LatentQuantize", {"levels": [5, 5, 8]}),
+        ("LatentQuantize", {"levels": [5, 5, 8], "optimize_values": False}),
+    ],
+)
+def test_quantizers_without_a_table_are_listed(name: str, options: dict[str, object]) -> None:
+    """Their codes are no units that could die: named with the reason, neither healthy nor dead."""
+    package = pytest.importorskip("vector_quantize_pytorch")
+
+    class Inside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.into, self.out = nn.Conv1d(16, 16, 1), nn.Conv1d(16, 16, 1)
+            self.quantizer = getattr(package, name)(dim=16, **options)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.into(x)
+            first = self.quantizer(x if name == "LatentQuantize" else x.mT)[0]
+            return self.out(first if name == "LatentQuantize" else first.mT)
+
+    found = rekindle.health(Inside(), [draw(2, 16, 64)])
+    assert not found.stacks
+    listed = {each.name: each.reason for each in found.unmeasured if "no table" in each.reason}
+    assert listed
+    assert all(each.startswith("quantizer") for each in listed)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_collapsed_is_act_and_sound_is_not(name: str) -> None:
     case = CASES[name]()

@@ -29,6 +29,7 @@ from torch import nn
 
 from rekindle.recording.ancestry import DISTANCES, PRODUCTS, VIEWS, Ancestry, Sight, Slices
 from rekindle.recording.graph import Graph, Operation
+from rekindle.recording.steps import stepped
 
 Kind = Literal["experts", "codes", "latents", "ranks", "rows"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -38,7 +39,7 @@ _LOOKUPS = {"gather": 0, "index": 0, "index_select": 0, "embedding": 0}
 _GATES = {"relu", "relu6", "threshold", "topk", "sort", "kthvalue", "gt", "ge", "lt", "le", "clamp_min", "clamp"}
 _ADDED = {"add", "addmm", "linear"}
 _FEWEST = 8  # inputs of an autoencoder that only a rectifier tells
-_ROUNDED = "codes are made by rounding (FSQ): there is no table whose entries could die"
+_STEPPED = "its codes are made by rounding, signs or levels (as in FSQ, LFQ): there is no table whose entries could die"
 
 
 @dataclass(frozen=True)
@@ -111,8 +112,8 @@ class _Search:
                 self._ranks(operation)
             elif operation.name == "embedding":
                 self._rows(index, operation)
-            elif operation.name in ("round", "floor") and self.graph.floating[operation.outputs[0]]:
-                self._rounded(operation)
+        for name in stepped(self.ancestry):
+            self.unmeasured[name or "(model)"] = _STEPPED
         used: dict[str, list[str]] = defaultdict(list)
         for stack in self.found.values():
             for member in stack.holds.values():
@@ -347,13 +348,6 @@ class _Search:
                 self._add(
                     UnitStack("rows", str(name), size, {"rows": Slices(str(name), 0)}, (self.ancestry.sight(index, 1),))
                 )
-
-    def _rounded(self, operation: Operation) -> None:
-        if self.ancestry.held(operation.inputs[0]) is None and self.graph.shapes[operation.outputs[0]]:
-            readers = [self.graph.operations[i] for i in self.ancestry.readers.get(operation.outputs[0], ())]
-            # z + (round(z) − z) with no gradient through the bracket
-            if any(each.name == "sub" and each.inputs[0] == operation.outputs[0] for each in readers):
-                self.unmeasured[self.ancestry.name_of(operation.caller) or "(model)"] = _ROUNDED
 
 
 def _along_last(operation: Operation, ndim: int) -> bool:
