@@ -309,13 +309,11 @@ def _latents(call: Call, stack: UnitStack, dead: Tensor, examples: _Examples, ch
     weights = left.square().sum(-1)
     chosen = left[_pick(call, weights, len(dead)).to(left.device)]
     new = call.first({"left": nn.functional.normalize(chosen + _NOISE * chosen.std() * _noise(call, chosen), dim=-1)})
-    living = torch.ones(stack.size, dtype=torch.bool)
-    living[dead] = False
+    living = torch.ones(stack.size, dtype=torch.bool).index_fill(0, dead, len(dead) == stack.size)
     for role, share in (("encoder", 1.0 if stack.gated else 0.2), ("decoder", 1.0)):
         member = stack.holds[role]
         weight = tensor_of(call.inner, member.tensor).movedim(member.axis, 0)
-        norms = weight[living.to(weight.device)].norm(dim=-1) if bool(living.any()) else weight.norm(dim=-1)
-        rows = new["left"].to(weight) * norms.mean() * share
+        rows = new["left"].to(weight) * weight[living.to(weight.device)].norm(dim=-1).mean() * share
         changes.add(member, dead, rows.movedim(0, member.axis))
     changes.count(stack.holds["encoder"], latents=len(dead))
     for role, member in stack.holds.items():
@@ -323,7 +321,7 @@ def _latents(call: Call, stack: UnitStack, dead: Tensor, examples: _Examples, ch
             changes.add(member, dead, 0.0)
         elif role.startswith("vector"):
             own = tensor_of(call.inner, member.tensor).detach()
-            changes.add(member, dead, float(own[living.to(own.device)].mean()) if bool(living.any()) else 0.0)
+            changes.add(member, dead, float(own[living.to(own.device)].mean()) if len(dead) < stack.size else 0.0)
     return ""
 
 
