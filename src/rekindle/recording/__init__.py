@@ -7,7 +7,8 @@ arithmetic, `operations` the tables. `weights` says how a parameter enters an op
 parameter: how its matrices lie, into which parts its output is cut, whether it reaches the caller, whether it selects,
 whether it ran at all. `evidence` in blocks holds them.
 
-`stacks` finds experts, codes, latents and ranks (`ancestry`: where values come from), `sights` sees their use again.
+`stacks` finds experts, codes, latents and ranks (`ancestry`: where values come from, `steps`: codes without a table),
+`sights` sees their use again.
 
 `wiring` says who consumes a neuron, from the same pass (`neurons` follows them, `reading` is where they show);
 `first_pass` records a pass that training makes anyway, `first_batch` what a verb was given; `invariance` finds layers
