@@ -83,7 +83,7 @@ def bare_python(packages: Path, *arguments: str) -> subprocess.CompletedProcess[
 def test_the_quickstart_runs_with_torch_alone(bare: Path) -> None:
     done = bare_python(bare, str(ROOT / "examples" / "quickstart.py"))
     assert done.returncode == 0, done.stderr[-2000:]
-    assert "verdict: act" in done.stdout and "fire: 2 parameters" in done.stdout
+    assert "verdict: act" in done.stdout and "fire: 3 parameters" in done.stdout
 
 
 def test_nothing_optional_is_there_and_nothing_of_the_source_tree(bare: Path) -> None:

@@ -281,7 +281,7 @@ def test_the_waits_of_fire_do_not_grow_with_the_number_of_matrices(with_optimize
         if optimizer is not None:
             model(torch.randn(4, 40).to(NAME, dtype)).sum().backward()
             optimizer.step()
-        found[count] = waited(lambda model=model, optimizer=optimizer: rekindle.fire(model, optimizer))
+        found[count] = waited(lambda model=model, optimizer=optimizer: rekindle.fire(model, optimizer, targets="auto"))
     assert found[12] == found[2] <= 12, found
 
 

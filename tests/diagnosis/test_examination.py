@@ -230,7 +230,7 @@ def test_what_was_not_measured_fires_nothing() -> None:
 def test_thresholds_are_documented_and_obeyed() -> None:
     assert Thresholds.__doc__ is not None
     for field in fields(Thresholds):
-        assert f"`{field.name}`" in Thresholds.__doc__
+        assert f" {field.name}: " in Thresholds.__doc__
     model = net()
     strict = replace(Thresholds(), norm_growth_watch=1.0, tau=1e9)
     found = health(model, [data()], reference=model, thresholds=strict)

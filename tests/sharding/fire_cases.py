@@ -189,7 +189,7 @@ def case_a_dcp_checkpoint_is_repaired_by_the_command_and_loaded_under_another_la
     plan = rekindle.plan(alone, layouts=LAYOUTS)
     if dist.get_rank() == 0:
         plan.save(Path(folder[0]) / "plan.json")
-        command = ["fire", str(source), "-o", str(target), "--plan", str(Path(folder[0]) / "plan.json")]
+        command = ["fire", str(source), "-o", str(target), "--plan", str(Path(folder[0]) / "plan.json"), "--yes"]
         done = CliRunner().invoke(app, command)
         assert done.exit_code == 0, done.output
     dist.barrier()

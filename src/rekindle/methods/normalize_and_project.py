@@ -31,17 +31,29 @@ class KeptNorms(Remedy):
         super().__init__(seed=seed)
         self.targets = targets
         self._norms = dict(norms) if norms is not None else None
+        self._remembered = norms is None
         self._chosen: PerModel[tuple[list[Share], dict[str, str]]] = PerModel()
 
     def remember(self, model: nn.Module) -> None:
         """Store the norms that the weights have now."""
         refuse_shards(model, type(self).__name__, call="method.remember(model)")
-        shares, _ = self.weights(model)
+        shares, _ = self._chosen.get(model, lambda: self.choose(model))
         self._norms = dict(zip([share.name for share in shares], norms_of(shares), strict=True))
 
     def weights(self, model: nn.Module) -> tuple[list[Share], dict[str, str]]:
-        """The weights whose norms are kept, and why others are not."""
-        return self._chosen.get(model, lambda: self.choose(model))
+        """The weights whose norms are kept, and why others are not.
+
+        A batch can show later what a weight is that `remember` could not know: its first norm is not known.
+        """
+        shares, skipped = self._chosen.get(model, lambda: self.choose(model))
+        if not self._remembered or self._norms is None:
+            return shares, skipped
+        late = {
+            share.name: "no first norm: it was not among the targets when the start was remembered"
+            for share in shares
+            if share.name not in self._norms
+        }
+        return [share for share in shares if share.name not in late], {**skipped, **late}
 
     def choose(self, model: nn.Module) -> tuple[list[Share], dict[str, str]]:
         """Find them."""
