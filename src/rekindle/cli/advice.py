@@ -12,8 +12,7 @@ import typer
 from rekindle.cli import options
 from rekindle.cli.page import made, write_page
 from rekindle.cli.studies import needing_extras
-from rekindle.cli.terminal import heed, progress, refuse_existing, reported, show_json
-from rekindle.report.words import printable
+from rekindle.cli.terminal import heed, progress, refuse_existing, reported, show_json, show_unchanged
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -276,7 +275,7 @@ def _give(asked: Asked, command: str, found: Any, json: bool, html: Path | None,
         show_json(facts)
     else:
         text = str(found).replace("more steps= or budget=", "more --steps or --budget")
-        typer.echo("\n".join(map(printable, text.splitlines())))  # otherwise unchanged: the call must stay Python
+        show_unchanged(text)  # the call must stay Python
 
 
 def _asked(what: str, boundary: int | None, seed: int, changed: Sequence[str]) -> Asked:

@@ -18,8 +18,8 @@ from rekindle.cli.studies import (
     present,
     write_study_page,
 )
-from rekindle.cli.terminal import progress, refuse_existing, reported, say, show_json, width
-from rekindle.report.words import printable, size
+from rekindle.cli.terminal import progress, refuse_existing, reported, say, show_json, show_unchanged, width
+from rekindle.report.words import size
 
 Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder of a study.", show_default=False)]
 Methods = Annotated[
@@ -64,7 +64,7 @@ def lab_list(json: options.Json = False) -> None:
     if json:
         show_json(found)
     else:
-        typer.echo(listed(found, width()))
+        show_unchanged(listed(found, width()))
 
 
 @reported
@@ -210,7 +210,7 @@ def lab_atlas(
         if json:
             show_json(atlas.to_dict())
         else:
-            typer.echo("\n".join(map(printable, atlas.markdown().splitlines())))
+            show_unchanged(atlas.markdown())
 
 
 @reported
@@ -251,4 +251,4 @@ def fetch(
                 path = fetching.fetch(name, folder, progress=advanced, notice=say)
             except (sets.Missing, fetching.FetchError) as error:
                 raise ValueError(str(error)) from error
-        typer.echo(printable(str(path)))
+        show_unchanged(str(path))

@@ -148,6 +148,13 @@ def show(text: str) -> None:
         console.print(printable(line), style=style, markup=False)
 
 
+def show_unchanged(text: str) -> None:
+    """A result as text on stdout that rich does not touch: code, Markdown, columns."""
+    heed()
+    # typer.echo would write UTF-8 where the terminal's encoding is ASCII.
+    sys.stdout.write("\n".join(map(printable, text.splitlines())) + "\n")
+
+
 def show_rich(drawn: object) -> None:
     """Anything that rich draws, on stdout."""
     _Pipe(width=width(), highlight=False).print(drawn)
