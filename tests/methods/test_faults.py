@@ -167,3 +167,22 @@ def test_statistics_that_a_forward_pass_changes_are_named() -> None:
     with pytest.raises(MethodError) as caught:
         fails()
     assert {"1.running_mean", "1.running_var", "1.num_batches_tracked"} == set(caught.value.receipt.differs)
+
+
+@pytest.mark.parametrize("kind", [faults.Fault, KeyboardInterrupt])
+def test_what_is_put_back_after_the_marks_were_left_is_not_named(kind: type[BaseException]) -> None:
+    """An error on the last line of a transaction around an atomic call: its weights are put back, and not named."""
+    model, optimizer, _ = ready(methods.FIRE)
+    before, around = faults.Before(model, optimizer), Transaction("around", [model], optimizer)
+    leave = around._leave
+
+    def late() -> None:
+        around._leave = leave  # type: ignore[method-assign]
+        leave()
+        raise kind("late")
+
+    around._leave = late  # type: ignore[method-assign]
+    with pytest.raises(BaseException) as caught, around:  # noqa: PT011
+        rekindle.fire(model, optimizer, atomic=True)
+    assert not before.differences()
+    assert faults.judged(caught.value, before, whole=False) is None

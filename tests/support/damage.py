@@ -67,7 +67,8 @@ def _interrupted(path: Path) -> None:
     save_file(small_model(width=4).state_dict(), path)
     child = os.fork()
     if child == 0:
-        fire_file(path, path.with_name("out"), resume=True, progress=lambda done, *_: os._exit(0) if done else None)
+        stop: Any = lambda done, *_: os._exit(0) if done else None  # noqa: E731
+        fire_file(path, path.with_name("out"), resume=True, scale="paper", progress=stop)
         os._exit(1)
     os.waitpid(child, 0)
 
@@ -217,7 +218,8 @@ class Case:
     def judged(self) -> str:
         """ "" if all is well, else what is wrong; "refused" and "done" are counted by `outcome`."""
         before = _everything(self.folder, without=(JOURNAL, ".out.rekindle-partial"))
-        options: dict[str, Any] = {"plan": self.folder / "plan.json"} if self.kind == "plan" else {}
+        planned = self.kind == "plan"
+        options: dict[str, Any] = {"plan": self.folder / "plan.json"} if planned else {"scale": "paper"}
         self.outcome = "done"
         try:
             receipt = fire_file(self.source, self.out, resume=self.kind == "journal", **options)

@@ -57,7 +57,8 @@ def start(*arguments: object) -> int:
             null = os.open(os.devnull, os.O_RDWR)
             for stream in (0, 1, 2):
                 os.dup2(null, stream)
-            sys.argv = ["rekindle", *map(str, arguments), *["--yes"][: arguments[:1] == ("fire",)]]
+            asked = ["--yes", "--scale", "paper"] if arguments[0] == "fire" else []  # `not_projected` knows that scale
+            sys.argv = ["rekindle", *map(str, arguments), *asked]
             from rekindle.checkpoint import firing
             from rekindle.cli import main
 

@@ -22,11 +22,10 @@ from rekindle.blocks.entries import Found
 from rekindle.blocks.evidence import UNREAD, Fact, Facts, known_of
 from rekindle.blocks.families import head_dim, is_registered, looks_fused, recipes_of, register, roles
 from rekindle.blocks.fused import cut_layers
-from rekindle.blocks.heads import mark_heads, named_heads
 from rekindle.blocks.layers import is_transposed_linear, keeps_width
 from rekindle.blocks.layouts import ROLES, Block, LayoutError, Recipe, convolution, matrices, same_rows
 from rekindle.blocks.names import Location, cleaner, locations, packed_weights, storage_of, unwrapped
-from rekindle.blocks.outputs import find_heads, is_backbone, root_of, told_heads
+from rekindle.blocks.outputs import find_heads, is_backbone, mark_heads, named_heads, root_of, told_heads
 from rekindle.blocks.source import changes_weight, unread_above
 
 __all__ = ["ROLES", "Block", "Conv", "Found", "LayoutError", "find", "matrices", "register"]
@@ -238,14 +237,14 @@ class _Finder:
         owner, kind = place.owner, type(place.owner).__name__
         if isinstance(owner, nn.Embedding | nn.EmbeddingBag):
             return _PLAIN(shape, "embedding"), "embedding", None
-        unread = unread_above(place.modules)
+        torchs = all(type(module).__module__.startswith("torch.") for module in place.modules)
+        unread = None if torchs else unread_above(place.modules)
         if unread is not None and does not in ("router", "adapter"):
             self.evidence[place.name] = "name"
             why = f"what {unread} does with it is not known ({UNREAD}): give example=batch"
             return (), does, why
-        torchs = all(type(module).__module__.startswith("torch.") for module in place.modules)
         self.evidence[place.name] = "class" if torchs else "source"
-        transposed = is_transposed_linear(owner)
+        transposed = type(owner) is not nn.Linear and is_transposed_linear(owner)
         looks = looks_fused(place, shape[::-1] if transposed else shape)
         cut = self.cuts.get(id(owner))
         if cut is not None and place.tensor == "weight":
@@ -254,9 +253,11 @@ class _Finder:
             if cut.function:  # attention is a function of its own in many packages; BLOOM can cut its sums
                 named = ("query", "key", "value", *_IN_A_BLOCK) if " " in cut.function else ("query", "key", "value")
                 looks = None if does in named else str(cut)
-        if looks and does != "router" and (transposed or isinstance(owner, nn.Linear | nn.modules.conv._ConvNd)):
+        layer = isinstance(owner, nn.Linear | nn.modules.conv._ConvNd)
+        if looks and does != "router" and (transposed or layer):
             return (), does, looks
-        if place.tensor == "weight" and changes_weight(owner):
+        theirs = layer and not type(owner).forward.__module__.startswith("torch.")
+        if theirs and place.tensor == "weight" and changes_weight(owner):
             return (), does, f"the forward of {kind} uses it in a way of its own: give example=batch"
         if isinstance(owner, nn.modules.conv._ConvNd) and place.tensor == "weight":
             recipe = convolution(shape, groups=owner.groups, transposed=owner.transposed, flat=self.conv == "flat")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from rekindle.blocks.layers import as_layer, has_matrices, is_torchs, layers_in
+from rekindle.blocks.layers import as_layer, has_matrices, layers_in
 from rekindle.blocks.source import uses_of
 from rekindle.blocks.values import INPUT, Split, Uses, at, key_of
 
@@ -94,6 +94,15 @@ def input_split(module: nn.Module, argument: str = "") -> Split | None:
     if argument.isdigit():
         argument = uses.arguments[int(argument)] if int(argument) < len(uses.arguments) else ""
     return uses.cut_arguments.get(argument)
+
+
+def is_torchs(module: nn.Module) -> bool:
+    """Whether this is one of torch's own layers, whose code is known without reading it.
+
+    >>> is_torchs(nn.GLU())
+    True
+    """
+    return type(module).__module__.startswith("torch.nn.")
 
 
 def output_layers(module: nn.Module, key: str = "") -> list[nn.Module]:

@@ -137,12 +137,3 @@ def fits(layer: nn.Module, reader: nn.Module) -> bool:
 def _size(module: nn.Module, axis: int) -> int | None:
     weight = module.weight  # a parametrized one is a tensor, not a Parameter
     return weight.shape[axis] if isinstance(weight, Tensor) else None
-
-
-def is_torchs(module: nn.Module) -> bool:
-    """Whether this is one of torch's own layers, whose code is known without reading it.
-
-    >>> is_torchs(nn.GLU())
-    True
-    """
-    return type(module).__module__.startswith("torch.nn.")

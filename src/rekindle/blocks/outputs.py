@@ -15,20 +15,22 @@ block. `heads=` overrules all of it.
 
 from __future__ import annotations
 
+import fnmatch
 import re
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from rekindle.blocks.fused import output_layers
+from rekindle.blocks.entries import Found
+from rekindle.blocks.fused import is_torchs, output_layers
 from rekindle.blocks.layers import (
     as_layer,
     fits,
     has_matrices,
     input_width,
-    is_torchs,
     layers_in,
     narrows,
     output_width,
@@ -36,7 +38,8 @@ from rekindle.blocks.layers import (
 )
 from rekindle.blocks.names import unwrapped, wrapped
 from rekindle.blocks.source import uses_of
-from rekindle.blocks.values import Uses, at, base, key_of
+from rekindle.blocks.values import Uses, at, base, by_path, key_of
+from rekindle.spelling import argument
 
 _DIRECT = {"head", "heads", "lm_head", "classifier", "fc", "score", "qa_outputs", "cls", "logits", "output_layer"}
 _DIRECT |= {"embed_out", "decoder_head", "action_net", "value_net", "fc_out", "classification_head", "output"}
@@ -223,21 +226,23 @@ def _ends(module: nn.Module, seen: set[int], read: set[int], way: _Leaving = _PL
     if taken is None:  # which of the outputs is read is not known: all of them
         return []
     found: list[nn.Module] = []
-    solids = {path for path in uses.called if any(has_matrices(m) for m in at(module, path))}
+    chains = {path: at(module, path) for path in uses.called}
+    solids = {path for path, modules in chains.items() if any(map(has_matrices, modules))}
     drafts = _drafts(module, uses, way.taken)
     consumed = taken | {a for a, b in uses.feeds if _is_read(a, b, solids)}
     consumed |= uses.added - (uses.corrects if way.root else _joining(uses, way.separate))
     consumed -= {a for a, b in uses.drafts if b in drafts}
+    taken_at, drafts_at, leaving = by_path(consumed), by_path(drafts), by_path(uses.leaves | uses.outside)
     for path in sorted(solids):
-        chain, labels = at(module, path), {label for label in consumed if base(label) == path}
+        chain, labels = chains[path], taken_at.get(path, set())
         keys = frozenset(map(key_of, labels))
         if labels:
             _mark(chain, read)
-        for draft in {label for label in drafts if base(label) == path and labels & {label, path}}:
-            found += drafts[draft]
-        if path in labels or (uses.leaves and path not in set(map(base, uses.leaves | uses.outside))):
+        for draft in drafts_at.get(path, ()):
+            found += drafts[draft] if labels & {draft, path} else []
+        if path in labels or (uses.leaves and path not in leaving):
             continue
-        again = frozenset(key_of(a) for a, b in uses.feeds if base(a) == b == path)
+        again = frozenset(key_of(a) for a, b in uses.feeds if b == path == base(a))
         if path not in uses.leaves:  # what is used here and does not leave
             used = uses.added | {a for a, _ in uses.feeds}
             keys |= {key_of(label) for label in used - uses.leaves if base(label) == path} - {""}
@@ -335,3 +340,31 @@ def _apart(children: dict[str, nn.Module], seen: set[int], read: set[int]) -> li
 def _inside(a: str, b: str) -> bool:
     """Whether one path is part of the other: a module and its own child."""
     return a.startswith(f"{b}.") or b.startswith(f"{a}.")
+
+
+def named_heads(found: list[Found], heads: Iterable[str] | str) -> set[str]:
+    """The names of the weights that these globs (of parameter or module names) mark as heads; no match is an error."""
+    globs = [heads] if isinstance(heads, str) else list(heads)
+    for glob in globs:
+        if not any(_matches(f, glob) for f in found if f.blocks):
+            names = ", ".join(f.name for f in found if f.blocks)
+            raise ValueError(f"{argument('heads', glob)} names no weight with matrices; there are: {names}")
+    return {f.name for f in found if any(_matches(f, glob) for glob in globs)}
+
+
+def mark_heads(found: list[Found], heads: set[str], reason: str = "output head") -> list[Found]:
+    """The same list with these weights marked as heads; a tied embedding keeps its role."""
+    marked = []
+    for f in found:
+        if f.name in heads and f.blocks:
+            does = f.role if f.role == "embedding" else "head"
+            blocks = f.blocks if does == "embedding" else tuple(replace(b, role="head") for b in f.blocks)
+            why = "embedding, tied to the output head" if does == "embedding" else reason
+            f = replace(f, role=does, blocks=blocks, marks={"head": why, **f.marks})
+        marked.append(f)
+    return marked
+
+
+def _matches(found: Found, glob: str) -> bool:
+    names = (found.name, found.module, found.key, *found.also)
+    return any(fnmatch.fnmatchcase(name, glob) for name in names)

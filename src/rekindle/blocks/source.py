@@ -60,15 +60,13 @@ def unread_above(modules: Sequence[nn.Module]) -> str | None:
 
 
 def changes_weight(layer: nn.Module) -> bool:
-    """Whether a subclass of Linear or a convolution has a `forward` that does not simply use `self.weight`.
+    """Whether the `forward` of this subclass of Linear or a convolution does not simply use `self.weight`.
 
-    >>> changes_weight(nn.Linear(1, 1))
-    False
+    >>> exec("class Twice(nn.Linear):\\n    def forward(self, x): return x @ (2 * self.weight).T")
+    >>> changes_weight(Twice(1, 1))  # the source of what was typed in cannot be read
+    True
     """
-    kind = type(layer)
-    if not isinstance(layer, nn.Linear | nn.modules.conv._ConvNd) or kind.forward.__module__.startswith("torch."):
-        return False
-    definitions = _methods(kind).get("forward")
+    definitions = _methods(type(layer)).get("forward")
     if not definitions:
         return True
     definition = definitions[0]

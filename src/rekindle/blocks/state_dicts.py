@@ -21,10 +21,9 @@ from torch import Tensor, nn
 from rekindle.blocks.configs import meta_model
 from rekindle.blocks.families import FUSED, GATE, ROUTER_NAME, named_role
 from rekindle.blocks.finding import Found, find
-from rekindle.blocks.heads import mark_heads, named_heads
 from rekindle.blocks.layouts import Block, convolution, matrices
 from rekindle.blocks.names import state_cleaner, unusable
-from rekindle.blocks.outputs import ANYWHERE, USUALLY
+from rekindle.blocks.outputs import ANYWHERE, USUALLY, mark_heads, named_heads
 from rekindle.spelling import advice, argument
 
 _LAYOUT = ("layout", "pass config= or a plan saved from the live model")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -33,6 +34,18 @@ def base(label: str) -> str:
     ('encoder', 'encoder')
     """
     return label.partition("#")[0]
+
+
+def by_path(labels: Iterable[str]) -> dict[str, set[str]]:
+    """Labels by their paths.
+
+    >>> sorted(by_path(["encoder#states", "encoder"])["encoder"])
+    ['encoder', 'encoder#states']
+    """
+    found: dict[str, set[str]] = {}
+    for label in labels:
+        found.setdefault(base(label), set()).add(label)
+    return found
 
 
 def key_of(label: str) -> str:

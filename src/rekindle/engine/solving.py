@@ -82,7 +82,8 @@ class Certificate:
 
     def to_host(self) -> Certificate:
         """The same on the CPU, with one wait."""
-        return Certificate(*to_host([getattr(self, field.name) for field in fields(self)]))
+        held: list[Tensor] = [getattr(self, field.name) for field in fields(self)]
+        return self if all(value.device.type == "cpu" for value in held) else Certificate(*to_host(held))
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> Certificate:
         return Certificate(*(change(getattr(self, field.name)) for field in fields(self)))

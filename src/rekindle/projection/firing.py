@@ -33,7 +33,7 @@ from rekindle.projection.stores import LiveStore
 from rekindle.projection.transaction import Transaction
 from rekindle.recording.invariance import norms_behind
 from rekindle.sharding.passes import passes
-from rekindle.sharding.team import SOLO, Team, distributed, opened, partitioned, settle
+from rekindle.sharding.team import Team, distributed, opened, partitioned, settle
 from rekindle.sharding.zero import shown
 
 Verb = TypeVar("Verb", bound=Callable[..., Receipt])
@@ -115,15 +115,14 @@ def fire(
         team, spreads = opened(model)
         # With copies (DDP) planning needs no communication; a plan of shards does.
         sharded = bool(spreads) and bool(distributed(model, copies=False)[1])
-        apart = SOLO if sharded else team
         with team.together():
             check_planning(planning)
             check_options(strength, measure)
             if plan is not None and planning:
                 raise ValueError("plan= already holds targets, scale and the like: pass either the plan or those")
-        if plan is None:
-            with apart.together():
-                plan = draft(model, sharded=sharded, **planning)
+            if plan is None and not sharded:
+                plan = draft(model, sharded=False, **planning)
+        plan = draft(model, **planning) if plan is None else plan
         solving: Solving = {"solver": solver} if isinstance(solver, str) else solver
         with team.together():
             store = LiveStore(model, plan.selected, mirrors=mirrors, biases=biases)
@@ -158,14 +157,13 @@ def fire(
     with watch, full_precision():
         receipt = execution.run()
         receipt = _finished(receipt, plan, store, checked, optimizer, optimizer_state)
-        receipt = replace(receipt, notes=(*receipt.notes, *_changed_sizes(model, receipt, plan)))
+        sizes = _changed_sizes(model, receipt, plan)
         if recalibrate is not None:
             receipt = recalibrated(model, recalibrate, receipt, team)
-        if answers is not None:
-            receipt = replace(receipt, outputs_moved=answers.moved())
+        moved = None if answers is None else answers.moved()
         settings = {**receipt.settings, "optimizer_state": optimizer_state, "biases": biases, "atomic": atomic}
-        receipt = replace(receipt, settings=settings, **meter.cost())
-        return watch.settle(receipt)
+        told: dict[str, Any] = {"settings": settings, "notes": (*receipt.notes, *sizes), "outputs_moved": moved}
+        return watch.settle(replace(receipt, **told, **meter.cost()))
 
 
 def _changed_sizes(model: nn.Module, receipt: Receipt, plan: Plan) -> list[str]:

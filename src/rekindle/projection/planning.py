@@ -125,7 +125,9 @@ class Plan(Page):
         place = entry.blocks.index(block)
         known = entry.scales[place] if entry.scales else None
         if known is not None:
-            return Scale("number", value=known).values(block, norm=norm, nuclear=nuclear)
+            like = next((each for each in (norm, nuclear) if each is not None), torch.empty(0, device="cpu"))
+            exact = torch.float64 if like.dtype == torch.float64 else torch.float32
+            return torch.full((block.count,), known, dtype=exact, device=like.device)
         reference = entry.references[place] if entry.references else None
         return self.scale.values(block, norm=norm, nuclear=nuclear, reference=reference)
 
@@ -271,7 +273,8 @@ def _plan(
         if stated:
             options["layouts"] = {**stated, **options["layouts"]}
             found = _find(model, config, options, sharded)
-        preset = next((t for t in terms(targets) if isinstance(t, str) and t.startswith("paper-")), None)
+        asked = (targets,) if isinstance(targets, str) else targets
+        preset = next((t for t in asked if isinstance(t, str) and t.startswith("paper-")), None)
         if isinstance(config, Plan) and config.why and rule.rule == "auto" and preset is None:
             rule, why = config.scale, config.why
         else:

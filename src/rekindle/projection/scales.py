@@ -118,7 +118,6 @@ class Scale:
         >>> Scale.parse("init:orthogonal").known(matrices("out in")((8, 4))[0])
         1.0
         """
-        out, in_ = block.fans
         if self.rule == "auto":
             raise ValueError('scale="auto" depends on the model: `settled` says which rule it is there')
         if self.rule in _MEASURED:
@@ -126,6 +125,7 @@ class Scale:
         if self.rule == "number":
             assert self.value is not None
             return self.value
+        out, in_ = block.fans
         if self.rule == "paper":
             scale = math.sqrt(out / in_) / block.taps * self._factor
         elif self.rule == "fan_in":

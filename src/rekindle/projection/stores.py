@@ -18,7 +18,7 @@ from torch.nn import Parameter
 
 from rekindle.blocks import parametrized
 from rekindle.blocks.finding import Block, find
-from rekindle.blocks.names import is_sharded, locate, partition_of
+from rekindle.blocks.names import is_sharded, locate, locations, partition_of
 from rekindle.projection.biases import bias_entries, bias_names, zero
 from rekindle.projection.entries import PlanEntry
 from rekindle.sharding.spread import Spread
@@ -143,7 +143,9 @@ class LiveStore:
         self.mirrors = (mirrors,) if isinstance(mirrors, nn.Module) else tuple(mirrors)
         self.biases_zeroed = 0
         entries = tuple(entries)
-        parameters = self._parameters = dict(model.named_parameters(remove_duplicate=False))
+        placed = locations(model)
+        places = {key: place for key, _, place in placed}
+        parameters = self._parameters = {key: parameter for key, parameter, _ in placed}
         keys = {entry.name: entry.key for entry in entries}
         if not parameters.keys() >= set(keys.values()):
             # Planned on the bare model and carried out on a wrapped one, or the other way round.
@@ -153,7 +155,9 @@ class LiveStore:
         for entry in entries:
             if keys[entry.name] not in parameters:
                 raise KeyError(f"the plan's parameter {entry.name!r} is not in the model")
-            self._weights[entry.name] = _checked(LiveWeight.at(model, entry, keys[entry.name]), "the model")
+            place = places[keys[entry.name]]
+            weight = LiveWeight(entry, place.owner, place.tensor, place.computed)
+            self._weights[entry.name] = _checked(weight, "the model")
         _check_apart(self._weights)
         self._copies = {entry.name: self._mirrored(entry) for entry in entries}
         self._aliases = {name: _sharing(weight, parameters) for name, weight in self._weights.items()}

@@ -125,6 +125,7 @@ class Transaction:
         told = error
         if error is not None and not self._part and self._marks is not None:
             torch.set_grad_enabled(self._with_gradients)
+            self._marks.__enter__()  # again, where Ctrl-C came after it had left
             written = bool(restores and self._marks.differences())
             for restore in restores:
                 surely(restore)
@@ -212,6 +213,7 @@ class Marks:
         return all(id(each) in marked for each in (*models, *optimizers))
 
     def __enter__(self) -> Marks:
+        self.__exit__()  # it may be entered already, and is left once
         WATCHERS.set((*WATCHERS.get(), self._put_back))
         return self
 
