@@ -241,3 +241,17 @@ def test_it_is_drawn_alike_from_one_seed() -> None:
 
     one, two = run(), run()
     assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_a_new_latent_gives_back_what_was_left_and_is_silent_elsewhere() -> None:
+    model, x = Autoencoder("topk").double(), draw(600, 16).double() + 0.3
+    with torch.no_grad():
+        model.b_enc[40:] = -1e3
+        left = x - model(x)
+        lengths = [float((row - left.mean(0)).norm()) for row in left]
+        Revive(tau=None)(model, batches=[x])
+        for latent in range(40, 64):
+            activities = [float((row - model.b_dec) @ model.W_enc[:, latent] + model.b_enc[latent]) for row in x]
+            assert sum(each > 1e-9 for each in activities) <= 18
+            back = max(activities) * float(model.W_dec[latent].norm())
+            assert min(abs(back - each) for each in lengths) < 1e-9

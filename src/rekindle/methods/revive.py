@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,18 +13,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from rekindle import optimizers
 from rekindle.diagnosis.usage import COVERED, FAINT, Usage, coverage, pair, tensor_of
 from rekindle.isolation import Recorded, isolated, padding_mask
 from rekindle.isolation import call as run
 from rekindle.methods.call import Call
+from rekindle.methods.changes import Changes
 from rekindle.methods.redo import ReDo
 from rekindle.methods.remedy import Observation, Remedy
-from rekindle.methods.replacement import check_finite
 from rekindle.optimizers import StateReset
-from rekindle.optimizers.rows import put_rows
 from rekindle.projection.method import Batch
-from rekindle.projection.receipt import BlockRecord, Receipt
+from rekindle.projection.receipt import Receipt
 from rekindle.recording.ancestry import Slices
 from rekindle.recording.recorder import called_parts
 from rekindle.recording.sights import Sightings
@@ -34,6 +32,7 @@ from rekindle.recording.wiring import WiringError
 _KEPT, _EVERY = 8, 7  # batches that `observe` keeps, and one in so many training passes
 _EXAMPLES = 8192
 _NOISE = 0.01  # by how much of its spread a copy differs
+_WAKING = 0.03  # share of examples on which a new latent of a choice is above zero
 _APART = 4.0  # the spread of the difference between the scores of two copies
 
 
@@ -42,7 +41,8 @@ class Revive(Remedy):
 
     - codes of a quantizer start at examples drawn from the batches; EMA counts become 1, EMA sums follow.
     - latents of a sparse autoencoder start at what is left of badly reconstructed examples (Bricken et al., 2023):
-      decoder and encoder point there, with the mean norm of the living (0.2 of it in the encoder of one without TopK).
+      decoder and encoder point there, with the mean norm of the living (0.2 of it in an encoder without TopK; with one,
+      as much as gives back what was left, and a bias that keeps it silent on 97% of the examples).
     - experts become copies of the most loaded one with 1% of noise; the router rows of all copies are moved apart, so
       that they share its tokens.
     - ranks of an adapter start again: a new row in A, zeros in B, as at its start. With `merge` all of them do, and
@@ -122,7 +122,7 @@ class Revive(Remedy):
                 usage.mask = padding_mask(batch)
                 run(call.inner, batch)
         usage.add_up(call.total)
-        changes, skipped = _Changes(call), dict(usage.found.unmeasured)
+        changes, skipped = Changes(call), dict(usage.found.unmeasured)
         for stack in usage.stacks():
             if stack.kind == "rows":
                 continue
@@ -132,7 +132,7 @@ class Revive(Remedy):
         receipt = changes.write(self.name, skipped)
         return receipt if self.tau is None else self._neurons(call, usage, batches, receipt)
 
-    def _revive(self, call: Call, stack: UnitStack, usage: Usage, examples: _Examples, changes: _Changes) -> str:
+    def _revive(self, call: Call, stack: UnitStack, usage: Usage, examples: _Examples, changes: Changes) -> str:
         """Note what becomes of the dead units of a stack; why nothing, where that has a reason."""
         if stack.kind == "ranks":
             _ranks(call, stack, changes, self.merge)
@@ -206,60 +206,6 @@ class _Examples:
         return rest - rest.mean(0)
 
 
-@dataclass
-class _Changes:
-    """Rows of tensors that become others; written after everything was checked."""
-
-    call: Call
-    rows: dict[str, list[tuple[int | None, Tensor, Tensor | float]]] = field(default_factory=dict)  # axis, indices, new
-    counts: dict[str, dict[str, int]] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-
-    def add(self, member: Slices, index: Tensor, values: Tensor | float, flat: bool = False) -> None:
-        """These slices of a tensor; flat: rows of (members, …), where several axes number the members."""
-        self.rows.setdefault(member.tensor, []).append((None if flat else member.axis, index, values))
-        self.count(member, rows=len(index))
-
-    def count(self, member: Slices, **counts: int) -> None:
-        """What the record of a tensor says."""
-        own = self.counts.setdefault(member.tensor, {})
-        for name, count in counts.items():
-            own[name] = own.get(name, 0) + count
-
-    @torch.no_grad()
-    def write(self, method: str, skipped: Mapping[str, str]) -> Receipt:
-        """Check, write, and reset exactly the optimizer's rows."""
-        call, model = self.call, self.call.inner
-        held = {name: tensor_of(model, name) for name in self.rows}
-        parameters = {name: value for name, value in held.items() if isinstance(value, Parameter)}
-        optimizers.check(call.optimizer, {n: p for n, p in parameters.items() if p.requires_grad})
-        check_finite({name: value for name, value in held.items() if value.is_floating_point()})
-        versions = {name: value._version for name, value in held.items()}
-        total, cleared = StateReset("rows"), 0
-        for name, changed in self.rows.items():
-            tensor = held[name]
-            for axis, index, values in changed:
-                index = index.to(tensor.device)
-                value = values.to(tensor) if isinstance(values, Tensor) else values
-                if axis is None:
-                    put_rows(tensor.view(-1, *(value.shape[1:] if isinstance(value, Tensor) else ())), 0, index, value)
-                    continue
-                put_rows(tensor, axis, index, value)
-                if name in parameters and call.optimizer is not None and tensor.requires_grad:
-                    total += optimizers.reset_rows(call.optimizer, parameters[name], index, row_dim=axis, name=name)
-                if tensor.grad is not None:
-                    tensor.grad.index_fill_(axis, index, 0)
-                    cleared += 1
-        records = [
-            BlockRecord(name, out=held[name].shape[0], in_=held[name][0].numel(), counts=counts)
-            for name, counts in self.counts.items()
-            if held[name]._version != versions[name]
-        ]
-        return Receipt(
-            method, tuple(records), dict(skipped), optimizer=total, gradients_cleared=cleared, notes=tuple(self.notes)
-        )
-
-
 def _pick(call: Call, weights: Tensor, amount: int) -> Tensor:
     """Numbers of examples, drawn with these weights; each once where there are enough of them."""
     generator = call.generator
@@ -271,7 +217,7 @@ def _noise(call: Call, like: Tensor) -> Tensor:
     return torch.randn(like.shape, generator=call.generator, device=call.generator.device).to(like)
 
 
-def _codes(call: Call, stack: UnitStack, dead: Tensor, examples: _Examples, changes: _Changes) -> str:
+def _codes(call: Call, stack: UnitStack, dead: Tensor, examples: _Examples, changes: Changes) -> str:
     """Codes at examples; where these are fewer, a second one a little beside."""
     member, several = stack.holds["codes"], stack.books > 1
     table = tensor_of(call.inner, member.tensor)
@@ -303,29 +249,42 @@ def _codes(call: Call, stack: UnitStack, dead: Tensor, examples: _Examples, chan
     return ""
 
 
-def _latents(call: Call, stack: UnitStack, dead: Tensor, examples: _Examples, changes: _Changes) -> str:
-    """Latents at what is left of badly reconstructed examples."""
+def _latents(call: Call, stack: UnitStack, dead: Tensor, examples: _Examples, changes: Changes) -> str:
+    """Latents at what is left of badly reconstructed examples.
+
+    Of those that are chosen by size, one must not take the place of others on many examples: its bias leaves it silent
+    but on the few along its direction, and on the first of these it gives back as much as was left.
+    """
     left = examples.left(stack)
-    weights = left.square().sum(-1)
-    chosen = left[_pick(call, weights, len(dead)).to(left.device)]
-    new = call.first({"left": nn.functional.normalize(chosen + _NOISE * chosen.std() * _noise(call, chosen), dim=-1)})
+    chosen = left[_pick(call, left.square().sum(-1), len(dead)).to(left.device)]
     living = torch.ones(stack.size, dtype=torch.bool).index_fill(0, dead, len(dead) == stack.size)
-    for role, share in (("encoder", 1.0 if stack.gated else 0.2), ("decoder", 1.0)):
+    rows = nn.functional.normalize(chosen + _NOISE * chosen.std() * _noise(call, chosen), dim=-1)
+    new: dict[str, Tensor] = {}
+    for role, share in (("decoder", 1.0), ("encoder", 1.0 if stack.gated else 0.2)):
         member = stack.holds[role]
-        weight = tensor_of(call.inner, member.tensor).movedim(member.axis, 0)
-        rows = new["left"].to(weight) * weight[living.to(weight.device)].norm(dim=-1).mean() * share
-        changes.add(member, dead, rows.movedim(0, member.axis))
+        weight = tensor_of(call.inner, member.tensor).detach().movedim(member.axis, 0)
+        new[role] = rows * weight[living.to(weight.device)].norm(dim=-1).mean().to(rows) * share
+    biases = [role for role in stack.holds if role.startswith("bias")]
+    if stack.gated and biases:
+        along = examples.of(stack) @ rows.mT
+        few = along.topk(min(len(along), max(2, int(_WAKING * len(along)))), 0).values
+        size = chosen.norm(dim=-1) / new["decoder"].norm(dim=-1)
+        factor = size / (few[0] - few[-1]).clamp_min(_NOISE * few[0].abs() + 1e-12)
+        new |= {"encoder": rows * factor[:, None], biases[0]: -factor * few[-1]}
+    new = call.first(new)
     changes.count(stack.holds["encoder"], latents=len(dead))
     for role, member in stack.holds.items():
-        if role.startswith("bias"):
+        own = tensor_of(call.inner, member.tensor).detach()
+        if role in new:
+            changes.add(member, dead, new[role].movedim(0, member.axis) if own.ndim > 1 else new[role])
+        elif role.startswith("vector") and len(dead) < stack.size:
+            changes.add(member, dead, float(own[living.to(own.device)].mean()))
+        else:
             changes.add(member, dead, 0.0)
-        elif role.startswith("vector"):
-            own = tensor_of(call.inner, member.tensor).detach()
-            changes.add(member, dead, float(own[living.to(own.device)].mean()) if len(dead) < stack.size else 0.0)
     return ""
 
 
-def _experts(call: Call, stack: UnitStack, dead: Tensor, examples: _Examples, changes: _Changes) -> str:
+def _experts(call: Call, stack: UnitStack, dead: Tensor, examples: _Examples, changes: Changes) -> str:
     """Copies of the experts that are most often the first choice, each for the tokens on its side of a random plane."""
     router = stack.holds["router"]
     weight = tensor_of(call.inner, router.tensor).detach().movedim(router.axis, 0)
@@ -360,7 +319,7 @@ def _experts(call: Call, stack: UnitStack, dead: Tensor, examples: _Examples, ch
     return ""
 
 
-def _modules(call: Call, member: Slices, dead: Tensor, source: Tensor, changes: _Changes) -> None:
+def _modules(call: Call, member: Slices, dead: Tensor, source: Tensor, changes: Changes) -> None:
     """The same for experts that are modules of a list."""
     experts = dict(call.inner.get_submodule(member.tensor).named_children())
     names = list(experts)
@@ -373,7 +332,7 @@ def _modules(call: Call, member: Slices, dead: Tensor, source: Tensor, changes: 
                 changes.add(Slices(f"{member.tensor}.{names[to]}.{name}", 0), torch.arange(len(value)), new)
 
 
-def _ranks(call: Call, stack: UnitStack, changes: _Changes, merge: bool) -> None:
+def _ranks(call: Call, stack: UnitStack, changes: Changes, merge: bool) -> None:
     """Ranks as an adapter begins: nothing in B, a new draw in A."""
     a, b = pair(call.inner, stack)
     size = a.norm(dim=1) * b.norm(dim=0)
