@@ -7,8 +7,8 @@ training `observe(model)`.
 
 One file per paper; `controls`, `regularizers` and `resets` hold one kind each. Start reading at `remedy`: it owns the
 call. `call` is what a method is given (and how replicas agree), `selection` which weights its targets mean, `writing`
-how they are changed (`changes`: some rows of them), `neurons` how single neurons are replaced, `caching` what is kept about a model, `naming` methods
-by name. May import everything up to `monitoring`; knows no trainer.
+how they are changed (`changes`: some rows of them), `neurons` how single neurons are replaced, `caching` what is kept
+about a model, `naming` methods by name. May import everything up to `monitoring`; knows no trainer.
 
 >>> from rekindle.methods import FullReset
 >>> import torch
