@@ -192,7 +192,7 @@ def test_an_error_puts_everything_back(monkeypatch: pytest.MonkeyPatch) -> None:
             raise OSError("no luck")
         return reset_rows(*args, **more)
 
-    monkeypatch.setattr("rekindle.methods.revive.optimizers.reset_rows", broken)
+    monkeypatch.setattr("rekindle.methods.changes.optimizers.reset_rows", broken)
     with pytest.raises(Exception, match="no luck"):
         Revive()(model, optimizer, batches=[x])
     assert all(torch.equal(before[name], now) for name, now in tensors(model).items())
