@@ -24,7 +24,7 @@ class Page:
         raise NotImplementedError
 
     def to_html(self) -> str:
-        """One self-contained page; needs jinja2 (`pip install rekindle[cli]`)."""
+        """One self-contained page; needs the extra `cli`."""
         from rekindle.report.page import render
 
         return render({self.page: self.to_dict()})
